@@ -73,9 +73,9 @@ chaos: $(DEV) ## break a whole fleet while streams run, and compare every token;
 
 # A trace is replayed at length and in all modes, a generated load briefly and as it is served.
 MINUTES ?= $(if $(TRACE),10,2)
-RATE ?= $(if $(TRACE),max,1)
+RATE ?= 1
 SPECULATION ?= $(if $(TRACE),all,adaptive)
-load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPECULATION=all; without TRACE 2 minutes made up
+load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=1 SPECULATION=all; without TRACE 2 minutes made up
 	$(BIN)/paceline bench load $(if $(TRACE),--trace '$(TRACE)') --minutes $(MINUTES) --rate $(RATE) \
 	  --speculation $(SPECULATION) $(ARGS)
 

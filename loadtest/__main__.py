@@ -24,7 +24,7 @@ BENCHES = {
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "step": "a plain step inside the running verifier against its packed linears alone",
-    "structured": "schema-bound answers with forced tokens as guesses and without, and the time of a mask",
+    "structured": "schema-bound answers with forced tokens as guesses and without",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",
     "vllm": "vLLM's load client, unmodified, against the fleet: it reads our acceptance from /metrics",
 }

@@ -36,7 +36,6 @@ from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, Disturbance, Fault, 
 from loadtest.faulty.orders import FOLDER_VARIABLE
 from loadtest.fleet import DEMO_PAIR, bench_fleet
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
-from loadtest.proxy import DelayProxy
 from loadtest.resuming_http import ResumingHttpClient
 from loadtest.steadfast import Answer, Request, keep_running, long_request, mixed_requests, over, run_each
 from loadtest.store_faults import UNWRITABLE_S
@@ -45,6 +44,7 @@ from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint
 from paceline.cluster.supervisor import BackOff
 from paceline.store.opening import open_store
+from tools.delay_proxy import DelayProxy
 
 # Longest time without a token: on two cores a verifier takes 10 to 20 s to start, and contexts are computed anew.
 PATIENCE_S = 120.0

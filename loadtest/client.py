@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from loadtest.prompts import unseen_prompts
 from loadtest.streams import Ask, Completion, Door, HttpDoor
+from paceline.checkpoints.corpus import unseen_prompts
 
 
 def asks_of(count: int, max_tokens: int, temperature: float = 0.0) -> list[Ask]:

@@ -30,9 +30,9 @@ from tqdm import tqdm
 from loadtest.bench import Table, add_round_flags, bench_parser, report, run
 from loadtest.client import BatchResult, joined, run_batch, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
-from loadtest.prompts import unseen_prompts
 from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
+from paceline.checkpoints.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
 LOADS = (1, 2, 4, 8, 16, 32, 64)

@@ -1,129 +1,176 @@
 """The controller against three oracles on the same load: `make bench NAME=controller`.
 
-Replays a load that ramps from 1 session to 64 and back (or one made from a public trace) through the real controller
-in a world whose truth is known (see `loadtest/replay.py`), and then through
+The planner's simulation of a verifier and its drafter, with the step times of a profile and guesses whose true
+probabilities are known, serves 1, 2, 4, ... 64 sessions and then fewer again. At every load it runs with the real
+controller, which keeps what it has learned at the loads before, and with
 
-  clairvoyant   knows the target's tokens: verifies nothing in vain
-  optimum       knows true probabilities and step times, and changes its mind for nothing
-  best fixed    the best fixed gamma of each load in hindsight
+  clairvoyant   knows the target's tokens and the step times: verifies nothing in vain
+  optimum       knows the true probabilities and the step times
+  best fixed    the best fixed gamma of that load
 
-and prints regret against the optimum, wasted rows, switches a minute and the calibration error. Step times are those
-of the reference machine.
+Neither of the first two is slower than plain decoding, since each may do without drafters. The bench prints tokens/s,
+the regret against the optimum, and the ratio to the best fixed gamma of each load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from loadtest.replay import Optimum, Policy, RealPolicy, Replay, ReplayResult, World
-from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.step_time import StepCost, StepTimes
-from paceline.planning.arrivals import read_arrivals
+from paceline.core.draft_policy import Allocation, DraftPolicy, FixedGamma, Goodput
+from paceline.core.drafter_worth import Demand
+from paceline.core.goodput import best_prefix
+from paceline.core.params import DRAFT_MODEL
+from paceline.core.step_time import StepMode, StepTimes
+from paceline.core.tree import DraftTree, Node
+from paceline.planning.drafter import DrafterProcess
+from paceline.planning.events import Events
+from paceline.planning.guesses import RIGHT, DrawnGuesses
+from paceline.planning.profile import SHIPPED, Profile, read_profile
+from paceline.planning.simulation import Outcome
+from paceline.planning.verifier import Request, SimulatedVerifier, starting_cost
 
-# A 98 M model on one core of the reference machine: seconds by rows.
-REFERENCE = StepCost(
-    rows=(1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128),
-    seconds=(0.0117, 0.0118, 0.0123, 0.0153, 0.0204, 0.0227, 0.0318, 0.0496, 0.0746, 0.0979, 0.1393, 0.1733),
-)
 LOADS = (1, 2, 4, 8, 16, 32, 64)
-CAP = 12
 GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)
 MOST_REGRET = 0.05
 LEAST_OF_FIXED = 0.98
-# How long a token of a traced answer is taken to last.
-SECONDS_A_TOKEN = 0.03
-
-Load = Sequence[tuple[float, int]]
+NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 16, 160
+# Share of the time at a load that is not counted: sessions begin together, and the controller meets a new load.
+WARM_UP = 0.5
+CONTROLLER, OPTIMUM, CLAIRVOYANT = "controller", "optimum", "clairvoyant"
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
     parser = bench_parser("controller", __doc__)
-    parser.add_argument("--seconds", type=float, default=12.0, help="time at each load of the ramp (default 12)")
-    parser.add_argument("--seed", type=int, default=0, help="of the world (default 0)")
-    parser.add_argument("--trace", type=Path, default=None, help="trace of arrivals, as of paceline plan --trace")
+    parser.add_argument("--seconds", type=float, default=120.0, help="simulated time at each load (default 120)")
+    parser.add_argument("--seed", type=int, default=0, help="of guesses and step times (default 0)")
+    parser.add_argument("--profile", type=Path, default=SHIPPED / "demo.json", help="as of paceline plan")
     arguments = parser.parse_args()
-    load = ramp(arguments.seconds) if arguments.trace is None else traced(arguments.trace, 14 * arguments.seconds)
-    raise SystemExit(0 if compare(World(cost=REFERENCE, seed=arguments.seed), load) else 1)
+    truth = DrawnGuesses(seed=arguments.seed)
+    profile = replace(read_profile(arguments.profile), truth=truth)
+    raise SystemExit(0 if compare(profile, truth, arguments.seconds) else 1)
 
 
-def ramp(seconds: float) -> Load:
-    """1, 2, 4, ... 64, ... 2, 1 sessions, each for that number of seconds."""
-    counts = [*LOADS, *LOADS[-2::-1]]
-    return [*((index * seconds, count) for index, count in enumerate(counts)), (len(counts) * seconds, 1)]
-
-
-def traced(path: Path, seconds: float) -> Load:
-    """Sessions under way in a trace of arrivals, scaled to `seconds` and to 64 sessions at most."""
-    requests = read_arrivals(path)
-    spans = [(each.at_s, each.at_s + SECONDS_A_TOKEN * each.num_output_tokens) for each in requests]
-    first, last = requests[0].at_s, requests[-1].at_s
-    ticks = [first + (last - first) * index / 200 for index in range(200)]
-    counts = [sum(start <= tick < end for start, end in spans) for tick in ticks]
-    peak = max(counts)
-    load = [(seconds * index / 200, max(1, round(64 * count / peak))) for index, count in enumerate(counts)]
-    return [*load, (seconds, 1)]
-
-
-def compare(world: World, load: Load) -> bool:
+def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
-    policies: dict[str, Callable[[], Policy]] = {
-        "controller": lambda: RealPolicy(Goodput(StepTimes(REFERENCE), max_nodes=CAP), CAP),
-        "optimum": lambda: Optimum(world, CAP, clairvoyant=False),
-        "clairvoyant": lambda: Optimum(world, CAP, clairvoyant=True),
-        **{f"gamma {gamma}": _fixed(gamma) for gamma in GAMMAS},
+    loads = [*LOADS, *LOADS[-2::-1]]
+    plain = starting_cost(profile.target)
+    times = StepTimes(plain, plain.scaled(1.0 + profile.drafting_overhead))
+    policies: dict[str, DraftPolicy] = {
+        CONTROLLER: Goodput(times, max_nodes=profile.most_nodes),
+        OPTIMUM: Oracle(profile, truth, clairvoyant=False),
+        CLAIRVOYANT: Oracle(profile, truth, clairvoyant=True),
+        **{f"gamma {gamma}": FixedGamma(gamma=gamma) for gamma in GAMMAS},
     }
-    results = {
-        name: Replay(world, make(), load).run()
-        for name, make in tqdm(policies.items(), desc="replaying", unit="policy", leave=False)
-    }
-    rows, buckets = [], _buckets(results["controller"])
-    for name, result in results.items():
-        rates = {f"at {load}": round(_rate(result, counts), 1) for load, counts in buckets.items()}
-        rows.append({"tokens/s": name, **rates, "acceptance": round(result.accepted / max(1, result.verified), 2)})
-    show(rows)
-    figures = _figures(results)
+    rates: dict[str, list[float]] = {}
+    for name, policy in tqdm(policies.items(), desc="simulating", unit="policy", leave=False):
+        # Only the controller learns; what the others do at a load is the same on the way down.
+        simulated = loads if name == CONTROLLER else LOADS
+        found = [rate_of(profile, policy, load, seconds, truth.seed) for load in simulated]
+        rates[name] = found if simulated is loads else [*found, *found[-2::-1]]
+    for oracle in (OPTIMUM, CLAIRVOYANT):
+        rates[oracle] = [max(pair) for pair in zip(rates[oracle], rates["gamma 0"], strict=True)]
+    show({"policy": name, "tokens/s at": _by_load(loads, each)} for name, each in rates.items())
+    best = [max(rates[f"gamma {gamma}"][index] for gamma in GAMMAS) for index in range(len(loads))]
+    against_fixed = [ours / its for ours, its in zip(rates[CONTROLLER], best, strict=True)]
+    regret = 1.0 - sum(rates[CONTROLLER]) / sum(rates[OPTIMUM])
     print(f"limits: regret {MOST_REGRET:.0%} of the optimum, {LEAST_OF_FIXED} of the best fixed gamma of each load")
-    return report("controller", **figures)
+    return report(
+        "controller",
+        regret=round(regret, 4),
+        against_best_fixed=_by_load(loads, against_fixed, places=3),
+        of_clairvoyant=round(sum(rates[CONTROLLER]) / sum(rates[CLAIRVOYANT]), 3),
+        ok=regret < MOST_REGRET and min(against_fixed) >= LEAST_OF_FIXED,
+    )
 
 
-def _fixed(gamma: int) -> Callable[[], Policy]:
-    return lambda: RealPolicy(FixedGamma(gamma=gamma), CAP)
+def _by_load(loads: Sequence[int], values: Sequence[float], places: int = 1) -> dict[str, float]:
+    """The mean of both times at a load, by that load."""
+    at = {load: [value for each, value in zip(loads, values, strict=True) if each == load] for load in LOADS}
+    return {str(load): round(sum(each) / len(each), places) for load, each in at.items()}
 
 
-def _rate(result: ReplayResult, bucket: Sequence[int]) -> float:
-    seconds = sum(result.seconds[count] for count in bucket)
-    return sum(result.tokens[count] for count in bucket) / seconds if seconds else 0.0
+class Oracle(Goodput):
+    """Knows true probabilities and true step times; clairvoyant, the target's tokens as well. Drafters always work.
+
+    Attributes:
+        trees: Returns the numbers of the sessions that are served, and their trees.
+    """
+
+    price = 0.0
+
+    def __init__(self, profile: Profile, truth: DrawnGuesses, *, clairvoyant: bool) -> None:
+        super().__init__(max_nodes=profile.most_nodes)
+        self.trees: Callable[[], Iterator[tuple[int, DraftTree]]] = lambda: iter(())
+        self._profile, self._truth, self._clairvoyant = profile, truth, clairvoyant
+
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+        """Picks the nodes of highest goodput."""
+        del joining
+        numbers = {id(tree): number for number, tree in self.trees()}
+        ranked = [
+            (survival, index, node)
+            for index, each in enumerate(demands)
+            for survival, node in self._ranked_of(each, numbers[id(each.tree)])
+        ]
+        ranked.sort(key=lambda entry: -entry[0])
+        rows = [len(demands) + other_rows + number for number in range(len(ranked) + 1)]
+        seconds = [self._profile.target.step_s(each, num_sessions=len(demands)) for each in rows]
+        best = best_prefix(len(demands), [survival for survival, _, _ in ranked], seconds)
+        chosen: list[list[Node]] = [[] for _ in demands]
+        for _, index, node in ranked[: best.count]:
+            chosen[index].append(node)
+        return Allocation(nodes=tuple(map(tuple, chosen)), prices=(0.0,) * len(demands), price=0.0)
+
+    def _ranked_of(self, demand: Demand, number: int) -> Sequence[tuple[float, Node]]:
+        """The nodes of a session that are likeliest to be right, best first, so parents before children."""
+        survivals = {id(demand.tree.root): 1.0}
+        found: list[tuple[float, Node]] = []
+        for node in demand.tree.nodes():
+            right = float(node.token_id == RIGHT)
+            chance = right if self._clairvoyant else self._truth.chance(node.guesses[DRAFT_MODEL], number)
+            survivals[id(node)] = survivals[id(node.parent)] * chance
+            found.append((survivals[id(node)], node))
+        return sorted(found, key=lambda entry: -entry[0])[: demand.cap]
+
+    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+        """Learns nothing: it knows everything."""
 
 
-def _buckets(result: ReplayResult) -> dict[int, list[int]]:
-    """Session counts met, by the least power of two that holds them."""
-    buckets: dict[int, list[int]] = {}
-    for count in sorted(result.seconds):
-        buckets.setdefault(next(load for load in LOADS if count <= load), []).append(count)
-    return buckets
+def rate_of(profile: Profile, policy: DraftPolicy, load: int, seconds: float, seed: int) -> float:
+    """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
+    events, requests = Events(seed), list[Request]()
+    running: set[int] = set()
 
+    def ask() -> None:
+        request = Request(
+            number=len(requests),
+            at_s=events.now_s,
+            num_prompt_tokens=NUM_PROMPT_TOKENS,
+            num_output_tokens=NUM_OUTPUT_TOKENS,
+        )
+        requests.append(request)
+        running.add(request.number)
+        verifier.submit(request)
 
-def _figures(results: dict[str, ReplayResult]) -> dict[str, Any]:
-    ours, optimum = results["controller"], results["optimum"]
-    against_fixed = {
-        load: _rate(ours, counts) / max(_rate(results[f"gamma {gamma}"], counts) for gamma in GAMMAS)
-        for load, counts in _buckets(ours).items()
-    }
-    # Time is weighted as the load gives it: what the optimum would have done in the same seconds.
-    ideal = sum(_rate(optimum, [count]) * seconds for count, seconds in ours.seconds.items())
-    regret = 1.0 - sum(ours.tokens.values()) / ideal
-    return {
-        "regret": round(regret, 4),
-        "against_best_fixed": {load: round(ratio, 3) for load, ratio in against_fixed.items()},
-        "of_clairvoyant": round(ours.tokens_per_s / results["clairvoyant"].tokens_per_s, 3),
-        "wasted_rows": round((ours.verified - ours.accepted) / max(1, ours.rows), 3),
-        "switches_per_minute": round(60 * ours.switches / sum(ours.seconds.values()), 2),
-        "calibration_error": round(ours.calibration_error, 4),
-        "ok": regret < MOST_REGRET and min(against_fixed.values()) >= LEAST_OF_FIXED,
-    }
+    def ended(request: Request) -> None:
+        running.remove(request.number)
+        events.after(0.0, ask)
+
+    def trees() -> Iterator[tuple[int, DraftTree]]:
+        sessions = ((number, verifier.scheduler.session(str(number), number)) for number in running)
+        return ((number, session.tree) for number, session in sessions if session is not None)
+
+    drafter = DrafterProcess("drafter", profile, events)
+    verifier = SimulatedVerifier(profile, events, colocated=False, drafters=[drafter], on_end=ended, policy=policy)
+    for _ in range(load):
+        ask()
+    if isinstance(policy, Oracle):
+        policy.trees = trees
+    events.run(seconds)
+    return Outcome(requests=requests, door_s=0.0, since_s=WARM_UP * seconds, until_s=seconds).tokens_per_s

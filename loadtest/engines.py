@@ -34,19 +34,16 @@ from typing import Any
 
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.fleet import lone_drafter, say, widened_target
-from loadtest.peers.environments import environment
-from loadtest.peers.inside.protocol import Case, Job
-from loadtest.peers.processes import CommandFailedError
-from loadtest.peers.run import VLLM, PeerFigure, encoded_prompts, run_job
+from loadtest.peers.inside.protocol import Job
+from loadtest.peers.run import VLLM, PeerFigure, case_of, encoded_prompts, run_job
 from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.checkpoints import DEMO_DRAFTER, WIDENED_SIZES
 from paceline.cluster.spec import available_cpus
+from tools.environments import environment
+from tools.processes import CommandFailedError
 
 ENVIRONMENT = "vllm-test"
 MAX_TOKENS = 128
-LEAST_PROMPTS = 8
-# The first start of a side compiles its kernels.
-QUIET_S = 600.0
 TIER = "tier"
 PLAIN_ALL, PLAIN_SAME = "plain, all cores", "plain, vLLM's cores"
 
@@ -145,7 +142,7 @@ async def _results(
         CommandFailedError: vLLM failed; a table with holes would compare nothing.
     """
     target = str(widened_target(arguments.target)["model"])
-    prompts = encoded_prompts(DEMO_DRAFTER, max(map(_num_prompts, arguments.streams)))
+    prompts = encoded_prompts(DEMO_DRAFTER, max(case_of(each).num_prompts for each in arguments.streams))
     with tempfile.TemporaryDirectory() as learned_dir:
 
         def figures_of(side: Side, drafters: Sequence[str]) -> list[PeerFigure]:
@@ -158,7 +155,7 @@ async def _results(
                     max_new_tokens=MAX_TOKENS,
                     passes=arguments.passes,
                     cores=side.cores,
-                    cases=[Case(streams=each, num_prompts=_num_prompts(each)) for each in arguments.streams],
+                    cases=[case_of(each) for each in arguments.streams],
                     drafters=drafters,
                     drafter_cores=side.drafter_cores,
                     learned_dir=learned_dir,
@@ -179,16 +176,11 @@ async def _results(
 
 def _figures(python: Path, job: Job) -> list[PeerFigure]:
     # Blocks the loop: nothing else is to run here, and a signal that ends the bench ends this at once.
-    figures = run_job(VLLM, python, job, QUIET_S)
+    figures = run_job(VLLM, python, job)
     for figure in figures:
         if figure.error:
             raise CommandFailedError(f"{figure.mode}, {figure.streams} streams: {figure.error}")
     return figures
-
-
-def _num_prompts(streams: int) -> int:
-    """Whole waves: one with fewer streams would be another figure."""
-    return streams * max(1, LEAST_PROMPTS // streams)
 
 
 def speeds_at(load: Load, results: Mapping[Side, Sequence[Sequence[PeerFigure]]]) -> dict[str, list[float]]:

@@ -27,12 +27,12 @@ from loadtest.bench import bench_parser, report, run
 from loadtest.faulty.orders import FOLDER_VARIABLE, HANG, order
 from loadtest.fleet import DEMO_PAIR, bench_fleet
 from loadtest.histories import History
-from loadtest.scrape import scrape
 from loadtest.steadfast import mixed_requests, over, run_one
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.supervisor import BackOff
 from paceline.core.params import DRAFT_MODEL
+from tools.scrape import scrape
 
 MOST_PAUSE_S = 1.0
 MOST_DRAFTLESS_S = 1.0

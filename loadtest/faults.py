@@ -20,7 +20,6 @@ from redis.exceptions import RedisError
 
 from loadtest.faulty import orders
 from loadtest.histories import History
-from loadtest.proxy import DelayProxy
 from loadtest.steadfast import over, run_one
 from loadtest.store_faults import fail_over, fill, make_read_only
 from paceline.client.resuming import ResumingClient
@@ -28,6 +27,7 @@ from paceline.cluster.local import LocalFleet
 from paceline.core.errors import EndsEnginesError, UnavailableError
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.store.base import Store
+from tools.delay_proxy import DelayProxy
 
 KILL = "kill"
 VALKEY = "valkey"

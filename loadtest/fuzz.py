@@ -39,12 +39,12 @@ from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.bench import MIB, bench_parser, report, run, show
 from loadtest.client import completed
 from loadtest.fleet import DEMO_PAIR, bench_fleet
-from loadtest.procfs import keep_to, resident_bytes
-from loadtest.scrape import scrape, sessions_left
 from loadtest.streams import Ask
 from paceline.cluster.local import LocalFleet
 from paceline.core.messages import GATEWAY
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from tools.procfs import keep_to, resident_bytes
+from tools.scrape import scrape, sessions_left
 
 GROWTH_SHARE, GROWTH_MIB = 0.03, 4.0
 KINDS: Mapping[str, Sequence[Kind]] = {
@@ -67,16 +67,6 @@ MAX_STALL_S = 0.05
 STALLS_COVERED_S = 60
 STALLS_EVERY_S = 20.0
 GOOD = Ask(prompt="The drafter guesses, and the verifier", max_tokens=48, seed=11)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Where the doors are, `host:port`."""
-
-    http: str
-    gateway: str
-    verifier: str
-    drafter: str
 
 
 @dataclass(slots=True)
@@ -142,19 +132,15 @@ async def _measure_fleet(fleet: LocalFleet, arguments: argparse.Namespace) -> tu
     _part_cores(fleet)
     before = (await completed(fleet.gateway_url, GOOD)).text
     gateway = fleet.endpoint("gateway")
-    addresses = Addresses(
-        http=gateway.address,
-        gateway=gateway.second_address,
-        verifier=fleet.endpoint("verifier").address,
-        drafter=fleet.endpoint("drafter").address,
-    )
-    target = await _target(addresses.gateway)
+    addresses = dict.fromkeys(HTTP_DOORS, gateway.address) | {"gateway": gateway.second_address}
+    addresses |= {role: fleet.endpoint(role).address for role in ("verifier", "drafter")}
+    target = await _target(gateway.second_address)
     memory: list[dict[str, float]] = []
 
     def look() -> None:
         memory.append({name: resident_bytes(pid) / MIB for name, pid in pids.items()})
 
-    async with _stalls_watched(addresses.http) as stalls_s:
+    async with _stalls_watched(gateway.address) as stalls_s:
         started_s = time.monotonic()
         tally = await fuzz(addresses, target, arguments.seed, arguments.messages, arguments.doors, at_quarter=look)
         seconds = time.monotonic() - started_s
@@ -203,7 +189,7 @@ async def _stalls_watched(address: str) -> AsyncIterator[list[float]]:
 
 
 async def fuzz(
-    addresses: Addresses,
+    addresses: Mapping[str, str],
     target: Target,
     seed: int,
     count: int,
@@ -213,7 +199,7 @@ async def fuzz(
     """Sends bad messages to these doors at once.
 
     Args:
-        addresses: Where the doors are.
+        addresses: `host:port` by door.
         target: The model behind them.
         seed: Of the messages.
         count: Messages in all.
@@ -241,12 +227,14 @@ async def fuzz(
 
 
 @contextmanager
-def open_doors(addresses: Addresses, doors: Sequence[str] = tuple(SHARES)) -> Iterator[dict[str, Sequence[Door]]]:
+def open_doors(
+    addresses: Mapping[str, str], doors: Sequence[str] = tuple(SHARES)
+) -> Iterator[dict[str, Sequence[Door]]]:
     """Gives the ways into each service, several of each; `send_all` closes them."""
     with ThreadPoolExecutor(CONNECTIONS * len(doors), thread_name_prefix="door") as executor:
 
         def opened(door: str) -> Door:
-            return HttpDoor(addresses.http) if door in HTTP_DOORS else GrpcDoor(getattr(addresses, door), executor)
+            return HttpDoor(addresses[door]) if door in HTTP_DOORS else GrpcDoor(addresses[door], executor)
 
         yield {door: [opened(door) for _ in range(CONNECTIONS)] for door in doors}
 

@@ -30,10 +30,9 @@ import numpy as np
 
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.fleet import bench_fleet
-from loadtest.procfs import cpu_s, keep_to
-from loadtest.prompts import unseen_prompts
 from loadtest.streams import Ask, Completion, HttpDoor
 from loadtest.trial import Trial, rounded_error, take_turns
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import available_cpus
@@ -43,6 +42,7 @@ from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.service.credentials import channel
 from paceline.wire import committed_from_pb, generate_request_to_pb
+from tools.procfs import cpu_s, keep_to
 
 LEAST_RATIO = 0.95
 MOST_LAG_STEPS = 2.0

@@ -2,8 +2,8 @@
 
 Weights are random, so texts mean nothing and the two models would never agree. Speed does not depend on that; how
 many drafts are accepted does. So acceptance is IMPOSED: both forward passes run in full, then one logit a row is
-raised, such that the target follows a fixed rule and the drafter guesses it with the probability asked for. Both
-engines run in one process on one device and take turns, joined by an in-memory link: no network, and no drafting
+raised, so that the target follows a fixed rule and the drafter guesses it with the probability asked for. Both models
+run in one engine on one device and take turns, as in a verifier with the drafter inside: no network, and no drafting
 during verification.
 """
 
@@ -22,11 +22,12 @@ import torch
 from loadtest.bench import Table, bench_parser, report
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.core.target_events import Submit, TargetLimits
+from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.backends.torch.backend import TorchBackend
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
@@ -34,7 +35,6 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.kv import KVCache
 from paceline.engine.target import TargetEngine
 
-DRAFTER = "drafter"
 VERIFY_ROWS = 8
 MAX_BATCHED_TOKENS = 256
 MAX_LOGIT_DISTANCE = 0.1
@@ -115,89 +115,26 @@ class Run:
     records: list[SpeculationRecord]
 
 
-class TurnTaking:
-    """Both engines in one thread: some draft steps, one target step, and messages carried at once.
-
-    Args:
-        target: The target model.
-        drafter: The draft model; None: plain decoding.
-        arguments: The command line.
-        sessions: How many run.
-    """
-
-    def __init__(self, target: Decoder, drafter: Decoder | None, arguments: argparse.Namespace, sessions: int) -> None:
-        self._sessions = sessions
-        self._texts: list[list[int]] = []
-        self._records: list[SpeculationRecord] = []
-        self._gamma = arguments.gamma if drafter is not None else 0
-        self._arguments = arguments
-        self._vocab_size = target.config.vocab_size
-        blocks = sessions * (-(-(arguments.context + arguments.tokens) // BLOCK_SIZE) + 2)
-        self._target = TargetEngine(
-            decoder=target,
-            identity=_identity(target, "target"),
-            num_blocks=blocks,
-            limits=TargetLimits(
-                max_num_seqs=sessions,
-                max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions * (self._gamma + 1)),
-                max_model_len=target.config.context_len,
-            ),
-            policy=FixedGamma(gamma=self._gamma),
-            clock=time.perf_counter,
-        )
-        self._drafter = None if drafter is None else _draft_engine(drafter, blocks, sessions)
-        if self._drafter is not None:
-            self._target.handle(LinkChanged(address=DRAFTER, up=True))
-
-    def run(self, name: str) -> Run:
-        """Runs all sessions to their end; timed from when all of them were decoding."""
-        self._texts, self._records = [[] for _ in range(self._sessions)], []
-        for serial in range(self._sessions):
-            self._target.handle(Submit(request=self._request(name, serial), serial=serial, drafter_address=DRAFTER))
-        while not all(self._texts):
-            self._round()
-        before, started_s = sum(map(len, self._texts)), time.perf_counter()
-        while self._target.num_sessions:
-            self._round()
-        seconds = time.perf_counter() - started_s
-        speed = (sum(map(len, self._texts)) - before) / seconds
-        return Run(tokens_per_s=speed, texts=self._texts, records=self._records)
-
-    def _request(self, name: str, serial: int) -> GenerateRequest:
-        context = self._arguments.context
-        prompt = mix(np.full(context, serial), np.arange(context), 4) % self._vocab_size
-        return GenerateRequest(
-            session_id=f"{name} {serial}",
-            epoch=1,
-            prompt_token_ids=tuple(prompt.tolist()),
-            sampling=SamplingParams(max_tokens=self._arguments.tokens, temperature=0.0, ignore_eos=True),
-            speculation=SpeculationParams(),
-        )
-
-    def _round(self) -> None:
-        drafter = self._drafter
-        for _ in range(self._gamma):
-            if drafter is not None and drafter.has_work():
-                for nodes in drafter.step().to_verifiers.values():
-                    event = DraftsArrived(address=DRAFTER, messages=nodes, arrived_s=time.perf_counter())
-                    self._target.handle(event)
-        output = self._target.step()
-        for serial, committed in output.committed:
-            assert isinstance(committed, CommittedTokens), committed
-            self._texts[serial] += committed.token_ids
-            if committed.result is not None:
-                self._records.append(committed.result.speculation)
-        for commits in output.to_drafters.values():
-            if drafter is not None:
-                drafter.handle(VerifierMessages(link=0, messages=commits))
-
-
-def _identity(decoder: Decoder, name: str) -> ModelIdentity:
-    config = decoder.config
-    return ModelIdentity(name=name, vocab_hash="", vocab_size=config.vocab_size, context_len=config.context_len)
-
-
-def _draft_engine(decoder: Decoder, num_blocks: int, sessions: int) -> DraftEngine:
+def engine_of(
+    target: Decoder, drafter: Decoder | None, arguments: argparse.Namespace, sessions: int
+) -> TargetEngine | ColocatedEngine:
+    """An engine for a number of sessions that decodes plainly, or has the drafter inside and takes turns with it."""
+    gamma = 0 if drafter is None else arguments.gamma
+    blocks = sessions * (-(-(arguments.context + arguments.tokens) // BLOCK_SIZE) + 2)
+    engine = TargetEngine(
+        decoder=target,
+        identity=_identity(target, "target"),
+        num_blocks=blocks,
+        limits=TargetLimits(
+            max_num_seqs=sessions,
+            max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions * (gamma + 1)),
+            max_model_len=target.config.context_len,
+        ),
+        policy=FixedGamma(gamma=gamma),
+        clock=time.perf_counter,
+    )
+    if drafter is None:
+        return engine
     limits = DraftLimits(
         width=1,
         max_rows=sessions,
@@ -205,13 +142,47 @@ def _draft_engine(decoder: Decoder, num_blocks: int, sessions: int) -> DraftEngi
         max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions),
         max_num_seqs=sessions,
     )
-    return DraftEngine(
-        decoder=decoder,
-        identity=_identity(decoder, "drafter"),
-        num_blocks=num_blocks,
+    draft = DraftEngine(
+        decoder=drafter,
+        identity=_identity(drafter, "drafter"),
+        num_blocks=blocks,
         limits=limits,
         clock=time.perf_counter,
     )
+    return ColocatedEngine(engine, draft, wants_states=False, clock=time.perf_counter)
+
+
+def _identity(decoder: Decoder, name: str) -> ModelIdentity:
+    config = decoder.config
+    return ModelIdentity(name=name, vocab_hash="", vocab_size=config.vocab_size, context_len=config.context_len)
+
+
+def run_sessions(
+    engine: TargetEngine | ColocatedEngine, arguments: argparse.Namespace, name: str, prompts: Sequence[Sequence[int]]
+) -> Run:
+    """Runs a session a prompt to its end; timed from when all of them were decoding."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    records: list[SpeculationRecord] = []
+    for serial, prompt in enumerate(prompts):
+        request = GenerateRequest(
+            session_id=f"{name} {serial}",
+            epoch=1,
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True),
+            speculation=SpeculationParams(),
+        )
+        engine.handle(Submit(request=request, serial=serial, drafter_address=LOCAL))
+    before, started_s = 0, 0.0
+    while len(records) < len(prompts):
+        if not started_s and all(texts):
+            before, started_s = sum(map(len, texts)), time.perf_counter()
+        for serial, committed in engine.step().committed:
+            assert isinstance(committed, CommittedTokens), committed
+            texts[serial] += committed.token_ids
+            if committed.result is not None:
+                records.append(committed.result.speculation)
+    seconds = time.perf_counter() - started_s
+    return Run(tokens_per_s=(sum(map(len, texts)) - before) / seconds, texts=texts, records=records)
 
 
 def measure_rounds(
@@ -224,13 +195,20 @@ def measure_rounds(
     )
     target_decoder = ImposedDecoder(target.decoder("graphs"), 1.0)
     draft_decoder = ImposedDecoder(drafter.decoder("graphs"), arguments.acceptance)
+    vocab_size = target.shape.vocab_size
     table, rows, same = Table(), list[dict[str, float]](), True
     for sessions in arguments.sessions:
-        engines = [TurnTaking(target_decoder, each, arguments, sessions) for each in (None, draft_decoder)]
-        for each in engines:
-            # Records the graphs.
-            each.run("warm-up")
-        plain, speculative = (each.run("measured") for each in engines)
+        engines = [engine_of(target_decoder, each, arguments, sessions) for each in (None, draft_decoder)]
+        numbers = np.arange(arguments.context)
+        prompts = [mix(np.full_like(numbers, serial), numbers, 4) % vocab_size for serial in range(sessions)]
+        # The first run records the graphs.
+        plain, speculative = (
+            [
+                run_sessions(engine, arguments, name, [each.tolist() for each in prompts])
+                for name in ("first", "second")
+            ][1]
+            for engine in engines
+        )
         same = same and plain.texts == speculative.texts
         rows.append(_round_row(sessions, plain, speculative))
         table.add(rows[-1])

@@ -14,21 +14,21 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.bench import machine
+from loadtest.bench import machine, report
 from loadtest.client import replay
 from loadtest.fleet import bench_fleet, say
 from loadtest.prompts import Prompts, open_prompts
 from loadtest.streams import Ask, Door, GrpcDoor, HttpDoor
-from loadtest.traffic.config import ADAPTIVE, HTTP, MAX, OFF, ON, LoadConfig
+from loadtest.traffic.config import HTTP, OFF, ON, TRACE, LoadConfig
 from loadtest.traffic.figures import Window, bucket_figures, buckets_of, comparison, different_texts, mode_figures
-from loadtest.traffic.highest import TriedRate, highest_rate
 from loadtest.traffic.plan import Source, requests_of, windows_of
-from loadtest.traffic.report import summary, write_reports
+from loadtest.traffic.report import print_tables
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import PacelineError
 from paceline.service.config import exit_with_error, parse
@@ -48,14 +48,13 @@ def main() -> None:
         figures = asyncio.run(measure(config))
     except PacelineError as error:
         exit_with_error(PROG, error)
-    print(summary(figures))
-    print(f"reports: {config.out}.html, {config.out}.json")
-    print(json.dumps({name: figures[name] for name in ("bench", "machine", "ok", "checks")}))
-    raise SystemExit(0 if figures["ok"] else 1)
+    print_tables(figures)
+    ok = report("load", figures=str(figures_file(config)), checks=figures["checks"], ok=figures["ok"])
+    raise SystemExit(0 if ok else 1)
 
 
 async def measure(config: LoadConfig) -> dict[str, Any]:
-    """Runs the replay and writes the reports, the first time when each mode has had a window; returns all figures.
+    """Runs the replay and returns all figures; they are written whenever each mode has had another window.
 
     Raises:
         PacelineError: The trace, the prompts or the fleets make it impossible.
@@ -65,16 +64,22 @@ async def measure(config: LoadConfig) -> dict[str, Any]:
         config.prompts, config.model or DEMO_TARGET, max_tokens=config.max_prompt_tokens, seed=config.seed
     )
     figures: dict[str, Any] = {}
+    rate = source.trace_rate_per_s if config.rate == TRACE else float(config.rate)
     async with _doors(config) as doors:
-        rate, trials = await _rate(config, source, prompts, doors)
         plan = {**source.described(rate), "prompts": described}
         windows = windows_of(requests_of(source.arrivals(rate), prompts, config), config.duration_s, config.window_s)
         await _warm_up(config, source, prompts, doors, rate)
         async for runs in run_windows(doors, windows):
             done = windows[: len(runs[config.modes[0]])]
-            figures = figures_of(config, plan, trials, runs, done)
-            write_reports(config.out, figures, runs, done)
+            figures = figures_of(config, plan, runs, done)
+            config.out.parent.mkdir(parents=True, exist_ok=True)
+            figures_file(config).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return figures
+
+
+def figures_file(config: LoadConfig) -> Path:
+    """Returns where the figures go."""
+    return config.out.with_name(f"{config.out.name}.json")
 
 
 @asynccontextmanager
@@ -109,17 +114,6 @@ def open_door(kind: str, address: str) -> Door:
 def asked_in(mode: str, requests: Sequence[Ask]) -> list[Ask]:
     """Returns requests as a mode sends them."""
     return [replace(each, speculation={"enabled": False} if mode == OFF else None) for each in requests]
-
-
-async def _rate(
-    config: LoadConfig, source: Source, prompts: Prompts, doors: Mapping[str, Door]
-) -> tuple[float, list[TriedRate]]:
-    """Returns the rate of the replay, and the trials that found it; they use adaptive speculation, as is served."""
-    if config.rate == MAX:
-        door = doors.get(ADAPTIVE) or next(iter(doors.values()))
-        trials = await highest_rate(door, source, prompts, config)
-        return trials[-1].rate_per_s, trials
-    return source.trace_rate_per_s if config.rate == "trace" else float(config.rate), []
 
 
 async def _warm_up(
@@ -157,11 +151,10 @@ async def run_windows(
 def figures_of(
     config: LoadConfig,
     plan: Mapping[str, Any],
-    trials: Sequence[TriedRate],
     runs: Mapping[str, Sequence[Window]],
     windows: Sequence[Sequence[Ask]],
 ) -> dict[str, Any]:
-    """Returns everything that the reports say; `checks` is what must hold."""
+    """Returns all figures of a replay; `checks` is what must hold."""
     buckets = buckets_of(windows, config.slot_s)
     modes = {mode: mode_figures(of) for mode, of in runs.items()}
     compared = comparison(runs, buckets, config.seed)
@@ -179,7 +172,6 @@ def figures_of(
         "door": config.door,
         "replay": dict(plan),
         "windows": len(windows),
-        "trials": [asdict(trial) for trial in trials],
         "modes": modes,
         "buckets": bucket_figures(runs, buckets),
         "comparison": compared,

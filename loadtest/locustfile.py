@@ -24,9 +24,9 @@ import grpc  # noqa: E402
 from locust.argument_parser import LocustArgumentParser  # noqa: E402
 from locust.env import Environment  # noqa: E402
 
-from loadtest.prompts import unseen_prompts  # noqa: E402
 from loadtest.shapes import SHAPES, num_users  # noqa: E402
 from locust import FastHttpUser, LoadTestShape, User, between, events, task  # noqa: E402
+from paceline.checkpoints.corpus import unseen_prompts  # noqa: E402
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc  # noqa: E402
 
 TIMEOUT_S = 120.0

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.client import replay
 from loadtest.fleet import DEMO_PAIR, bench_fleet
-from loadtest.prompts import unseen_prompts
 from loadtest.streams import Ask, Completion, GrpcDoor
 from loadtest.trial import Trial, rounded_error, take_turns
+from paceline.checkpoints.corpus import unseen_prompts
 
 LEAST_RATIO = 0.9
 OVERLOAD = 3.0

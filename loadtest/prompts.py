@@ -12,17 +12,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from paceline.checkpoints.corpus import SourceFile, load_corpus
-from paceline.checkpoints.corpus import unseen_prompts as _unseen_prompts
 from paceline.core.errors import ConfigError
 
 PROSE_CHARS = 320
 # Returns the prompt of a request by its number and the length, in tokens, that a trace names for it.
 Prompts = Callable[[int, int], str]
-
-
-def unseen_prompts(count: int, seed: int = 0) -> list[str]:
-    """Openings of functions and classes that the pair never saw, about 60 to 100 tokens each."""
-    return _unseen_prompts(count, seed)
 
 
 def prose_prompts(count: int) -> list[str]:

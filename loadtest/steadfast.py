@@ -11,8 +11,8 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from loadtest.histories import GRPC, HTTP, History, Kind
-from loadtest.prompts import unseen_prompts
 from loadtest.resuming_http import ResumingHttpClient
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import OverloadedError, PacelineError

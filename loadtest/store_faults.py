@@ -12,8 +12,8 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from loadtest.proxy import DelayProxy
 from paceline.cluster.valkey import find_server, free_port, server_command
+from tools.delay_proxy import DelayProxy
 
 # Longer than entries live in the registry, so that what cannot be renewed is taken for gone.
 UNWRITABLE_S = 7.0

@@ -2,8 +2,7 @@
 
 One fleet, verifier on a core of its own, a drafter on the rest. Requests ask for JSON with many keys and take turns:
 with drafters and look-up, and with the grammar as a third source (`tier`); plain, and with the grammar alone (`alone`).
-Every answer must be the same whichever sources drafted, and one that ends by itself must follow its schema. The time of
-a mask is that of `paceline.engine.grammar` over the tokens of these answers, ids of the demo tokenizer.
+Every answer must be the same whichever sources drafted, and one that ends by itself must follow its schema.
 
 Goals: 1.3 with the grammar alone at either batch size, and never below 0.98.
 """
@@ -14,23 +13,16 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonschema_rs
-from tokenizers import Tokenizer
 
 from loadtest.bench import add_round_flags, bench_parser, report, run, show
 from loadtest.client import BatchResult, run_batch, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
 from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
-from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.core.grammar import OutputGrammar
-from paceline.engine.grammar import Grammars
-from paceline.engine.identity import model_identity
-from paceline.gateway.grammars.compiling import grammar_of_json_schema
 
 # What requests of a side ask of speculation. Each "with" is compared with the "without" of its kind.
 SIDES: dict[str, dict[str, Any]] = {
@@ -111,12 +103,12 @@ async def measure(arguments: argparse.Namespace) -> bool:
     rows = [_row(results, *place) for place in places]
     same = same_texts(each for found in results.values() for each in found)
     texts = results[1, "alone, without"][0].texts
-    num_finished, mask_us = _num_valid(texts), mask_times_us(texts)
+    num_finished = _num_valid(texts)
     show(rows)
-    print(f"{num_finished} of {len(texts)} answers ended by themselves, all valid; the others were cut off; {mask_us=}")
+    print(f"{num_finished} of {len(texts)} answers ended by themselves, all valid; the others were cut off")
     given = {name: getattr(arguments, name) for name in ("prompts", "max_tokens", "temperature", "target")}
     ok = same and all(row["ok"] for row in rows)
-    figures = {"same_texts": same, "num_finished": num_finished, "mask_us": mask_us}
+    figures = {"same_texts": same, "num_finished": num_finished}
     return report("structured", **given, rows=rows, **figures, ok=ok)
 
 
@@ -156,25 +148,3 @@ def _num_valid(texts: Sequence[str]) -> int:
         jsonschema_rs.Draft202012Validator(schema_of(number)).validate(value)
         count += 1
     return count
-
-
-def mask_times_us(texts: Sequence[str]) -> dict[str, float]:
-    """Microseconds for what may follow each token of these answers."""
-    identity = model_identity(DEMO_TARGET)
-    ends = identity.eos_token_ids
-    grammars = Grammars(DEMO_TARGET, identity.vocab_size, ends)
-    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
-    times: list[float] = []
-    for number, text in enumerate(texts):
-        state = grammars.compile(grammar_of_json_schema(schema_of(number)))
-        grammar = OutputGrammar(state, vocab_size=identity.vocab_size, stop_ids=frozenset(ends), eos_token_ids=ends)
-        for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
-            started_s = time.perf_counter()
-            grammar.after()
-            times.append(1e6 * (time.perf_counter() - started_s))
-            if not grammar.permits((token_id,)):
-                # What was cut off within a character is written as another one.
-                break
-            grammar.push((token_id,))
-    means = {"median": statistics.median(times), "mean": statistics.fmean(times), "most": max(times)}
-    return {name: round(value, 1) for name, value in means.items()}

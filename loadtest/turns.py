@@ -40,12 +40,12 @@ import httpx
 
 from loadtest.bench import add_round_flags, bench_parser, report, run, show
 from loadtest.client import BatchResult, asks_of, joined, run_batch, same_texts
-from loadtest.procfs import children_of, environment_of
-from loadtest.proxy import DelayProxy
-from loadtest.scrape import mean_between, scrape
 from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.valkey import free_port
+from tools.delay_proxy import DelayProxy
+from tools.procfs import children_of, environment_of
+from tools.scrape import mean_between, scrape
 
 HOST = "127.0.0.1"
 # Tokens decoded untimed after each change: the verifier has to learn how long answers take now.

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from loadtest.bench import bench_parser, report, run
 from loadtest.fleet import bench_fleet, say
-from loadtest.peers.environments import child_environ, environment
-from loadtest.peers.processes import run_command
-from loadtest.prompts import unseen_prompts
-from loadtest.scrape import scrape
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_TARGET
+from tools.environments import child_environ, environment
+from tools.processes import run_command
+from tools.scrape import scrape
 
 QUIET_S = 900.0
 OUTPUT_LEN = 64

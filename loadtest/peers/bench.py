@@ -1,9 +1,9 @@
 """Peers side by side on the demo pair: `make bench NAME=peers`.
 
 OpenVINO GenAI and vLLM decode the same prompts greedily, plain and with the draft model as their own draft model, on
-the same cores in bf16; then our engine in one process as they are, and our fleet over HTTP: as `paceline up` starts it,
-and with the drafter inside the verifier, where both take turns as theirs do. The first run sets each peer up in the
-user's cache folder (minutes); one that cannot be set up is left out with its reason. In the table
+the same cores in bf16; then our fleet over HTTP: as `paceline up` starts it, and with the drafter inside the verifier,
+where both take turns as theirs do. The first run sets each peer up in the user's cache folder (minutes); one that
+cannot be set up is left out with its reason. In the table
 
   decode, total   tokens/s while all streams decoded, and with prefill and stragglers
   differ          texts that are not those of the same peer's plain run at 1 stream
@@ -25,14 +25,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.client import BatchResult, asks_of, run_batch
 from loadtest.fleet import bench_fleet, say
-from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, encoded_prompts, measure_peers
+from loadtest.peers.inside.protocol import Job
+from loadtest.peers.run import PEERS, PeerFigure, case_of, encoded_prompts, measure_peer
 from loadtest.streams import Ask
 from loadtest.trial import Trial
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
-from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, IN_VERIFIER
+from paceline.verifier.config import DEFAULT_METHODS, IN_VERIFIER
 
 FLEET, FLEET_IN_TURN = "paceline", "paceline in turn"
 OUR_FLEETS = (FLEET, FLEET_IN_TURN)
@@ -50,13 +53,13 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32], help="plain decoding (default: 1 8 32)")
     parser.add_argument(
-        "--draft-lengths", type=int, nargs="*", default=[3, 5, 7], help="with drafts at 1 stream (default: 3 5 7)"
-    )
-    parser.add_argument(
-        "--batch-draft-length", type=int, default=3, help="with drafts at 8 streams, 0 for none (default: 3)"
+        "--draft-lengths",
+        type=int,
+        nargs="*",
+        default=[3, 5, 7],
+        help="with drafts at 1 stream, the first one at 8 too (default: 3 5 7)",
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
-    parser.add_argument("--least-prompts", type=int, default=8, help="prompts of a case, at least (default: 8)")
     parser.add_argument("--passes", type=int, default=3, help="over the prompts, the median counts (default: 3)")
     parser.add_argument(
         "--rounds", type=int, default=1, help="of everything, for machines whose speed drifts (default: 1)"
@@ -68,26 +71,13 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures everything once a round, and prints the table; True when no peer is faster than the fleet."""
-    lengths = {1: arguments.draft_lengths}
-    if arguments.batch_draft_length:
-        lengths[8] = [arguments.batch_draft_length]
     target = arguments.target or widened_demo_target(os.environ, say)
-    bench = PeerBench(
-        target=target,
-        draft=arguments.draft,
-        prompts=encoded_prompts(arguments.draft, max(arguments.least_prompts, *arguments.streams, *lengths)),
-        max_new_tokens=arguments.max_tokens,
-        plain=arguments.streams,
-        drafted=lengths,
-        least_prompts=arguments.least_prompts,
-        passes=arguments.passes,
-    )
-    drafting = replace(bench, drafted={streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain})
-    rounds = [
+    jobs = jobs_of(target, arguments)
+    rounds: list[list[PeerFigure]] = []
+    for _ in range(arguments.rounds):
         # Blocks the loop: nothing else is to run here, and a signal that ends the bench ends this at once.
-        [*measure_peers(arguments.peers, bench), *measure_peers([OUR_ENGINE], drafting), *await measure_ours(bench)]
-        for _ in range(arguments.rounds)
-    ]
+        peers = [figure for name in tqdm(arguments.peers, desc="peers") for figure in measure_peer(name, jobs, say)]
+        rounds.append([*peers, *await measure_ours(target, arguments)])
     by_case = cases_of(rounds)
     rows = [median_figure(case).row() for case in by_case.values()]
     show(
@@ -105,35 +95,58 @@ async def measure(arguments: argparse.Namespace) -> bool:
         for row, case in zip(rows, by_case.values(), strict=True)
     )
     trials = ratios(by_case)
-    found = {name: {at: round(trial.ratio, 3) for at, trial in each.items()} for name, each in trials.items()}
-    show({"ratio": name, **each} for name, each in found.items() if each)
-    fleet = trials["to_best_peer"]
-    ok = bool(fleet) and all(trial.meets(least=1.0) for trial in fleet.values())
-    return report("peers", model=target.name, figures=rows, **found, ok=ok)
+    found = {at: round(trial.ratio, 3) for at, trial in trials.items()}
+    show([{"ratio to the best peer at": found}])
+    ok = bool(trials) and all(trial.meets(least=1.0) for trial in trials.values())
+    return report("peers", model=target.name, figures=rows, to_best_peer=found, ok=ok)
 
 
-async def measure_ours(bench: PeerBench) -> list[PeerFigure]:
+def jobs_of(target: Path, arguments: argparse.Namespace) -> list[Job]:
+    """What each peer's processes measure: plain decoding, and each draft length."""
+    lengths = arguments.draft_lengths
+    streams_by_length = {
+        None: arguments.streams,
+        **{length: [1] if at else [1, 8] for at, length in enumerate(lengths)},
+    }
+    cases = {length: [case_of(each) for each in streams] for length, streams in streams_by_length.items()}
+    prompts = encoded_prompts(arguments.draft, max(case.num_prompts for each in cases.values() for case in each))
+    return [
+        Job(
+            target=str(target),
+            draft=str(arguments.draft),
+            draft_length=length,
+            prompts=prompts,
+            max_new_tokens=arguments.max_tokens,
+            passes=arguments.passes,
+            cores=sorted(os.sched_getaffinity(0)),
+            cases=each,
+        )
+        for length, each in cases.items()
+    ]
+
+
+async def measure_ours(target: Path, arguments: argparse.Namespace) -> list[PeerFigure]:
     """Measures the whole fleet at the numbers of streams of the bench.
 
     As `paceline up` starts it, plain and speculating; and speculating with the drafter inside the verifier, where both
     models run on all cores in turn, as they do in every peer.
     """
-    inside = json.dumps({"method": DEFAULT_METHODS, "placement": IN_VERIFIER, "model": str(bench.draft)})
-    async with bench_fleet(model=bench.target, draft_model=bench.draft) as fleet:
-        figures = await _figures(FLEET, fleet.gateway_url, ("plain", "draft"), bench)
-    async with bench_fleet(model=bench.target, drafter=False, speculative_config=inside) as fleet:
-        return figures + await _figures(FLEET_IN_TURN, fleet.gateway_url, ("draft",), bench)
+    inside = json.dumps({"method": DEFAULT_METHODS, "placement": IN_VERIFIER, "model": str(arguments.draft)})
+    async with bench_fleet(model=target, draft_model=arguments.draft) as fleet:
+        figures = await _figures(FLEET, fleet.gateway_url, ("plain", "draft"), arguments)
+    async with bench_fleet(model=target, drafter=False, speculative_config=inside) as fleet:
+        return figures + await _figures(FLEET_IN_TURN, fleet.gateway_url, ("draft",), arguments)
 
 
-async def _figures(name: str, url: str, modes: Sequence[str], bench: PeerBench) -> list[PeerFigure]:
+async def _figures(name: str, url: str, modes: Sequence[str], arguments: argparse.Namespace) -> list[PeerFigure]:
     figures: list[PeerFigure] = []
-    for streams, mode in itertools.product(bench.plain, modes):
+    for streams, mode in itertools.product(arguments.streams, modes):
         asks = [
             replace(each, speculation={"enabled": mode == "draft"})
-            for each in asks_of(bench.num_prompts(streams), bench.max_new_tokens)
+            for each in asks_of(case_of(streams).num_prompts, arguments.max_tokens)
         ]
         title = f"{name}, {mode}, {streams} streams"
-        passes = [await _waves(url, asks, streams, title) for _ in range(bench.passes + 1)]
+        passes = [await _waves(url, asks, streams, title) for _ in range(arguments.passes + 1)]
         # The first pass fills the prefix cache and lets the controller meet the load.
         decode, total = zip(*map(_speeds, passes[1:]), strict=True)
         figures.append(
@@ -186,12 +199,11 @@ def median_figure(case: Sequence[PeerFigure]) -> PeerFigure:
     )
 
 
-def ratios(cases: Rounds) -> dict[str, dict[str, Trial]]:
-    """Ours over the best peer by the number of streams; peers have neither server nor client on the same cores.
+def ratios(cases: Rounds) -> dict[str, Trial]:
+    """The fleet over the best peer by the number of streams; peers have neither server nor client on the same cores.
 
-    The whole fleet as served (with speculation on, by the better placement of the drafter) is compared with a peer's
-    best at 1 stream, and with its plain figure at more; so is our engine alone, in one process as the peers are, and it
-    is compared plain with plain as well.
+    The fleet as served (with speculation on, by the better placement of the drafter) is compared with a peer's best at
+    1 stream, and with its plain figure at more.
     """
 
     def best(peers: Sequence[str], streams: int, *modes: str) -> list[float]:
@@ -203,22 +215,11 @@ def ratios(cases: Rounds) -> dict[str, dict[str, Trial]]:
         ]
         return max(fitting, key=statistics.median, default=[])
 
-    trials: dict[str, dict[str, Trial]] = {
-        "to_best_peer": {},
-        "engine_to_best_peer": {},
-        "speculating_engine_to_best_peer": {},
-    }
+    trials: dict[str, Trial] = {}
     for streams in sorted({at for peer, _, at, _ in cases if peer in OUR_FLEETS}):
-        plain = best(PEERS, streams, "plain")
-        base = best(PEERS, streams, "plain", "draft") if streams == 1 else plain
-        pairs = (
-            (best(OUR_FLEETS, streams, "draft"), base),
-            (best([OUR_ENGINE], streams, "plain"), plain),
-            (best([OUR_ENGINE], streams, "draft"), base),
-        )
-        for each, (mine, its) in zip(trials.values(), pairs, strict=True):
-            if mine and its:
-                each[str(streams)] = Trial.of(mine, its)
+        mine, its = best(OUR_FLEETS, streams, "draft"), best(PEERS, streams, "plain", *["draft"] * (streams == 1))
+        if mine and its:
+            trials[str(streams)] = Trial.of(mine, its)
     return trials
 
 

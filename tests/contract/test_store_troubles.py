@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loadtest.proxy import DelayProxy
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -37,6 +36,7 @@ from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 from paceline.store.view import Probe, RegistryView
 from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
 from tests.unit.gateway.sessions.test_records import opened
+from tools.delay_proxy import DelayProxy
 
 ALICE = ApiKey(name="alice", digest=bytes(32), requests_per_minute=2)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from loadtest.proxy import DelayProxy
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.valkey import free_port
@@ -34,6 +33,7 @@ from paceline.verifier.verifier_host import TargetHost
 from paceline.wire import committed_from_pb, generate_request_to_pb
 from tests.integration.conftest import running_verifier, verifier_at
 from tests.support.poison import DIES, HANGS, Poison
+from tools.delay_proxy import DelayProxy
 
 PROMPT = tuple(range(5, 25))
 PLAIN = SpeculationParams(enabled=False)

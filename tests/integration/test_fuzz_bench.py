@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from loadtest.bad.doors import send_all
 from loadtest.bad.kinds import Target, bad_messages
-from loadtest.fuzz import KINDS, Addresses, Tally, fuzz, open_doors
+from loadtest.fuzz import HTTP_DOORS, KINDS, Tally, fuzz, open_doors
 
 from tests.integration.conftest import running_drafter, verifier_at
 from tests.support.fuzzing import until
@@ -27,9 +27,8 @@ async def test_bad_messages_of_every_kind_get_the_statuses_that_are_right_for_th
         target = Target(
             vocab_hash=draft_host.identity.vocab_hash, vocab_size=fleet.codec.vocab_size, context_len=CONTEXT_LEN
         )
-        addresses = Addresses(
-            http=fleet.addresses.http, gateway=fleet.addresses.grpc, verifier=verifier, drafter=drafter
-        )
+        addresses = {"gateway": fleet.addresses.grpc, "verifier": verifier, "drafter": drafter}
+        addresses |= dict.fromkeys(HTTP_DOORS, fleet.addresses.http)
         tally = Tally()
         with open_doors(addresses) as doors:
             for door, kinds in KINDS.items():

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.peers.environments import child_environ, environment, known_environment
-from loadtest.peers.processes import CommandFailedError
-
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from tests.support.tool_caller import save_tool_caller
+from tools.environments import child_environ, environment, known_environment
+from tools.processes import CommandFailedError
 
 COMMON: dict[str, Any] = {
     **FREE_PORTS,

@@ -16,9 +16,9 @@ from typing import Literal
 
 from loadtest.bench import bench_parser, run
 from loadtest.fleet import bench_fleet
-from loadtest.prompts import unseen_prompts
 from loadtest.streams import Ask, HttpDoor
 
+from paceline.checkpoints.corpus import unseen_prompts
 from tests.support.browser import browsing, chromium, problems_of
 
 WIDTH, HEIGHT = 1320, 1200

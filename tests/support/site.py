@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from loadtest.peers.environments import environment
-from loadtest.peers.processes import CommandFailedError
+
+from tools.environments import environment
+from tools.processes import CommandFailedError
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ROOT / "mkdocs.yml"

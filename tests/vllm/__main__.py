@@ -11,10 +11,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-from loadtest.peers.environments import child_environ, environment
-from loadtest.peers.processes import CommandFailedError
-
 import paceline
+from tools.environments import child_environ, environment
+from tools.processes import CommandFailedError
 
 ROOT = Path(__file__).parents[2]
 METADATA = ROOT / ".build" / "vllm-test"

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from loadtest.peers.environments import child_environ
-from loadtest.procfs import children_of
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.health import grpc_health
 from paceline.cluster.supervisor import child_environment
 from paceline.cluster.valkey import free_port
+from tools.environments import child_environ
+from tools.procfs import children_of
 
 HOST = "127.0.0.1"
 CPUS = sorted(os.sched_getaffinity(0))

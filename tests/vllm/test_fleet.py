@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from loadtest.scrape import scrape
 
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER
@@ -17,6 +16,7 @@ from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
 from tests.vllm.client import ACCEPTED
+from tools.scrape import scrape
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

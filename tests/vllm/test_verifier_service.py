@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from loadtest.procfs import children_of
-from loadtest.scrape import scrape
 
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
+from tools.procfs import children_of
+from tools.scrape import scrape
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -52,9 +52,6 @@ class OpenVino:
             clock.note([len(ids) for ids in token_ids])
         return clock.wave([ids[:max_new_tokens] for ids in token_ids])
 
-    def close(self) -> None:
-        """Nothing to stop."""
-
     def _config(self, max_new_tokens: int) -> Any:
         config = genai.GenerationConfig()
         config.do_sample = False

@@ -59,9 +59,6 @@ class Vllm:
             clock.note([len(ids) for ids in outputs.values()])
         return clock.wave([list(outputs[name]) for name in names])
 
-    def close(self) -> None:
-        """The engine ends with the process."""
-
 
 def _speculation(job: protocol.Job) -> dict[str, Any]:
     """What makes an engine speculate as the job wants it."""

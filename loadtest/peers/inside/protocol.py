@@ -126,9 +126,6 @@ class Peer(Protocol):
     def run(self, prompts: TokenIds, max_new_tokens: int) -> Wave:
         """Decodes all prompts at once, at the job's temperature, for exactly `max_new_tokens` each."""
 
-    def close(self) -> None:
-        """Stops what was started."""
-
 
 @dataclass(slots=True)
 class WaveClock:
@@ -164,18 +161,15 @@ class WaveClock:
 
 
 def serve(open_peer: Callable[[Job], Peer]) -> None:
-    """Reads a job from stdin and answers with a line of JSON per case, and one with all of them at the end."""
+    """Reads a job from stdin and answers with a line of JSON about the peer, and one for each case."""
     die_with_parent()
     answers = _own_stdout()
     job = Job.from_json(sys.stdin.read())
     os.sched_setaffinity(0, job.cores)
     peer = open_peer(job)
-    try:
-        about = asdict(peer.about())
-        figures = [_answer(answers, measure(peer, job, case)) for case in job.cases]
-        _answer(answers, {**about, "figures": figures})
-    finally:
-        peer.close()
+    _answer(answers, asdict(peer.about()))
+    for case in job.cases:
+        _answer(answers, measure(peer, job, case))
 
 
 def die_with_parent() -> None:
@@ -214,10 +208,9 @@ def _total_tokens_per_s(waves: Sequence[Wave]) -> float:
     return sum(wave.num_tokens for wave in waves) / sum(wave.seconds for wave in waves)
 
 
-def _answer(stream: TextIO, answer: dict[str, Any]) -> dict[str, Any]:
+def _answer(stream: TextIO, answer: dict[str, Any]) -> None:
     stream.write(json.dumps(answer) + "\n")
     stream.flush()
-    return answer
 
 
 def _own_stdout() -> TextIO:

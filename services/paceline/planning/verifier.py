@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.calibration import Calibration, Calibrations
-from paceline.core.draft_policy import Goodput
+from paceline.core.draft_policy import DraftPolicy, Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest
 from paceline.core.moving_average import MovingAverage
@@ -105,6 +105,7 @@ class SimulatedVerifier:
         colocated: Whether it drafts itself.
         drafters: Those of the tier.
         on_end: Called with every request that has all its tokens.
+        policy: Picks what steps verify; None: as verifiers do, from a profile at start-up.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class SimulatedVerifier:
         colocated: bool,
         drafters: Sequence[DrafterProcess] = (),
         on_end: Callable[[Request], None],
+        policy: DraftPolicy | None = None,
     ) -> None:
         self._events, self._facts, self._on_end = events, profile.target, on_end
         self._inside = SimulatedDrafter(profile.colocated, profile.truth, events) if colocated else None
@@ -124,7 +126,8 @@ class SimulatedVerifier:
         # A co-located drafter's time is its own, not a share of the verifier's.
         self._overhead = 0.0 if colocated else profile.drafting_overhead
         plain = starting_cost(profile.target)
-        self.policy = Goodput(StepTimes(plain, plain.scaled(1.0 + self._overhead)), max_nodes=profile.most_nodes)
+        times = StepTimes(plain, plain.scaled(1.0 + self._overhead))
+        self.policy: DraftPolicy = policy or Goodput(times, max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
         self.scheduler = _scheduler(profile.target, self._pool, self.policy)
         self._calibrations = {address: Calibration() for address in ((INSIDE,) if colocated else self._drafters)}
@@ -258,7 +261,7 @@ class SimulatedVerifier:
             self._ended(session)
 
 
-def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Scheduler[SimulatedSession]:
+def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: DraftPolicy) -> Scheduler[SimulatedSession]:
     return Scheduler(
         pool=pool,
         scratch=SlotPool(first_block=0, num_blocks=1 + facts.max_rows // BLOCK_SIZE),

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from loadtest.proxy import DelayProxy, wait_until
+
+from tools.delay_proxy import DelayProxy, wait_until
 
 ROUND_TRIP_S = 0.004
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from loadtest.client import BatchResult, Completions, joined, same_texts
-from loadtest.scrape import mean_between
 from loadtest.single import ALL_CORES, IN_TURN, PLAIN, SPECULATIVE, Case
 from loadtest.streams import Completion
+
+from tools.scrape import mean_between
 
 
 def completion(decode_s: float, text: str = "abc", **record: int) -> Completion:

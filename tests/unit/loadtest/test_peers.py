@@ -6,15 +6,18 @@ import json
 import os
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loadtest.peers.bench import num_different
-from loadtest.peers.environments import child_environ, recipe_of
+from loadtest.peers.bench import jobs_of, num_different
 from loadtest.peers.inside.protocol import About, Case, Job, TokenIds, Wave, WaveClock, measure
-from loadtest.peers.processes import CommandFailedError, last_words, run_command
-from loadtest.peers.run import PeerBench, PeerFigure, figures_of, parse_answer
+from loadtest.peers.run import PeerFigure, figures_of, parse_answer
+
+from paceline.cluster.checkpoints import DEMO_DRAFTER
+from tools.environments import child_environ, recipe_of
+from tools.processes import CommandFailedError, last_words, run_command
 
 ENV = dict(os.environ)
 PROMPTS = [[0, number] for number in range(32)]
@@ -31,10 +34,6 @@ def job(draft_length: int | None = None, streams: tuple[int, ...] = (1, 8)) -> J
         cores=[0],
         cases=[Case(streams=each, num_prompts=8) for each in streams],
     )
-
-
-def bench(**settings: object) -> PeerBench:
-    return PeerBench(**{"target": Path("t"), "draft": Path("d"), "prompts": PROMPTS, **settings})  # type: ignore[arg-type]
 
 
 def test_a_job_survives_its_json() -> None:
@@ -58,22 +57,12 @@ def test_an_answer_is_an_object() -> None:
             parse_answer(line)
 
 
-def test_cases_run_whole_waves_one_process_per_draft_length() -> None:
-    assert bench().cases() == {
-        None: [
-            Case(streams=1, num_prompts=8),
-            Case(streams=8, num_prompts=8),
-            Case(streams=32, num_prompts=32),
-        ],
-        3: [Case(streams=1, num_prompts=8), Case(streams=8, num_prompts=8)],
-        5: [Case(streams=1, num_prompts=8)],
-        7: [Case(streams=1, num_prompts=8)],
-    }
-
-
-def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="64 streams need 64 prompts, got 32"):
-        bench(plain=[64]).cases()
+def test_cases_run_whole_waves_one_process_a_draft_length() -> None:
+    arguments = Namespace(draft=DEMO_DRAFTER, draft_lengths=[3, 5], streams=[1, 8, 32], max_tokens=4, passes=1)
+    jobs = jobs_of(Path("t"), arguments)
+    one, eight, most = (Case(streams=streams, num_prompts=count) for streams, count in ((1, 8), (8, 8), (32, 32)))
+    assert {job.draft_length: job.cases for job in jobs} == {None: [one, eight, most], 3: [one, eight], 5: [one]}
+    assert len(jobs[0].prompts) == 32
 
 
 class FakePeer:
@@ -91,9 +80,6 @@ class FakePeer:
         seconds = 0.001 * (max_new_tokens - 1)
         token_ids = [[7] * max_new_tokens for _ in prompts]
         return Wave(token_ids=token_ids, seconds=0.010 + seconds, decode_tokens=decoded, decode_s=seconds)
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_case_is_warmed_up_and_then_measured_in_waves() -> None:

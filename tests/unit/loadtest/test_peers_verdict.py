@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtest.peers.bench import cases_of, median_figure, ratios
-from loadtest.peers.run import OUR_ENGINE, PeerFigure
+from loadtest.peers.run import PeerFigure
 
 
 def figure(peer: str, mode: str, streams: int, rate: float, error: str | None = None) -> PeerFigure:
@@ -17,41 +17,28 @@ PEERS = [
     figure("openvino-genai", "plain", 8, 400.0),
     figure("openvino-genai", "draft", 8, 900.0),
 ]
-ENGINE = [
-    figure(OUR_ENGINE, "plain", 1, 90.0),
-    figure(OUR_ENGINE, "draft", 1, 220.0),
-    figure(OUR_ENGINE, "plain", 8, 440.0),
-    figure(OUR_ENGINE, "draft", 8, 480.0),
-]
 
 
-def found(*rounds: list[PeerFigure]) -> dict[str, dict[str, float]]:
-    return {
-        name: {at: round(trial.ratio, 3) for at, trial in each.items()}
-        for name, each in ratios(cases_of(rounds)).items()
-    }
+def found(*rounds: list[PeerFigure]) -> dict[str, float]:
+    return {at: round(trial.ratio, 3) for at, trial in ratios(cases_of(rounds)).items()}
 
 
 def test_the_fleet_speculates_against_the_best_of_one_stream_and_the_plain_figure_of_more() -> None:
     ours = [figure("paceline", "plain", 1, 70.0), figure("paceline", "draft", 1, 300.0)]
     ours += [figure("paceline", "plain", 8, 300.0), figure("paceline", "draft", 8, 500.0)]
-    assert found([*PEERS, *ENGINE, *ours]) == {
-        "to_best_peer": {"1": 1.5, "8": 1.25},
-        "engine_to_best_peer": {"1": 0.9, "8": 1.1},
-        "speculating_engine_to_best_peer": {"1": 1.1, "8": 1.2},
-    }
+    assert found([*PEERS, *ours]) == {"1": 1.5, "8": 1.25}
 
 
-def test_the_better_placement_of_the_drafter_counts_and_an_engine_makes_no_slow_fleet_good() -> None:
+def test_the_better_placement_of_the_drafter_counts() -> None:
     ours = [figure("paceline", "draft", 8, 300.0), figure("paceline in turn", "draft", 8, 380.0)]
-    trials = ratios(cases_of([[*PEERS, *ENGINE, *ours]]))
-    assert trials["to_best_peer"]["8"].ratio == 0.95
-    assert not trials["to_best_peer"]["8"].meets(least=1.0)
+    trials = ratios(cases_of([[*PEERS, *ours]]))
+    assert trials["8"].ratio == 0.95
+    assert not trials["8"].meets(least=1.0)
 
 
 def test_without_peers_there_is_no_ratio() -> None:
     failed = figure("vllm", "plain", 1, 0.0, "not installed")
-    assert not any(found([failed, *ENGINE, figure("paceline", "draft", 1, 300.0)]).values())
+    assert found([failed, figure("paceline", "draft", 1, 300.0)]) == {}
 
 
 def test_ratios_are_medians_of_those_within_a_round() -> None:
@@ -61,7 +48,7 @@ def test_ratios_are_medians_of_those_within_a_round() -> None:
         for speed in (1.0, 2.0, 0.5)
     ]
     rounds.append([figure("paceline", "draft", 1, 100.0), figure("vllm", "draft", 1, 200.0)])
-    assert found(*rounds)["to_best_peer"] == {"1": 1.2}
+    assert found(*rounds) == {"1": 1.2}
 
 
 def test_a_figure_is_the_median_of_the_rounds_that_have_one() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loadtest.load import figures_of
 from loadtest.prompts import open_prompts, read_questions
 from loadtest.streams import Ask, Completion
 from loadtest.traffic.config import ADAPTIVE, OFF, ON, LoadConfig
@@ -17,10 +18,9 @@ from loadtest.traffic.figures import (
     different_texts,
     milliseconds,
     mode_figures,
-    running_over_time,
 )
-from loadtest.traffic.highest import MAX_TRIALS, NEAR, TriedRate, judged, next_rate
-from loadtest.traffic.plan import Source, densest, fitted, opening, requests_of, windows_of
+from loadtest.traffic.plan import Source, fitted, opening, requests_of, windows_of
+from loadtest.traffic.report import print_tables
 from tokenizers import Tokenizer
 
 from paceline.cluster.checkpoints import DEMO_TARGET
@@ -138,13 +138,6 @@ def test_texts_that_differ_between_modes_are_counted() -> None:
     assert different_texts(runs) == 1
 
 
-def test_requests_under_way_are_counted_over_time() -> None:
-    window = [answer(0, started_s=0.0, ended_s=3.0), answer(1, started_s=1.0, ended_s=2.0)]
-    times, running = running_over_time([window, window], [4.0, 3.0], 1.0)
-    assert list(times) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert list(running) == [1, 2, 1, 0, 1, 2, 1]
-
-
 def numbers(index: int, num_tokens: int) -> str:
     """Prompts that say which they are."""
     return str(index)
@@ -163,42 +156,6 @@ def test_windows_hold_every_request_once_and_begin_at_nought() -> None:
     windows = windows_of(requests, 10.0, 4.0)
     assert [[each.index for each in window] for window in windows] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert windows[1][0].due_s == pytest.approx(4.0 - 10.0 / 3.0)
-
-
-def test_the_densest_stretch_is_the_one_with_most_tokens() -> None:
-    requests = [request(0, 0.0, 50), request(1, 4.0, 40), request(2, 5.0, 40), request(3, 9.0, 1)]
-    assert [(each.index, each.due_s) for each in densest(requests, 2.0)] == [(1, 0.0), (2, 1.0)]
-
-
-def held(slow: int = 0, ttft_s: float = 0.1, gap_s: float = 0.1, error: str = "") -> bool:
-    """Whether a rate is held at which the first `slow` of 100 requests take so long, and the others next to nothing."""
-    answers = []
-    for index in range(100):
-        first_s, then_s = (ttft_s, gap_s) if index < slow else (0.1, 0.1)
-        counts = ((index + first_s, 1), (index + first_s + 3 * then_s, 3))
-        answers.append(answer(index, started_s=float(index), ended_s=index + 9.0, counts=counts, error=error))
-    return judged(1.0, answers, config(max_ttft_s=1.0, max_itl_s=0.2)).held
-
-
-def test_a_rate_is_held_while_first_tokens_and_the_following_come_in_time() -> None:
-    assert held()
-    assert held(slow=4, ttft_s=9.0)
-    assert not held(slow=6, ttft_s=9.0)
-    assert held(slow=4, gap_s=9.0)
-    assert not held(slow=6, gap_s=9.0)
-    assert not held(error="status 500")
-
-
-@pytest.mark.parametrize("limit", [0.4, 1.0, 1.9, 5.0])
-def test_the_highest_rate_is_closed_in_on_from_either_side(limit: float) -> None:
-    trials: list[TriedRate] = []
-    rate: float | None = 1.0
-    while rate is not None:
-        trials.append(TriedRate(rate_per_s=rate, held=rate <= limit, ttft_p95_s=0.1, itl_p95_s=0.1, num_errors=0))
-        rate = next_rate(trials)
-    best = max(trial.rate_per_s for trial in trials if trial.held)
-    assert best <= limit < best * NEAR
-    assert len(trials) <= MAX_TRIALS + 1
 
 
 def config(**changes: object) -> LoadConfig:
@@ -236,7 +193,13 @@ def test_a_trace_that_is_too_short_is_refused_with_its_length(tmp_path: Path) ->
 
 
 def test_settings_that_do_not_go_together_are_refused() -> None:
-    for changes in ({"rate": "fast"}, {"rate": "-1"}, {"rate": "trace"}, {"url": "http://h:1", "speculation": "all"}):
+    for changes in (
+        {"rate": "fast"},
+        {"rate": "max"},
+        {"rate": "-1"},
+        {"rate": "trace"},
+        {"url": "http://h:1", "speculation": "all"},
+    ):
         with pytest.raises(ConfigError):
             config(**changes)
 
@@ -274,3 +237,19 @@ def test_the_same_configuration_sends_the_same_requests() -> None:
     first, second = (requests_of(Source(settings).arrivals(2.0), prompts, settings) for _ in range(2))
     assert first == second
     assert len({each.seed for each in first}) == len(first)
+
+
+def test_tables_have_a_row_for_each_mode_and_load(capsys: pytest.CaptureFixture[str]) -> None:
+    settings, runs = config(slot_s=1.0), modes(0.8)
+    runs[ON][0][2] = replace(runs[ON][0][2], error="status 500")
+    window = [request(index, 2.0 * index, 10 + index) for index in range(3)]
+    plan = {**Source(settings).described(1.0), "prompts": "numbers"}
+    figures = figures_of(settings, plan, runs, [window])
+    assert figures["checks"] == {"no_errors": False, "same_texts": True, "adaptive_best_or_within_limit": True}
+    print_tables(figures)
+    described, by_mode, by_load, compared = capsys.readouterr().out.strip().split("\n\n")
+    assert described.startswith(f"{plan['requests']} requests in 0.5 minutes")
+    assert [line.split()[:2] for line in by_mode.splitlines()[2:]] == [[mode, "3"] for mode in (OFF, ON, ADAPTIVE)]
+    assert "1 status 500" in by_mode
+    assert len(by_load.splitlines()) == 2 + 3 * 3
+    assert [line.split()[0] for line in compared.splitlines()[2:]] == ["low", "mid"]

@@ -1,8 +1,8 @@
-"""A TCP proxy that adds a round trip, for benches: threads, because an event loop's sleeps are too coarse for it.
+"""A TCP proxy that adds a round trip, for benches and tests: threads, because sleeps of an event loop are too coarse.
 
 Each direction of a connection has a reader, which stamps what it receives with the time it is due, and a writer, which
-sleeps until then. So order is kept, and a delay slows nothing down but the message itself. It can also cut connections,
-or hold everything back without closing them. It does not look at the bytes.
+sleeps until then. So order is kept, and a delay slows nothing down but the message itself. The proxy can also cut
+connections, or hold everything back without closing them. It does not look at the bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Self
 CHUNK_BYTES = 256 * 1024
 # Chunks under way in one direction; beyond that the sender is held back, as by a full window.
 MAX_CHUNKS = 4096
-# The kernel may wake a sleeper that much too late; the last part of a wait is spun away.
+# The kernel may wake a sleeper this much too late, so the last part of a wait spins.
 SPIN_S = 0.0001
 CONNECT_TIMEOUT_S = 5.0
 
-# What is to be passed on, and when; no bytes: the sender has ended its direction.
+# What to pass on, and when; no bytes: the sender has ended its direction.
 _Chunk = tuple[float, bytes]
 
 
 def wait_until(due_s: float) -> None:
-    """Returns when `time.perf_counter` reaches `due_s`, microseconds late at most as far as the machine allows."""
+    """Returns when `time.perf_counter` reaches `due_s`, at most microseconds late as far as the machine allows."""
     left_s = due_s - time.perf_counter()
     if left_s > SPIN_S:
         time.sleep(left_s - SPIN_S)
@@ -61,7 +61,7 @@ class DelayProxy:
         return f"{host}:{port}"
 
     def set_round_trip(self, round_trip_s: float) -> None:
-        """Changes the delay, for open connections too; what is under way arrives when it was due, and in order."""
+        """Changes the delay, for open connections too; bytes under way arrive when they were due, and in order."""
         self._delay_s = round_trip_s / 2
 
     def set_upstream(self, upstream: tuple[str, int]) -> None:

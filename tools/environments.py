@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from loadtest.peers.processes import CommandFailedError, run_command
 from paceline.cluster.checkpoints import cache_folder
+from tools.processes import CommandFailedError, run_command
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALL_S = 900.0

@@ -1,4 +1,4 @@
-"""Reads a service's Prometheus metrics, for benches that look inside."""
+"""Reads the Prometheus metrics of a service, for benches and tests."""
 
 from __future__ import annotations
 
