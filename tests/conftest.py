@@ -80,7 +80,7 @@ def trees() -> Iterator[FleetRunner]:
 
     settings = {
         # By default no draft would be verified: at this size it saves no time.
-        "speculative_config": '{"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed"}',
+        "speculative_config": '{"method": "draft_model+ngram", "num_speculative_tokens": 4, "policy": "fixed"}',
         "gateway_arg": tuple(f"--served-model-name={name}" for name in models_asked_for()),
         # Nothing is measured, and a drafter at idle priority may starve where other tests run.
         "pin": False,
