@@ -72,6 +72,13 @@ def test_prompts_are_read_in_chunks_beside_those_that_decode() -> None:
     assert loop.tokens("reading") == [100]
 
 
+def test_prompts_of_several_sessions_share_the_rows_of_a_step() -> None:
+    loop = VerifierLoop(max_rows=32, num_blocks=64)
+    first, second = (loop.submit(name, prompt_len=20, max_tokens=1) for name in ("first", "second"))
+    assert [(part.session, part.num_rows) for part in loop.step().reading] == [(first, 20), (second, 12)]
+    assert [(part.session, part.num_rows) for part in loop.step().reading] == [(second, 8)]
+
+
 def test_a_prefix_that_is_known_is_not_computed_again() -> None:
     loop = VerifierLoop()
     loop.submit("first", prompt_len=40, max_tokens=1, cache_salt="one")
