@@ -32,7 +32,7 @@ def main() -> None:
     parser = bench_parser("pictures", __doc__)
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the pictures (default docs)")
     parser.add_argument("--seconds", type=float, default=90.0, help="load before the pictures (default 90)")
-    parser.add_argument("--streams", type=int, default=6, help="most streams at once (default 6)")
+    parser.add_argument("--streams", type=int, default=2, help="most streams at once (default 2)")
     parser.add_argument("--url", help="a gateway that serves already; without it a fleet of its own")
     run(parser, take)
 
@@ -46,7 +46,7 @@ async def take(options: argparse.Namespace) -> bool:
     async with AsyncExitStack() as stack:
         url = options.url
         if url is None:
-            fleet = bench_fleet(num_verifiers=2, num_drafters=2, dtype="float32", pin=False, lend=False)
+            fleet = bench_fleet()
             url = (await stack.enter_async_context(fleet)).gateway_url
         browser = await stack.enter_async_context(browsing(program))
         page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
