@@ -143,7 +143,7 @@ def metrics(kubelet: Kubelet) -> str:
 
 def drafts_again(texts: Texts) -> bool:
     """Whether one of the next texts has draft tokens; the verifier dials a new drafter within a second."""
-    for _ in range(20):
+    for _ in range(60):
         texts.whole(method="draft_model")
         if texts.record["num_draft_tokens"] > 0:
             return True
