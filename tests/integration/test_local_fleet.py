@@ -56,6 +56,7 @@ async def completion(url: str, model: str, authority: Path | None = None) -> str
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.full
 async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(tiny_pair: tuple[Path, Path]) -> None:
     said: list[str] = []
     spec = load(FleetSpec, arguments(tiny_pair), {}, "up", "")
