@@ -32,8 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests of one file run in one worker, and so do all that use a whole fleet: what is shared starts once."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            in_fleet = FLEETS & set(getattr(item, "fixturenames", ()))
+            in_fleet = FLEETS & {*getattr(item, "fixturenames", ()), *_fleets_by_name(item)}
             item.add_marker(pytest.mark.xdist_group("fleet" if in_fleet else item.path.stem))
+
+
+def _fleets_by_name(item: pytest.Item) -> set[object]:
+    """Fleets that a test gets by a parameter."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return {params.get("fleet_name")}
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
