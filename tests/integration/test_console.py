@@ -120,7 +120,8 @@ async def test_the_stream_tells_what_real_services_do(trees: FleetRunner) -> Non
     assert figures["accepted_per_s"] < figures["tokens_per_s"]
     assert 0 < figures["gamma"] <= 4
     assert 0 <= figures["hit_rate"] <= 1
-    assert 1 <= figures["batch_size"] <= 2
+    # Other tests may have run more sessions on this fleet a moment ago.
+    assert figures["batch_size"] >= 1
     by_position = figures["accepted_by_position_per_s"]
     assert by_position == sorted(by_position, reverse=True)
     assert by_position[0] <= figures["rounds_per_s"]
