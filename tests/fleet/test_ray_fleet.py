@@ -278,8 +278,8 @@ def test_drafters_come_when_they_lag_and_go_when_the_file_says_so_under_streams(
     fleet: RayFleetOnTest, reference: list[History]
 ) -> None:
     def resize() -> None:
-        # Any lag is too much.
-        fleet.respecify(max_replicas=2, target_lag_tokens=0.01, upscale_delay_s=0)
+        # Any lag is too much; none is too little before the new one is well.
+        fleet.respecify(max_replicas=2, target_lag_tokens=0.01, upscale_delay_s=0, downscale_delay_s=2 * WAIT_S)
         fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places)
         fleet.respecify(replicas=1)
         fleet.launcher.until_said("drafter-1 is stopped")
