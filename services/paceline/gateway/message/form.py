@@ -113,6 +113,7 @@ class MessageForm:
         enforced: Whether a grammar enforces calls, as JSON of a form that no family has.
         named: The one tool that is called then; empty: any.
         types: Types of parameters by tool, for the family that needs them.
+        short_ids: Whether ids of calls have nine letters or digits, as the model's template takes no others back.
     """
 
     reasoning: str = ""
@@ -121,6 +122,7 @@ class MessageForm:
     enforced: bool = False
     named: str = ""
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    short_ids: bool = False
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -209,9 +211,10 @@ class MessageReader:
         return out
 
 
-def call_id(session_id: str, index: int) -> str:
+def call_id(session_id: str, index: int, *, short: bool) -> str:
     """Returns the id of a call; it is the same wherever and however often the session runs."""
-    return "call_" + hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()
+    return digest[:9] if short else f"call_{digest[:24]}"
 
 
 def begins_thinking(reasoning: str, prompt_end: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from paceline.gateway.message.form import MessageForm, call_id
@@ -34,6 +35,9 @@ class Message:
     Args:
         form: How the text is read; None: all of it is content.
         session_id: What ids of calls are made of.
+
+    Attributes:
+        call_id: Returns the id of the call with that index.
     """
 
     def __init__(self, form: MessageForm | None, session_id: str) -> None:
@@ -41,7 +45,7 @@ class Message:
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
         self._reader = (form or MessageForm()).reader()
-        self._session_id = session_id
+        self.call_id = partial(call_id, session_id, short=form is not None and form.short_ids)
 
     def read(self, text: str) -> list[Part]:
         """Takes further text; returns what is certain by now."""
@@ -59,7 +63,7 @@ class Message:
                 case Reasoning():
                     self.reasoning.append(part.text)
                 case CallBegin():
-                    self.calls.append(Call(id=call_id(self._session_id, len(self.calls)), name=part.name))
+                    self.calls.append(Call(id=self.call_id(len(self.calls)), name=part.name))
                 case CallArguments():
                     self.calls[-1].arguments.append(part.text)
         return parts

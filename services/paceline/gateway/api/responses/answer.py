@@ -7,12 +7,11 @@ however its tokens were grouped, at any gateway, and a stream can be resumed aft
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core.messages import FinishReason
 from paceline.gateway.api.openai.answer import metrics
-from paceline.gateway.message.form import call_id
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
 
@@ -30,7 +29,8 @@ class ResponseAnswer:
 
     Args:
         response: As it is before the first token.
-        session_id: Ids of calls are derived from it.
+        session_id: Ids of items are derived from it.
+        call_id: Returns the id of the call with that index.
         after: Number of the last event that the client has; -1: none.
 
     Attributes:
@@ -38,10 +38,11 @@ class ResponseAnswer:
         document: As it was kept before; empty: it was not.
     """
 
-    def __init__(self, response: Json, session_id: str, after: int = -1) -> None:
+    def __init__(self, response: Json, session_id: str, call_id: Callable[[int], str], after: int = -1) -> None:
         self.response = response
         self.document = b""
         self._session_id = session_id
+        self._call_id = call_id
         self._after = after
         self._number = -1
         self._num_calls = 0
@@ -103,7 +104,7 @@ class ResponseAnswer:
                 yield from self._begin(
                     {
                         "type": "function_call",
-                        "call_id": call_id(self._session_id, self._num_calls),
+                        "call_id": self._call_id(self._num_calls),
                         "name": part.name,
                         "arguments": "",
                     },
