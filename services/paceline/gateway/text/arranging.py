@@ -40,42 +40,39 @@ def _with_system_placed(messages: Sequence[Message], place: SystemPlace) -> Sequ
     if not system or fits or place is SystemPlace.ANYWHERE:
         return messages
     others = [message for message in messages if message["role"] not in (SYSTEM, DEVELOPER)]
-    first = {**system[0], "content": _paragraphs(message["content"] for message in system)}
+    content = _paragraphs(system)
     if place is SystemPlace.FIRST:
-        return [first, *others]
+        return [{**system[0], "content": content}, *others]
     at = next((at for at, message in enumerate(others) if message["role"] == USER), None)
     if at is None:
-        return [{**first, "role": USER}, *others]
-    return [*others[:at], _joined({**first, "role": USER}, others[at]), *others[at + 1 :]]
+        return [{"role": USER, "content": content}, *others]
+    user = {**others[at], "content": _paragraphs([*system, others[at]])}
+    return [*others[:at], user, *others[at + 1 :]]
 
 
 def _without_refused_pairs(messages: Sequence[Message], pairs: frozenset[tuple[str, str]]) -> Sequence[Message]:
     """Joins messages that may not follow one another. Calls stay what they are: a text beside them may be lost."""
-    out: list[Message] = []
+    runs: list[list[Message]] = []
     for message in messages:
-        if (
-            out
-            and (out[-1]["role"], message["role"]) in pairs
-            and not (out[-1].get("tool_calls") or message.get("tool_calls"))
-        ):
-            out[-1] = _joined(out[-1], message)
+        before = runs[-1][0] if runs else message
+        calls = before.get("tool_calls") or message.get("tool_calls")
+        if runs and not calls and (before["role"], message["role"]) in pairs:
+            runs[-1].append(message)
         else:
-            out.append(message)
-    return out
+            runs.append([message])
+    return [_joined(run) for run in runs]
 
 
-def _joined(before: Message, after: Message) -> Message:
-    """Returns the first of two messages with the texts of both."""
-    texts = {
-        name: _paragraphs(message.get(name, "") for message in (before, after))
-        for name in _TEXTS
-        if name in before or name in after
-    }
-    return {**after, **before, **texts}
+def _joined(run: Sequence[Message]) -> Message:
+    """Returns the first of some messages with the texts of all."""
+    if len(run) == 1:
+        return run[0]
+    names = [name for name in _TEXTS if any(name in message for message in run)]
+    return {**run[0], **{name: _paragraphs(run, name) for name in names}}
 
 
-def _paragraphs(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
+def _paragraphs(messages: Iterable[Message], name: str = "content") -> str:
+    return "\n\n".join(text for message in messages if (text := message.get(name)))
 
 
 def _dressed(message: Message, demands: Demands) -> Message:
