@@ -54,7 +54,7 @@ def calling(*names: str) -> Json:
 
 def result(at: int, name: str) -> Json:
     """Returns what a call came to."""
-    return {"role": "tool", "tool_call_id": f"call0000{at}", "name": name, "content": f'{{"{name}": "fine"}}'}
+    return {"role": "tool", "tool_call_id": f"call0000{at}", "name": name, "content": f'The {name}: "fine"'}
 
 
 _BOTH = [calling("weather", "news"), result(0, "weather"), result(1, "news")]
@@ -73,31 +73,29 @@ CHATS: dict[str, tuple[list[Json], bool]] = {
 
 
 def expected(render: Callable[[list[Json]], str], messages: Sequence[Json]) -> str | None:
-    """Returns what a template renders in the first of all forms of messages in which it loses none of their texts.
+    """Returns what a template renders in the first of all forms of messages in which it loses fewest of their texts.
 
     Args:
         render: transformers' own rendering; raises what it likes.
         messages: The chat.
 
     Returns:
-        If it always loses one, what it makes of the messages as they are; None: it refuses these.
+        The prompt; None: the template refuses all forms.
     """
     wanted = [text for message in messages for text in _texts(message)]
-    as_they_are: str | None = None
-    for at, forms in enumerate(product((_same, _system_in_user), (_same, _in_parts), (_same, _arguments_as_text))):
+    rendered = []
+    for forms in product(
+        (_same, _arguments_as_text), (_same, _in_parts), (_same, _tools_in_parts), (_same, _system_in_user)
+    ):
         changed = list(messages)
         for form in forms:
             changed = form(changed)
         try:
-            rendered = render(changed)
+            rendered.append(render(changed))
         except Exception:  # noqa: BLE001 - a template may fail in any way
             continue
-        if at == 0:
-            as_they_are = rendered
-        # Python's spelling of an object is no JSON.
-        if all(text in rendered for text in wanted) and "{'city'" not in rendered:
-            return rendered
-    return as_they_are
+    # Python's spelling of an object is no JSON.
+    return max(rendered, key=lambda each: sum(text in each for text in wanted) - ("{'city'" in each), default=None)
 
 
 def _texts(message: Json) -> list[str]:
@@ -118,11 +116,15 @@ def _system_in_user(messages: list[Json]) -> list[Json]:
 
 
 def _in_parts(messages: list[Json]) -> list[Json]:
-    # Results are text to all templates that want parts of others.
-    return [
-        each if each["role"] == "tool" else {**each, "content": [{"type": "text", "text": each["content"]}]}
-        for each in messages
-    ]
+    return [each if each["role"] == "tool" else _parted(each) for each in messages]
+
+
+def _tools_in_parts(messages: list[Json]) -> list[Json]:
+    return [_parted(each) if each["role"] == "tool" else each for each in messages]
+
+
+def _parted(message: Json) -> Json:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _arguments_as_text(messages: list[Json]) -> list[Json]:

@@ -22,6 +22,13 @@ USER, ASSISTANT, TOOL, SYSTEM = "user", "assistant", "tool", "system"
 DEVELOPER = "developer"
 # The assistant's message before a result holds its call.
 _CALLED = (USER, ASSISTANT, TOOL)
+# The shortest chats in which the contents of roles can be found; each needs those before it.
+_CONTENTS = {
+    USER: (USER,),
+    SYSTEM: (SYSTEM, USER),
+    ASSISTANT: (USER, ASSISTANT, USER),
+    TOOL: _CALLED,
+}
 # Pairs of roles that templates refuse, each in a chat, and the same chat with another message between the two.
 _PAIRS = {
     (USER, USER): ((USER, USER), (USER, ASSISTANT, USER)),
@@ -89,7 +96,7 @@ def demands_of(render: Renders, source: str) -> Demands:
     return Demands(
         system=probe.system_place(),
         knows_developers=DEVELOPER in source and probe.takes(DEVELOPER, USER),
-        in_parts=frozenset(probe.in_parts),
+        in_parts=probe.in_parts,
         refused_pairs=frozenset(
             pair for pair, (close, apart) in _PAIRS.items() if not probe.takes(*close) and probe.takes(*apart)
         ),
@@ -106,16 +113,13 @@ class _Probe:
     """
 
     def __init__(self, render: Renders) -> None:
-        self.in_parts: set[str] = set()
+        self.in_parts: frozenset[str] = frozenset()
         self.text_arguments = False
         self._render = render
-        if not self._find_content(USER, (USER,)) and self._rendered((USER,)) is not None:
+        for role, chat in _CONTENTS.items():
+            self._find_content(role, chat)
+        if self._num_rendered((USER,)) == 0:
             raise ConfigError("the chat template renders the text of users neither from a string nor from parts")
-        self._find_content(SYSTEM, (SYSTEM, USER))
-        self._find_content(ASSISTANT, (USER, ASSISTANT, USER))
-        if not self._find_content(TOOL, _CALLED):
-            self.text_arguments = True
-            self.text_arguments = self._find_content(TOOL, _CALLED)
 
     def system_place(self) -> SystemPlace:
         # Between two users as well: a template may leave it out when it counts turns.
@@ -125,22 +129,28 @@ class _Probe:
 
     def takes(self, *roles: str, call_id: str = _SHORT_ID) -> bool:
         """Tells whether the template renders all texts of a chat, and the arguments of its calls."""
-        rendered = self._rendered(roles, call_id)
-        return (
-            rendered is not None
-            and _PYTHON_SPELLED not in rendered
-            and all(_mark(at) in rendered for at in range(len(roles)))
-        )
+        return self._num_rendered(roles, call_id) == len(roles)
 
-    def _find_content(self, role: str, chat: Sequence[str]) -> bool:
-        """Tries a string, then parts; returns whether either is rendered. If neither is, it is a string."""
-        if self.takes(*chat):
-            return True
-        self.in_parts.add(role)
-        found = self.takes(*chat)
-        if not found:
-            self.in_parts.remove(role)
-        return found
+    def _find_content(self, role: str, chat: Sequence[str]) -> None:
+        """Keeps the first of all forms of a role's content, and of arguments, in which most is rendered."""
+        forms = [
+            (self.in_parts | parts, text_arguments)
+            for text_arguments in ((False, True) if role == TOOL else (False,))
+            for parts in (frozenset(), {role})
+        ]
+
+        def num_rendered(form: tuple[frozenset[str], bool]) -> int:
+            self.in_parts, self.text_arguments = form
+            return self._num_rendered(chat)
+
+        self.in_parts, self.text_arguments = max(forms, key=num_rendered)
+
+    def _num_rendered(self, roles: Sequence[str], call_id: str = _SHORT_ID) -> int:
+        """Returns how many texts of a chat are rendered; -1: the template refuses it."""
+        rendered = self._rendered(roles, call_id)
+        if rendered is None:
+            return -1
+        return sum(_mark(at) in rendered for at in range(len(roles))) - (_PYTHON_SPELLED in rendered)
 
     def _rendered(self, roles: Sequence[str], call_id: str = _SHORT_ID) -> str | None:
         """Returns a rendered chat; None: the template refuses it."""

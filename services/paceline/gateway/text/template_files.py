@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -94,13 +94,7 @@ def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
 
 def _json_object(path: Path) -> Mapping[str, Any]:
     """Returns the object that a file holds; empty: there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold an object")
-    return value
+    return read_object(path) if path.is_file() else {}
 
 
 def _text(path: Path) -> str:

@@ -165,8 +165,8 @@ def test_a_folder_with_a_broken_or_missing_file_is_refused(tmp_path: Path) -> No
         TextCodec.from_folder(tmp_path)
     folder = tiny_tokenizer.save_folder(tmp_path)
     for name, content, problem in (
-        ("tokenizer_config.json", b"{", "is not JSON"),
-        ("tokenizer_config.json", b"[]", "must hold an object"),
+        ("tokenizer_config.json", b"{", "cannot be read"),
+        ("tokenizer_config.json", b"[]", "must hold a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "cannot be compiled"),
         ("tokenizer.json", b"\xff", "is not a tokenizer"),
     ):

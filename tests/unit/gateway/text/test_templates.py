@@ -149,7 +149,7 @@ def test_a_chat_of_the_system_alone_is_a_question_to_a_template_that_takes_no_sy
 def test_a_text_of_the_user_beside_results_joins_the_last_one_where_turns_alternate() -> None:
     messages, _ = CHATS["a result"]
     rendered = template("nine_characters").render([*messages, {"role": "user", "content": "Go on."}], {"tools": TOOLS})
-    assert rendered.endswith('fine\\"}\\n\\nGo on.", "call_id": "call00000"}[/TOOL_RESULTS]')
+    assert rendered.endswith('fine\\"\\n\\nGo on.", "call_id": "call00000"}[/TOOL_RESULTS]')
 
 
 def test_calls_stay_apart_from_the_text_before_them() -> None:
