@@ -27,6 +27,18 @@ _MARK = "\ufdd4end-of-text\ufdd5"
 _MARK_AND_SPACE = f"{_MARK} "
 
 
+class TemplateRefusalError(InvalidRequestError):
+    """The chat template refuses the messages.
+
+    Attributes:
+        reason: Its own words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("messages", f"the chat template refuses them: {reason}")
+        self.reason = reason
+
+
 class ChatTemplate:
     """A compiled chat template together with the special tokens it may name.
 
@@ -59,14 +71,14 @@ class ChatTemplate:
             extra: Further variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: The template refuses the messages.
+            TemplateRefusalError: The template refuses the messages.
         """
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
             known = [self._with_known_role(message) for message in messages]
             return self._template.render({**self._special_tokens, **variables, **extra, "messages": known})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
+            raise TemplateRefusalError(str(error)) from error
 
     def _with_known_role(self, message: Message) -> Message:
         if message["role"] != DEVELOPER or DEVELOPER in self.source:

@@ -34,21 +34,29 @@ class Tool(Fields):
 
 
 class CalledFunction(Fields):
-    """What was called, with arguments as JSON text."""
+    """What was called, with arguments as JSON text or as an object."""
 
     name: str
-    arguments: str = ""
+    # Models write others too, and clients send them back; those count as no arguments.
+    arguments: SkipValidation[str | dict[str, Any]] = ""
+
+
+class CalledCustom(Fields):
+    """What was called with a text: a tool that is no function."""
+
+    name: str
+    input: str = ""
 
 
 class ToolCall(Fields):
     """A call in an earlier message."""
 
-    no_effect = frozenset({"index"})
-    objects = {"function": CalledFunction}  # noqa: RUF012 - a class variable
+    no_effect = frozenset({"index", "type"})
+    objects = {"function": CalledFunction, "custom": CalledCustom}  # noqa: RUF012 - a class variable
 
     id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 class NamedFunction(Fields):
