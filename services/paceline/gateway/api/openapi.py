@@ -23,7 +23,7 @@ from paceline.gateway.api.openai.bodies import (
     TokenizeTextBody,
 )
 from paceline.gateway.api.responses.bodies import ResponsesBody
-from paceline.gateway.http.response import IGNORED_FIELDS, REQUEST_ID
+from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, REQUEST_ID
 from paceline.gateway.sessions.request import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
 
 Json = dict[str, Any]
@@ -227,6 +227,7 @@ def _with_body(operation: Json, content: Json) -> Json:
     text = {"type": "string"}
     operation["responses"]["200"]["headers"] = {
         IGNORED_FIELDS: {"schema": text, "description": "Unknown fields of the body, if there are any."},
+        IGNORED_TOOLS: {"schema": text, "description": "Kinds of tools that are no functions, if there are any."},
         REQUEST_ID: {"schema": text, "description": "As the request has it; otherwise one of ours."},
     }
     return {**operation, "requestBody": {"required": True, "content": content}}

@@ -208,12 +208,12 @@ def read_result(kind: type[TextFields], given: Any, unknown: UnknownFields, wher
 
 def _result_part(kind: type[TextFields], part: Any, unknown: UnknownFields, where: str) -> str:
     name = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(name, str):
+        return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
     if name in get_args(kind.model_fields["type"].annotation):
         return read_fields(kind, part, unknown, where).text
     text = text_within(part)
-    if text is None:
-        text = f"[{unknown.leave_out(where, name)}]"
-    return text
+    return f"[{unknown.leave_out(where, name)}]" if text is None else text
 
 
 def text_within(part: Any) -> str | None:

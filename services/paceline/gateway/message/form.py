@@ -113,6 +113,7 @@ class MessageForm:
         enforced: Whether a grammar enforces calls, as JSON of a form that no family has.
         named: The one tool that is called then; empty: any.
         types: Types of parameters by tool, for the family that needs them.
+        parallel: Whether it may hold several calls; otherwise the message ends after its first one.
     """
 
     reasoning: str = ""
@@ -121,6 +122,7 @@ class MessageForm:
     enforced: bool = False
     named: str = ""
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    parallel: bool = True
 
     @property
     def shown(self) -> tuple[str, ...]:

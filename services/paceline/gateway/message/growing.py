@@ -34,13 +34,19 @@ class Message:
     Args:
         form: How the text is read; None: all of it is content.
         session_id: What ids of calls are made of.
+
+    Attributes:
+        over: Whether it has ended after its first call, though its text goes on.
     """
 
     def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = (form or MessageForm()).reader()
+        self.over = False
+        form = form or MessageForm()
+        self._parallel = form.parallel
+        self._reader = form.reader()
         self._session_id = session_id
 
     def read(self, text: str) -> list[Part]:
@@ -52,6 +58,7 @@ class Message:
         return self._keep(self._reader.finish())
 
     def _keep(self, parts: list[Part]) -> list[Part]:
+        parts = self._until_over(parts)
         for part in parts:
             match part:
                 case Content():
@@ -62,6 +69,18 @@ class Message:
                     self.calls.append(Call(id=call_id(self._session_id, len(self.calls)), name=part.name))
                 case CallArguments():
                     self.calls[-1].arguments.append(part.text)
+        return parts
+
+    def _until_over(self, parts: list[Part]) -> list[Part]:
+        """Returns the parts that belong to the message, where it may hold one call only."""
+        if self._parallel:
+            return parts
+        called = bool(self.calls)
+        for at, part in enumerate(parts):
+            self.over |= called and not isinstance(part, CallArguments)
+            if self.over:
+                return parts[:at]
+            called |= isinstance(part, CallBegin)
         return parts
 
     def delta(self, parts: list[Part]) -> Json:

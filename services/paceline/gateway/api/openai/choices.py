@@ -142,6 +142,7 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
         enforced=toolbox.enforced,
         named=toolbox.named,
         types=toolbox.types if calls == QWEN3_CODER else {},
+        parallel=toolbox.parallel,
     )
 
 
