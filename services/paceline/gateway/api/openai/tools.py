@@ -168,7 +168,9 @@ def _allowed(tools: Sequence[Tool], choice: Any, unknown: UnknownFields) -> tupl
     allowed = read_fields(AllowedChoice, choice, unknown, "tool_choice").allowed_tools
     offered = {each.function.name for each in tools}
     names: set[str] = set()
-    for at, each in enumerate(allowed.tools):
+    # Not checked when the choice was read.
+    entries: Sequence[Any] = allowed.tools
+    for at, each in enumerate(entries):
         field = f"tool_choice.allowed_tools.tools[{at}]"
         kind = each.get("type") if isinstance(each, dict) else None
         if isinstance(kind, str) and kind in unknown.ignored_tools:
