@@ -256,6 +256,7 @@ class Placer:
             speculation=request.speculation,
             whole=request.whole,
             cache_salt=request.prefix_salt,
+            tenant=request.tenant,
             suspect=trail.suspicion.suspect,
             priority=request.priority,
             max_wait_s=self._max_wait_of(request),
