@@ -122,7 +122,7 @@ async def test_calls_and_results_without_ids_get_the_same_ones(ask: Callable[...
 
 @pytest.mark.parametrize("door", DOORS)
 async def test_results_without_a_call_or_twice_stay_in_the_conversation(ask: Callable[..., Any], door: str) -> None:
-    """vLLM #16313: agents compact a history, and leave results whose calls are gone."""
+    """Agents compact a history, and leave results whose calls are gone."""
     asked = await ask(door, result(door, "lost"), called(door, {}), result(door, "1"), result(door, "1"))
     assert asked.answer.status_code == 200, asked.answer.text
     assert asked.prompt.count("1 of call12345") == 2
@@ -132,8 +132,9 @@ async def test_results_without_a_call_or_twice_stay_in_the_conversation(ask: Cal
 @pytest.mark.parametrize("content", [None, "", []])
 @pytest.mark.parametrize("door", DOORS)
 async def test_the_assistant_and_tools_may_have_said_nothing(ask: Callable[..., Any], door: str, content: Any) -> None:
-    """sglang #40529: empty and absent content in a replayed turn."""
-    turns = [said(door, "assistant", content), called(door, {}), result(door, content), said(door, "user", "go")]
+    """vLLM #13978 and its like: empty, null or absent parts of a replayed turn."""
+    first = {**said(door, "assistant", content), **({"tool_calls": []} if door == CHAT else {})}
+    turns = [first, called(door, {}), result(door, content), said(door, "user", "go")]
     asked = await ask(door, *turns)
     assert asked.answer.status_code == 200, asked.answer.text
     assert asked.prompt.endswith("<|tool|> of call12345<|user|>go<|assistant|>")
@@ -149,13 +150,13 @@ async def test_a_user_who_says_nothing_is_a_mistake(ask: Callable[..., Any], doo
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 async def test_reasoning_reaches_the_template_under_any_name(ask: Callable[..., Any], name: str) -> None:
-    """vLLM #43995: clients and templates disagree on the name of reasoning."""
+    """Clients and templates disagree on the name of reasoning."""
     asked = await ask(CHAT, {"role": "assistant", "content": "hi", name: "hm"}, said(CHAT, "user", "go"))
     assert "<|assistant|>hi(hm)" in asked.prompt
 
 
 async def test_the_older_form_of_calls_is_read(ask: Callable[..., Any]) -> None:
-    """LiteLLM #26879: `function_call` and the role `function`, as older clients send them."""
+    """`function_call` and the role `function`, as older clients send them."""
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
     asked = await ask(CHAT, call, {"role": "function", "name": "f", "content": "1"}, said(CHAT, "user", "go"))
     assert "call00001:f a=1<|tool|>1 of call00001" in asked.prompt
@@ -246,7 +247,7 @@ async def test_tools_that_are_allowed_beside_functions_are_passed_over(ask: Call
 async def test_functions_in_a_namespace_are_offered_and_called_by_both_names(
     fleet: ScriptedFleet, ask: Callable[..., Any]
 ) -> None:
-    """openai/codex #10635: without the namespace, Codex cannot find the tool of an MCP server."""
+    """codex-relay #6: Codex cannot find the tool without its namespace. CLIProxyAPI #4106: models leave it out."""
     inner = [{**function(RESPONSES), "description": "d"}, {"type": "custom", "name": "patch"}]
     tools = [{"type": "namespace", "name": "mcp__hub__", "tools": inner}, function(RESPONSES, "g")]
     for name in ("mcp__hub__f", "f"):
@@ -296,7 +297,7 @@ async def test_items_of_what_a_server_has_run_are_left_out_and_named(ask: Callab
 
 
 async def test_blocks_of_other_tools_are_read_or_left_out(ask: Callable[..., Any]) -> None:
-    """vLLM #44000: what Claude Code replays of tools that Anthropic's servers run, and files that tools have read."""
+    """What Claude Code replays of tools that Anthropic's servers run, and files that tools have read."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     paper = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "paper"}}
     turns = [
