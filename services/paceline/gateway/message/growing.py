@@ -38,14 +38,18 @@ class Message:
 
     Attributes:
         call_id: Returns the id of the call with that index.
+        over: Whether it has ended after its first call, though its text goes on.
     """
 
     def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = (form or MessageForm()).reader()
-        self.call_id = partial(call_id, session_id, short=form is not None and form.short_ids)
+        self.over = False
+        form = form or MessageForm()
+        self._parallel = form.parallel
+        self._reader = form.reader()
+        self.call_id = partial(call_id, session_id, short=form.short_ids)
 
     def read(self, text: str) -> list[Part]:
         """Takes further text; returns what is certain by now."""
@@ -56,6 +60,7 @@ class Message:
         return self._keep(self._reader.finish())
 
     def _keep(self, parts: list[Part]) -> list[Part]:
+        parts = self._until_over(parts)
         for part in parts:
             match part:
                 case Content():
@@ -66,6 +71,18 @@ class Message:
                     self.calls.append(Call(id=self.call_id(len(self.calls)), name=part.name))
                 case CallArguments():
                     self.calls[-1].arguments.append(part.text)
+        return parts
+
+    def _until_over(self, parts: list[Part]) -> list[Part]:
+        """Returns the parts that belong to the message, where it may hold one call only."""
+        if self._parallel:
+            return parts
+        called = bool(self.calls)
+        for at, part in enumerate(parts):
+            self.over |= called and not isinstance(part, CallArguments)
+            if self.over:
+                return parts[:at]
+            called |= isinstance(part, CallBegin)
         return parts
 
     def delta(self, parts: list[Part]) -> Json:
