@@ -120,7 +120,7 @@ class MessageForm:
     tool_calls: str = ""
     enforced: bool = False
     named: str = ""
-    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    types: qwen3_coder.Types = field(default_factory=dict)
 
     @property
     def shown(self) -> tuple[str, ...]:
