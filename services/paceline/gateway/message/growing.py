@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.gateway.message.form import MessageForm, call_id
+from paceline.gateway.message.form import call_id
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 Json = dict[str, Any]
@@ -29,29 +30,20 @@ class Call:
 
 
 class Message:
-    """What a reader has found so far.
+    """What its parts make so far.
 
     Args:
-        form: How the text is read; None: all of it is content.
         session_id: What ids of calls are made of.
     """
 
-    def __init__(self, form: MessageForm | None, session_id: str) -> None:
+    def __init__(self, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = (form or MessageForm()).reader()
         self._session_id = session_id
 
-    def read(self, text: str) -> list[Part]:
-        """Takes further text; returns what is certain by now."""
-        return self._keep(self._reader.feed(text))
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back."""
-        return self._keep(self._reader.finish())
-
-    def _keep(self, parts: list[Part]) -> list[Part]:
+    def take(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Takes further parts; returns those that belong to the message."""
         for part in parts:
             match part:
                 case Content():
@@ -64,7 +56,7 @@ class Message:
                     self.calls[-1].arguments.append(part.text)
         return parts
 
-    def delta(self, parts: list[Part]) -> Json:
+    def delta(self, parts: Sequence[Part]) -> Json:
         """Returns the newest parts as one delta, so that a client which resumes has all of them or none."""
         delta: Json = {}
         calls: list[Json] = []

@@ -114,7 +114,7 @@ class TranslatedEndpoint:
 
     async def _answer(self, translated: Translated, request: SessionRequest, call: Call) -> None:
         with self._sessions.admitted(1, current_caller()):
-            message = Message(request.form, request.session_id)
+            message = Message(request.session_id)
             answer = self._api.answer(translated, request, message, call.exchange.own_id)
             keep = partial(self._api.keep, translated, answer, request)
             await keep()
@@ -147,11 +147,11 @@ async def answer_steps(
             out = [] if opened else answer.opening()
             opened = True
             if isinstance(event, Ending):
-                out += answer.further(message.finish())
+                out += answer.further(message.take(event.parts))
                 out += answer.ending(event)
                 await ended()
             else:
-                out += answer.further(message.read(event.known_text + event.text))
+                out += answer.further(message.take(event.known_parts + event.parts))
             yield out
 
 

@@ -174,7 +174,7 @@ class KeptResponses:
             session = await self._claim(kept)
             answer = ResponseAnswer(kept.response, session.session_id, after)
             ended = partial(self._shelf.change, kept, kept.document)
-            message = Message(session.form, session.session_id)
+            message = Message(session.session_id)
             async with aclosing(answer_steps(self._sessions.run(session), answer, message, ended)) as steps:
                 await stream(steps, exchange)
 
