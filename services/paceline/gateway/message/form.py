@@ -122,7 +122,7 @@ class MessageForm:
     tool_calls: str = ""
     enforced: bool = False
     named: str = ""
-    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    types: qwen3_coder.Types = field(default_factory=dict)
     short_ids: bool = False
     parallel: bool = True
 

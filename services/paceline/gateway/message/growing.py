@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,10 +31,10 @@ class Call:
 
 
 class Message:
-    """What a reader has found so far.
+    """What its parts make so far.
 
     Args:
-        form: How the text is read; None: all of it is content.
+        form: How its text was read; None: all of it is content.
         session_id: What ids of calls are made of.
 
     Attributes:
@@ -48,18 +49,10 @@ class Message:
         self.over = False
         form = form or MessageForm()
         self._parallel = form.parallel
-        self._reader = form.reader()
         self.call_id = partial(call_id, session_id, short=form.short_ids)
 
-    def read(self, text: str) -> list[Part]:
-        """Takes further text; returns what is certain by now."""
-        return self._keep(self._reader.feed(text))
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back."""
-        return self._keep(self._reader.finish())
-
-    def _keep(self, parts: list[Part]) -> list[Part]:
+    def take(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Takes further parts; returns those that belong to the message."""
         parts = self._until_over(parts)
         for part in parts:
             match part:
@@ -73,7 +66,7 @@ class Message:
                     self.calls[-1].arguments.append(part.text)
         return parts
 
-    def _until_over(self, parts: list[Part]) -> list[Part]:
+    def _until_over(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Returns the parts that belong to the message, where it may hold one call only."""
         if self._parallel:
             return parts
@@ -85,7 +78,7 @@ class Message:
             called |= isinstance(part, CallBegin)
         return parts
 
-    def delta(self, parts: list[Part]) -> Json:
+    def delta(self, parts: Sequence[Part]) -> Json:
         """Returns the newest parts as one delta, so that a client which resumes has all of them or none."""
         delta: Json = {}
         calls: list[Json] = []

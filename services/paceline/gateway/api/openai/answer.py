@@ -64,11 +64,11 @@ class ChoiceState:
         calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
         return TOOL_CALLS if calls else self.ending.finish_reason.value
 
-    def read(self, piece: Piece) -> list[Part]:
-        """Returns what the text of a piece is made of; `message` is there."""
+    def read(self, piece: Piece) -> Sequence[Part]:
+        """Returns the parts of a piece that belong to the message; it is there."""
         assert self.message is not None
-        self.message.read(piece.known_text)
-        return self.message.read(piece.text)
+        self.message.take(piece.known_parts)
+        return self.message.take(piece.parts)
 
     def begin(self, piece: Piece) -> tuple[str, list[Judged]]:
         """Takes in a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
@@ -124,7 +124,7 @@ class Answer:
     def add_ending(self, index: int, ending: Ending) -> Json:
         """Takes the end of a choice; returns what it adds to the message."""
         choice = self._choices[index]
-        delta = {} if choice.message is None else choice.message.delta(choice.message.finish())
+        delta = {} if choice.message is None else choice.message.delta(choice.message.take(ending.parts))
         choice.ending = ending_of(choice.message, ending)
         return delta
 

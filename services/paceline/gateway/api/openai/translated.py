@@ -162,11 +162,11 @@ async def answer_steps(
             out = [] if opened else answer.opening()
             opened = True
             if isinstance(event, Ending):
-                out += answer.further(message.finish())
+                out += answer.further(message.take(event.parts))
                 out += answer.ending(ending_of(message, event))
                 await ended()
             else:
-                out += answer.further(message.read(event.known_text + event.text))
+                out += answer.further(message.take(event.known_parts + event.parts))
             yield out
 
 
