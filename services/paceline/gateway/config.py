@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
+from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 from paceline.service.config import setting
@@ -116,6 +117,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks what goes together."""
+        check_host("--host", self.host)
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")

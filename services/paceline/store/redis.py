@@ -28,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import public_url
 from paceline.store.base import (
@@ -317,7 +318,7 @@ def _place(url: str) -> str:
     if parts.scheme == "unix":
         return parts.path
     try:
-        return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+        return host_port(parts.hostname or "localhost", parts.port or 6379)
     except ValueError:
         raise ConfigError(f"the port of the store's URL {public_url(url)!r} is not from 1 to 65535") from None
 
