@@ -102,7 +102,9 @@ class ModelServiceConfig:
         "", help="Zone that this replica runs in, such as a cloud's; those of one zone prefer each other."
     )
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     dtype: str = setting(
         "auto",

@@ -80,10 +80,10 @@ def main(argv: Sequence[str]) -> None:
         try:
             rows.append(_row(facts_of(path)))
         except ConfigError as error:
-            broken.append(f"not listed: {error}")
-    say("\n".join([*table(rows), *broken]))
+            broken.append(str(error))
+    say("\n".join(table(rows)))
     if broken:
-        raise SystemExit(1)
+        raise ConfigError("; ".join(broken))
 
 
 def _row(facts: CheckpointFacts) -> tuple[str, ...]:

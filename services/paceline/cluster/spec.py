@@ -120,7 +120,9 @@ class FleetSpec:
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1

@@ -97,7 +97,9 @@ class GatewayConfig:
         high=3600,
     )
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
