@@ -18,6 +18,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.service.config import as_called, exit_with_error
 from paceline.service.status import ErrorInterceptor
@@ -88,7 +89,7 @@ class GrpcServer:
     @property
     def address(self) -> str:
         """Where it listens, `host:port`."""
-        return f"{_bracketed(self.host)}:{self.port}"
+        return host_port(self.host, self.port)
 
     async def ready(self, replica_id: str = "") -> None:
         """Sets health to SERVING, also under the replica id, which no other process has."""
@@ -242,7 +243,7 @@ def _bind(
     *,
     way_out: str = "--port (0 picks a free one)",
 ) -> int:
-    address = f"{_bracketed(host)}:{port}"
+    address = host_port(host, port)
     refusal = ConfigError(
         f"cannot listen on {address}: the port is in use or the address is not of this machine; "
         f"choose another with {way_out}"
@@ -257,7 +258,3 @@ def _bind(
     if bound_port == 0 or port not in (0, bound_port):
         raise refusal
     return bound_port
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -17,6 +17,10 @@ from pathlib import Path
 import numba
 from numba import njit
 
+from paceline.core.errors import ConfigError
+from paceline.service.config import exit_with_error
+from paceline.service.user_cache import user_cache, writable
+
 __all__ = ["PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
 
 # What compiled code is made of.
@@ -53,10 +57,13 @@ def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
     Args:
         environ: Environment variables.
         package: Folder that the sources lie in.
+
+    Raises:
+        ConfigError: See `user_cache`.
     """
     named = environ.get("NUMBA_CACHE_DIR")
-    user = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    return (Path(named) if named else user) / f"kernels-{sources_hash(package)}"
+    folder = writable(Path(named), "NUMBA_CACHE_DIR") if named else user_cache(environ)
+    return folder / f"kernels-{sources_hash(package)}"
 
 
 def take_shipped(shipped: Path, folder: Path) -> None:
@@ -77,6 +84,9 @@ def take_shipped(shipped: Path, folder: Path) -> None:
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.
-_FOLDER = cache_folder(os.environ, PACKAGE)
+try:
+    _FOLDER = cache_folder(os.environ, PACKAGE)
+except ConfigError as error:
+    exit_with_error("paceline", error)
 take_shipped(SHIPPED, _FOLDER)
 numba.config.CACHE_DIR = str(_FOLDER)
