@@ -30,7 +30,7 @@ from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.config import setting
 from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for
-from paceline.service.process import GrpcServer, settle_heap, start_grpc_server, until_stopped
+from paceline.service.process import GrpcServer, collect_rarely, settle_heap, start_grpc_server, until_stopped
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
@@ -212,6 +212,7 @@ async def serve_model(
             ) as server:
                 await host.engine.start()
                 settle_heap()
+                collect_rarely()
                 supervisor = Supervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
