@@ -14,6 +14,9 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 
 SYSTEM_SERVERS = ("valkey-server", "redis-server")
+# Enough for the records of tens of thousands of sessions beside all kept responses. Where it ends, records are refused;
+# nothing is driven out.
+MAX_MEMORY, MEMORY_POLICY = "512mb", "noeviction"
 
 
 def find_server(path: Path | None = None) -> Path:
@@ -46,6 +49,7 @@ def server_command(server: Path, *, host: str, port: int, data_dir: Path) -> lis
         str(server),
         *("--port", str(port), "--bind", host),
         *("--save", "", "--appendonly", "no"),
+        *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", MEMORY_POLICY),
         *("--dir", str(data_dir), "--daemonize", "no"),
     ]
 
