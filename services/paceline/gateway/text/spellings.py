@@ -3,8 +3,8 @@
 Both become one prompt before it is encoded, in which `<|end|>` of the template and `<|end|>` that a user wrote look
 alike. So marks replace the spellings in users' texts before the template is rendered. Afterwards other marks, which a
 second tokenizer knows, replace the template's own spellings, and the users' are restored; that tokenizer treats special
-tokens as text. Marks hold random numbers that nobody else knows: the template's one of the process, which nothing shows;
-the users' one of the chat, since a template may quote a text in its error.
+tokens as text. Marks hold random numbers: the template's one of the process, which nothing shows, and the users' one of
+the chat, since a template may quote a text in its error.
 """
 
 from __future__ import annotations
