@@ -17,15 +17,11 @@ from pathlib import Path
 import numba
 from numba import njit
 
-<<<<<<< HEAD:services/paceline/engine/backends/cpu/kernel_cache.py
 from paceline.core.errors import ConfigError
 from paceline.service.config import exit_with_error
 from paceline.service.user_cache import user_cache, writable
 
-__all__ = ["PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
-=======
 __all__ = ["ARITHMETIC", "PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
->>>>>>> core:services/paceline/kernel_cache.py
 
 # What compiled code is made of.
 PACKAGE = Path(__file__).parent

@@ -387,6 +387,16 @@ async def start_gateway(
     return gateway, ready.result()
 
 
+async def verifier_server(verifier: ScriptedVerifier, port: int = 0) -> GrpcServer:
+    """Lets a verifier listen; port 0 picks a free one."""
+    return await start_grpc_server(
+        host="127.0.0.1",
+        port=port,
+        add_servicers=partial(verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
+        service_names=["paceline.rpc.v1.Verifier"],
+    )
+
+
 async def _start_verifiers(
     codec: TextCodec, store: MemoryStore, num_verifiers: int
 ) -> tuple[list[ScriptedVerifier], list[GrpcServer]]:
@@ -394,12 +404,7 @@ async def _start_verifiers(
     servers: list[GrpcServer] = []
     for index in range(num_verifiers):
         verifier = ScriptedVerifier(codec)
-        server = await start_grpc_server(
-            host="127.0.0.1",
-            port=0,
-            add_servicers=partial(verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
-            service_names=["paceline.rpc.v1.Verifier"],
-        )
+        server = await verifier_server(verifier)
         replica = Replica(
             replica_id=f"verifier-{index}",
             role="verifier",

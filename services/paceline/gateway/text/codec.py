@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.text.chat_template import ChatTemplate, up_to_mark, with_end_marked
 from paceline.gateway.text.demands import Message
 from paceline.gateway.text.detokenizer import Decodes
-from paceline.gateway.text.spellings import SpecialSpellings, token_ids
+from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
 from paceline.gateway.text.template_files import read_templates
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -174,11 +174,11 @@ class TextCodec:
         if continue_last:
             messages = with_end_marked(messages, field)
         marked = self._spellings.marked([list(map(dict, messages)), dict(extra)], field)
-        rendered = template.render(*(marked or (messages, extra)))
+        rendered = template.render(messages, extra) if marked is None else _rendered_marked(template, marked)
         if continue_last:
             rendered = up_to_mark(rendered)
         if marked is not None:
-            return self._spellings.encode(rendered, field, context_len=context_len, keep_last=keep_last)
+            return self._spellings.encode(rendered, marked, field, context_len=context_len, keep_last=keep_last)
         return self.encode(rendered, field=field, special_tokens=False, context_len=context_len, keep_last=keep_last)
 
     def _check_length(self, field: str, num_bytes: int, context_len: int) -> None:
@@ -236,6 +236,14 @@ class _Showing:
 
     def is_visible(self, token_id: int) -> bool:
         return token_id in self._visible
+
+
+def _rendered_marked(template: ChatTemplate, marked: MarkedChat) -> str:
+    """Returns a chat rendered with marks; an error of the template that quotes it shows what the client wrote."""
+    try:
+        return template.render(*marked.value)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.field, marked.restored(error.problem)) from error
 
 
 def _beside_content(message: Message) -> list[Any]:
