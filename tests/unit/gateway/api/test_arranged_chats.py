@@ -57,14 +57,15 @@ def chat(model: ServedModel, fields: Json) -> SessionRequest:
 def response(model: ServedModel, fields: Json, earlier: list[Json] | None = None) -> SessionRequest:
     unknown = UnknownFields(strict=False)
     body = read_fields(ResponsesBody, {"model": "m", **fields}, unknown)
-    return chat(model, chat_of(body, earlier or [], unknown))
+    fields, _ = chat_of(body, earlier or [], unknown)
+    return chat(model, fields)
 
 
 def message(model: ServedModel, fields: Json) -> SessionRequest:
     unknown = UnknownFields(strict=False)
-    return chat(
-        model, generation_of(read_fields(MessagesBody, {"model": "m", "max_tokens": 9, **fields}, unknown), unknown)
-    )
+    body = read_fields(MessagesBody, {"model": "m", "max_tokens": 9, **fields}, unknown)
+    fields, _ = generation_of(body, unknown)
+    return chat(model, fields)
 
 
 def said(role: str, content: str) -> Json:
