@@ -103,9 +103,10 @@ def test_system_messages_in_any_order_are_served_at_every_door(
 
 def called(session: SessionRequest) -> Json:
     """Returns what the model's answer to a session becomes when it calls a tool."""
-    growing = Message(session.form, session.session_id)
-    growing.read('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}]')
-    growing.finish()
+    assert session.form is not None
+    growing, reader = Message(session.form, session.session_id), session.form.reader()
+    growing.take(reader.feed('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}]'))
+    growing.take(reader.finish())
     return growing.whole()
 
 
