@@ -53,6 +53,8 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     DEEPSEEK_R1: (THINK, THINK_END),
     GPT_OSS: CHANNEL_TOKENS,
 }
+# Markers with which a call may begin amid text, in the midst of reasoning, too.
+CALL_MARKERS: Mapping[str, str] = {HERMES: hermes.BEGIN, MISTRAL: mistral.BEGIN, QWEN3_CODER: qwen3_coder.OUTER}
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
 REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
 
@@ -113,6 +115,7 @@ class MessageForm:
         enforced: Whether a grammar enforces calls, as JSON of a form that no family has.
         named: The one tool that is called then; empty: any.
         types: Types of parameters by tool, for the family that needs them.
+        only: Tools that alone are called, as a grammar writes calls, where other text may look like a call; empty: any.
     """
 
     reasoning: str = ""
@@ -121,6 +124,7 @@ class MessageForm:
     enforced: bool = False
     named: str = ""
     types: qwen3_coder.Types = field(default_factory=dict)
+    only: Sequence[str] = ()
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -152,26 +156,32 @@ class MessageForm:
         """
         if not self.reasoning:
             return None
-        begin, end = (ANALYSIS, MESSAGE_END) if self.reasoning == GPT_OSS else (THINK, THINK_END)
-        return ReasoningCount(begin, end, decode, begun=self.thinks)
+        if self.reasoning == GPT_OSS:
+            return ReasoningCount(ANALYSIS, (MESSAGE_END,), decode, begun=self.thinks)
+        call = CALL_MARKERS.get(self.tool_calls)
+        return ReasoningCount(THINK, (THINK_END, *([call] if call else [])), decode, begun=self.thinks)
 
     def _reasoning_reader(self) -> StatefulReader | None:
         if self.reasoning == GPT_OSS:
             return ChannelReader()
-        return ThinkReader(open_already=self.thinks) if self.reasoning else None
+        if not self.reasoning:
+            return None
+        call = CALL_MARKERS.get(self.tool_calls, "")
+        return ThinkReader(open_already=self.thinks, call=call, calls=self._call_reader)
 
     def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
             return NamedCall(self.named) if self.named else ListOnly()
         if self.tool_calls == QWEN3_CODER:
             return qwen3_coder.Qwen3CoderCalls(self.types)
+        if self.tool_calls == LLAMA3_JSON:
+            return llama3_json.Llama3Calls(self.only)
         made = _CALL_READERS.get(self.tool_calls)
         return None if made is None else made()
 
 
 _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     HERMES: hermes.HermesCalls,
-    LLAMA3_JSON: llama3_json.Llama3Calls,
     MISTRAL: mistral.MistralCalls,
     PYTHONIC: pythonic.PythonicCalls,
 }
