@@ -136,7 +136,7 @@ class _Probe:
         forms: list[tuple[frozenset[str], bool]] = [
             (self.in_parts | parts, text_arguments)
             for text_arguments in ((False, True) if role == TOOL else (False,))
-            for parts in (frozenset(), {role})
+            for parts in (frozenset[str](), {role})
         ]
 
         def num_rendered(form: tuple[frozenset[str], bool]) -> int:
