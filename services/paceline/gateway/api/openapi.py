@@ -47,6 +47,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * `return_token_ids` adds `prompt_token_ids` and `token_ids`; in a stream, the first once, with the first tokens.
 * `continue_final_message` ends a chat's prompt with the last message, which the answer continues; it excludes
   `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
+* Messages of the system and of developers may stand anywhere in a chat. They are
+  [arranged as the model's template demands](bring-your-own-model.md#chat-templates).
 * Images, audio and video in messages of a user are refused by the name of their field.
 * `bad_words` are not generated, neither at the beginning of a text nor after a space, as the tokenizer writes them.
 * `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with

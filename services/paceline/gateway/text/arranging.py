@@ -83,13 +83,13 @@ def _dressed(message: Message, demands: Demands) -> Message:
         changed["content"] = in_parts(message["content"])
     if message.get("tool_calls"):
         changed["tool_calls"] = [_dressed_call(call, demands) for call in message["tool_calls"]]
-    if demands.short_ids and "tool_call_id" in message:
+    if demands.short_ids and message.get("tool_call_id"):
         changed["tool_call_id"] = short_id(message["tool_call_id"])
     return {**message, **changed} if changed else message
 
 
 def _dressed_call(call: Mapping[str, Any], demands: Demands) -> Mapping[str, Any]:
-    if demands.short_ids and "id" in call:
+    if demands.short_ids and call.get("id"):
         call = {**call, "id": short_id(call["id"])}
     function = call["function"]
     if demands.text_arguments and not isinstance(function["arguments"], str):
