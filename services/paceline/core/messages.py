@@ -177,7 +177,8 @@ class GenerateRequest:
 
     A `whole` text is handed to the client in one piece, so that its tokens may gather. Prompts share cached
     pages only under the same `cache_salt`. An engine died while it ran a `suspect`. Sessions of lower `priority` come
-    first. `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
+    first. `tenant` is a digest of whose it is. `traceparent` is the W3C trace context it runs in, and travels as
+    metadata of the call.
     """
 
     session_id: str
@@ -191,6 +192,7 @@ class GenerateRequest:
     cache_salt: str = ""
     suspect: bool = False
     priority: int = 0
+    tenant: str = ""
     traceparent: str = ""
 
     @property

@@ -17,7 +17,7 @@ from paceline.core.acceptance_rules import Rules
 from paceline.core.calibration import Calibrations, CalibrationStore
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
@@ -285,7 +285,7 @@ class TargetEngine:
                 return outcomes
             verdict = session.judge(part.nodes, lambda node: logits[rows.index[id(node)]])
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
-            self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError))
+            self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
             return [(session.serial, _shown_error(session.session_id, error))]
         outcomes.append(self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock()))
         if not session.ended:

@@ -116,6 +116,8 @@ class MessageForm:
         named: The one tool that is called then; empty: any.
         types: Types of parameters by tool, for the family that needs them.
         only: Tools that alone are called, as a grammar writes calls, where other text may look like a call; empty: any.
+        short_ids: Whether ids of calls have nine letters or digits, as the model's template takes no others back.
+        parallel: Whether it may hold several calls; otherwise the message ends after its first one.
     """
 
     reasoning: str = ""
@@ -125,6 +127,8 @@ class MessageForm:
     named: str = ""
     types: qwen3_coder.Types = field(default_factory=dict)
     only: Sequence[str] = ()
+    short_ids: bool = False
+    parallel: bool = True
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -219,9 +223,10 @@ class MessageReader:
         return out
 
 
-def call_id(session_id: str, index: int) -> str:
+def call_id(session_id: str, index: int, *, short: bool) -> str:
     """Returns the id of a call; it is the same wherever and however often the session runs."""
-    return "call_" + hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()
+    return digest[:9] if short else f"call_{digest[:24]}"
 
 
 def begins_thinking(reasoning: str, prompt_end: str) -> bool:

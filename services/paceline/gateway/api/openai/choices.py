@@ -150,6 +150,8 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
         named=toolbox.named,
         types=toolbox.types if calls == QWEN3_CODER else {},
         only=tuple(toolbox.names) if bound and calls == LLAMA3_JSON else (),
+        short_ids=model.codec.has_short_call_ids,
+        parallel=toolbox.parallel,
     )
 
 
