@@ -227,6 +227,23 @@ async def test_keys_change_without_a_restart(tmp_path: Path, keys_file: Path, mo
         assert (await complete(fleet, BOB)).status_code == 200
 
 
+async def test_health_and_a_metric_say_what_is_wrong_with_a_file_of_keys_whose_other_lines_are_in_force(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stolen key stayed in force, and health `ok`, once any other line was wrong."""
+    monkeypatch.setattr(keys.KeyRing.keep_fresh, "__defaults__", (0.01,))
+    async with scripted_fleet(tmp_path, api_keys_file=keys_file) as fleet:
+        assert (await fleet.http.get("/health")).json()["keys"] == "ok"
+        keys_file.write_text(f"alice\n{line(BOB)}")
+        async with asyncio.timeout(30):
+            while (await complete(fleet, ALICE)).status_code == 200:
+                pass
+        report = await fleet.http.get("/health")
+        assert (report.status_code, report.json()["status"]) == (200, "degraded")
+        assert "--api-keys-file: line 1: must be" in report.json()["keys"]
+        assert "paceline:api_keys_bad_lines 1.0" in (await fleet.http.get("/metrics", headers=bearer(BOB))).text
+
+
 async def start(**settings: Path) -> None:
     """Starts a gateway that nobody will ask anything."""
     config = GatewayConfig(model=(), port=0, grpc_port=0, **settings)

@@ -134,7 +134,7 @@ def arguments(told: list[tuple[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "magic"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),

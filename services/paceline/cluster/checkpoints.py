@@ -26,6 +26,7 @@ from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import child_environment
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
+from paceline.service.user_cache import user_cache
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
@@ -83,12 +84,6 @@ def check_checkpoint(path: Path, flag: str) -> Path:
     return path.absolute()
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder for what can be made again."""
-    root = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "paceline"
-
-
 def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], preset: str = WIDENED_PRESET) -> Path:
     """Returns the demo target widened to 98 M parameters (or to 400 M), made now if it is not in the cache.
 
@@ -102,7 +97,7 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
     for file in sorted(DEMO_TARGET.iterdir()):
         if file.suffix != ".md":
             digest.update(file.name.encode() + file.read_bytes())
-    out = cache_folder(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
+    out = user_cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
         say(f"widening the demo target to {WIDENED_SIZES[preset]} parameters, once: {out}")
         _widen_in_own_process(out, preset, environ)
@@ -111,7 +106,7 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
 
 def bundled_and_cached(environ: Mapping[str, str]) -> list[Path]:
     """Returns the checkpoint folders that are here without being named."""
-    cached = sorted(cache_folder(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
+    cached = sorted(user_cache(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
     return [path for path in (DEMO_TARGET, DEMO_DRAFTER, *cached) if (path / "config.json").is_file()]
 
 

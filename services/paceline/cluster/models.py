@@ -75,8 +75,15 @@ def main(argv: Sequence[str]) -> None:
     rows: list[tuple[str, ...]] = [
         ("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")
     ]
-    rows += [_row(facts_of(path)) for path in (*bundled_and_cached(os.environ), *config.path)]
+    broken: list[str] = []
+    for path in (*bundled_and_cached(os.environ), *config.path):
+        try:
+            rows.append(_row(facts_of(path)))
+        except ConfigError as error:
+            broken.append(str(error))
     say("\n".join(table(rows)))
+    if broken:
+        raise ConfigError("; ".join(broken))
 
 
 def _row(facts: CheckpointFacts) -> tuple[str, ...]:

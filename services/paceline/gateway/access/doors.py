@@ -110,29 +110,25 @@ class Access:
 
 @asynccontextmanager
 async def guarded(
-    keys_file: Path | None,
+    ring: KeyRing | None,
     redis_url: str,
     on_refused: Callable[[PacelineError], None],
     supervisor: Supervisor,
     *,
     plain_text: bool,
 ) -> AsyncIterator[Access | None]:
-    """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None without a file of keys.
+    """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None if callers need none.
 
     Args:
-        keys_file: The keys; None: callers need none.
+        ring: The keys; None: callers need none.
         redis_url: Where requests are counted.
         on_refused: Called with the reason for every request that is refused.
         supervisor: Runs the task that rereads the file.
         plain_text: Whether keys cross a network unencrypted.
-
-    Raises:
-        ConfigError: The file of keys cannot be read, or a line of it is wrong.
     """
-    if keys_file is None:
+    if ring is None:
         yield None
         return
-    ring = KeyRing(keys_file)
     rate_limit = RateLimit(redis_url)
     if plain_text:
         _log.warning("API keys and prompts cross the network in plain text; use --tls-cert, or a proxy that does TLS")

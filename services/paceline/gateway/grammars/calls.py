@@ -13,16 +13,17 @@ from keyword import iskeyword
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.grammars.compiling import LAYOUT, LOOSE
+from paceline.gateway.grammars.compiling import LAYOUT, LOOSE, grammar_of_json_schema, loosened
 from paceline.gateway.grammars.partial import Opening, joined, pattern, up_to
 from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
+from paceline.gateway.message.schemas import TYPES, Json, enumerated, followed, type_of, types_of, whole
 from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from paceline.gateway.message.tools import Toolbox
 
-Json = dict[str, Any]
 _GUIDANCE = {"x-guidance": {**LAYOUT, **LOOSE}}
-# The targets of references within a schema.
-_DEFINITIONS = ("$defs", "definitions")
+# Behind a bare value; the rule of a bare string holds most of it.
+_VALUE_END = f"\n{qwen3_coder.PARAMETER_END}\n"
+_ANY_TEXT = r'any_text "\n"'
 # How a list of calls may begin.
 _LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
 
@@ -59,6 +60,20 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
     return joined(lambda opening: [*opening.rules("answer"), *writes.rules(toolbox, opening)], parts, opening, "tools")
 
 
+def enforced_calls(toolbox: Toolbox) -> str:
+    """Returns the grammar of calls that have to be made, in the one form for all families.
+
+    What no grammar can hold is ignored where a tool is not strict.
+
+    Raises:
+        InvalidRequestError: A schema cannot be compiled.
+    """
+    loose = [schema for schema, strict in toolbox.parameters if not strict]
+    left = iter(loosened(loose, field="tools"))
+    given = [schema if strict else next(left) for schema, strict in toolbox.parameters]
+    return grammar_of_json_schema(toolbox.with_parameters(given).schema, field="tools", exact=False)
+
+
 def _check_names(toolbox: Toolbox, writes: Family) -> None:
     """Refuses strict tools whose calls the reader of the family could not read."""
     for (schema, strict), name in zip(toolbox.parameters, toolbox.names, strict=True):
@@ -77,19 +92,51 @@ def _of_arguments(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
 def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
     """Yields one schema per argument, for families that write each argument by itself."""
     yield "any", {}
-    for at, (schema, strict) in enumerate(toolbox.parameters):
-        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
-        for number, (_, argument, _) in enumerate(_arguments(toolbox, at) if strict else ()):
-            yield f"tool_{at}_{number}", {**shared, **argument}
+    for at, strict in enumerate(toolbox.strict):
+        for number, argument in enumerate(_arguments(toolbox, at) if strict else ()):
+            yield f"tool_{at}_{number}", whole(argument.schema, argument.defined)
 
 
-def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
-    """Yields the name and schema of each argument of a tool, and whether the argument is required.
+def _of_each_bare_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
+    """Yields the same for a family whose strings are bare: in these schemas they are left out, if there is more."""
+    yield "any", {}
+    for at, strict in enumerate(toolbox.strict):
+        for number, argument in enumerate(_arguments(toolbox, at) if strict else ()):
+            others = sorted(argument.types - {"string"})
+            bare = others and argument.types != TYPES and "string" in argument.types
+            schema = {"allOf": [argument.schema, {"type": others}]} if bare else argument.schema
+            yield f"tool_{at}_{number}", whole(schema, argument.defined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Argument:
+    """One argument of a tool.
+
+    Attributes:
+        name: Its name.
+        schema: Its schema.
+        defined: What the schema refers to; see `definitions`.
+        required: Whether every call has it.
+    """
+
+    name: str
+    schema: Json
+    defined: Mapping[str, Json]
+    required: bool
+
+    @property
+    def types(self) -> frozenset[str]:
+        return types_of(self.schema, self.defined)
+
+
+def _arguments(toolbox: Toolbox, at: int) -> Iterator[_Argument]:
+    """Yields the arguments of a tool.
 
     Raises:
         InvalidRequestError: The schema lists no arguments.
     """
-    schema, _ = toolbox.parameters[at]
+    defined = toolbox.defined(at)
+    schema = followed(defined[f"tool_{at}"], defined)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list)
     if not known or not schema.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
@@ -98,7 +145,8 @@ def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
             "tools", f"the parameters of {name!r}, which is strict, must be an object with properties"
         )
     for name, argument in properties.items():
-        yield name, argument if isinstance(argument, dict) else {}, name in required
+        given = argument if isinstance(argument, dict) else {}
+        yield _Argument(name=name, schema=given, defined=defined, required=name in required)
 
 
 def _calls(toolbox: Toolbox, key: str) -> str:
@@ -159,27 +207,52 @@ def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield up_to("any_text", qwen3_coder.PARAMETER_END)
     for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
         arguments = list(_arguments(toolbox, at)) if strict else []
-        members = [f"argument_{at}_{number}{'' if due else '?'}" for number, (_, _, due) in enumerate(arguments)]
+        members = [f"argument_{at}_{n}{'' if each.required else '?'}" for n, each in enumerate(arguments)]
         rest = [*members, _literal(qwen3_coder.END)] if strict else ["any_arguments"]
         yield " ".join([f"call_{at}: {_literal(f'{name}>' + chr(10))}", *rest])
-        for number, (key, argument, _) in enumerate(arguments):
-            value = _bare_value(argument, f"@tool_{at}_{number}")
-            yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{key}>' + chr(10))} {value}"
+        for number, each in enumerate(arguments):
+            value = _bare_value(each, f"@tool_{at}_{number}")
+            yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{each.name}>' + chr(10))} {value}"
 
 
 def _fits_into_a_tag(name: str) -> bool:
     return name == name.strip() and 0 < len(name) <= qwen3_coder.MAX_NAME_CHARS and not set(name) & set(">\n")
 
 
-def _bare_value(argument: Json, reference: str) -> str:
+def _bare_value(argument: _Argument, reference: str) -> str:
     """Returns the form of a value and the end of its tag: strings are bare, other values are JSON."""
-    end = f"\n{qwen3_coder.PARAMETER_END}\n"
-    if argument.get("type") != "string":
-        return f"{reference} {_literal(end)}"
-    some = [argument["const"]] if "const" in argument else argument.get("enum")
-    if not isinstance(some, list):
-        return r'any_text "\n"'
-    return f"({' | '.join(_literal(each + end) for each in some if isinstance(each, str))})"
+    as_json = f"{reference} {_literal(_VALUE_END)}"
+    forms = dict.fromkeys(_bare_values(argument.schema, argument.defined, TYPES, as_json, set())) or [as_json]
+    return _ANY_TEXT if _ANY_TEXT in forms else f"({' | '.join(forms)})"
+
+
+def _bare_values(
+    schema: Any, defined: Mapping[str, Json], types: frozenset[str], as_json: str, seen: set[int]
+) -> Iterator[str]:
+    """Yields the forms of a value that is one of these types as well as one of the schema's.
+
+    Args:
+        schema: A schema of `definitions`, or one within.
+        defined: All of them.
+        types: Those that a value may have.
+        as_json: The form of a value that is no bare string.
+        seen: Schemas that were looked at: one may refer to itself.
+    """
+    schema = followed(schema, defined)
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return
+    seen.add(id(schema))
+    types &= types_of(schema, defined)
+    values = enumerated(schema)
+    several = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    if values is not None:
+        allowed = [each for each in values if type_of(each) in types]
+        yield from (_literal((each if isinstance(each, str) else json.dumps(each)) + _VALUE_END) for each in allowed)
+    elif several:
+        for each in several:
+            yield from _bare_values(each, defined, types, as_json, seen)
+    else:
+        yield _ANY_TEXT if "string" in types and types != TYPES else as_json
 
 
 def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
@@ -205,12 +278,12 @@ def _is_python_name(name: str) -> bool:
     return name.isascii() and name.isidentifier() and not iskeyword(name)
 
 
-def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:
+def _keywords(arguments: list[_Argument], at: int) -> Iterator[str]:
     """Yields the rules of the arguments in order, each as the first one written and as a further one."""
-    for number, (key, _, due) in enumerate(arguments):
+    for number, each in enumerate(arguments):
         for place, comma in (("first", ""), ("further", ", ")):
-            written = f"{_literal(f'{comma}{key}=')} @tool_{at}_{number} further_{at}_{number + 1}"
-            yield f"{place}_{at}_{number}: {written}" + ("" if due else f" | {place}_{at}_{number + 1}")
+            written = f"{_literal(f'{comma}{each.name}=')} @tool_{at}_{number} further_{at}_{number + 1}"
+            yield f"{place}_{at}_{number}: {written}" + ("" if each.required else f" | {place}_{at}_{number + 1}")
     yield f'first_{at}_{len(arguments)}: ""'
     yield f'further_{at}_{len(arguments)}: ""'
 
@@ -219,6 +292,6 @@ FAMILIES: Mapping[str, Family] = {
     HERMES: Family(schemas=_of_arguments, rules=_hermes),
     LLAMA3_JSON: Family(schemas=_of_arguments, rules=_llama3),
     MISTRAL: Family(schemas=_of_arguments, rules=_mistral),
-    QWEN3_CODER: Family(schemas=_of_each_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
+    QWEN3_CODER: Family(schemas=_of_each_bare_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
     PYTHONIC: Family(schemas=_of_each_argument, rules=_pythonic, can_write=_is_python_name),
 }

@@ -114,6 +114,7 @@ class MessageForm:
         named: The one tool that is called then; empty: any.
         types: Types of parameters by tool, for the family that needs them.
         short_ids: Whether ids of calls have nine letters or digits, as the model's template takes no others back.
+        parallel: Whether it may hold several calls; otherwise the message ends after its first one.
     """
 
     reasoning: str = ""
@@ -121,8 +122,9 @@ class MessageForm:
     tool_calls: str = ""
     enforced: bool = False
     named: str = ""
-    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    types: qwen3_coder.Types = field(default_factory=dict)
     short_ids: bool = False
+    parallel: bool = True
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -26,6 +26,18 @@ _MARK = "\ufdd4end-of-text\ufdd5"
 _MARK_AND_SPACE = f"{_MARK} "
 
 
+class TemplateRefusalError(InvalidRequestError):
+    """The chat template refuses the messages.
+
+    Attributes:
+        reason: Its own words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("messages", f"the chat template refuses them: {reason}")
+        self.reason = reason
+
+
 class ChatTemplate:
     """A compiled chat template together with the special tokens it may name.
 
@@ -61,7 +73,7 @@ class ChatTemplate:
             extra: Further variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: The template refuses the messages.
+            TemplateRefusalError: The template refuses the messages.
         """
         return self._rendered(arranged(messages, self.demands), extra)
 
@@ -70,7 +82,7 @@ class ChatTemplate:
         try:
             return self._template.render({**self._special_tokens, **variables, **extra, "messages": messages})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
+            raise TemplateRefusalError(str(error)) from error
 
 
 def with_end_marked(messages: Sequence[Message], field: str) -> list[Message]:

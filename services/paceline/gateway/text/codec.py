@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.text.chat_template import ChatTemplate, up_to_mark, with_end_marked
 from paceline.gateway.text.demands import Message
 from paceline.gateway.text.detokenizer import Decodes
-from paceline.gateway.text.spellings import SpecialSpellings, token_ids
+from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
 from paceline.gateway.text.template_files import read_templates
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -72,6 +72,10 @@ class TextCodec:
         self._showing: dict[tuple[str, ...] | None, Decodes] = {}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
+
+    def own_template(self, *, with_tools: bool) -> ChatTemplate | None:
+        """Returns the model's chat template; None: it has none."""
+        return self.tool_template if with_tools else self.chat_template
 
     @property
     def template_source(self) -> str:
@@ -165,7 +169,7 @@ class TextCodec:
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
         """
-        template = template or (self.tool_template if extra.get("tools") else self.chat_template)
+        template = template or self.own_template(with_tools=bool(extra.get("tools")))
         assert template is not None, "callers check that there is one"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
         num_bytes += sum(_num_bytes(f"{field}[{index}]", _beside_content(each)) for index, each in enumerate(messages))
@@ -174,11 +178,11 @@ class TextCodec:
         if continue_last:
             messages = with_end_marked(messages, field)
         marked = self._spellings.marked([list(map(dict, messages)), dict(extra)], field)
-        rendered = template.render(*(marked or (messages, extra)))
+        rendered = template.render(messages, extra) if marked is None else _rendered_marked(template, marked)
         if continue_last:
             rendered = up_to_mark(rendered)
         if marked is not None:
-            return self._spellings.encode(rendered, field, context_len=context_len, keep_last=keep_last)
+            return self._spellings.encode(rendered, marked, field, context_len=context_len, keep_last=keep_last)
         return self.encode(rendered, field=field, special_tokens=False, context_len=context_len, keep_last=keep_last)
 
     def _check_length(self, field: str, num_bytes: int, context_len: int) -> None:
@@ -236,6 +240,14 @@ class _Showing:
 
     def is_visible(self, token_id: int) -> bool:
         return token_id in self._visible
+
+
+def _rendered_marked(template: ChatTemplate, marked: MarkedChat) -> str:
+    """Returns a chat rendered with marks; an error of the template that quotes it shows what the client wrote."""
+    try:
+        return template.render(*marked.value)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.field, marked.restored(error.problem)) from error
 
 
 def _beside_content(message: Message) -> list[Any]:

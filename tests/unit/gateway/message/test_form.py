@@ -25,7 +25,7 @@ from paceline.gateway.message.form import (
 )
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 
-TYPES = {"f": {"n": "integer", "o": "object", "b": "boolean"}}
+TYPES = {"f": {"n": ("integer",), "o": ("object",), "b": ("boolean",)}}
 ARGUMENTS = '{"a": "}]\\"", "b": [1, {"c": null}]}'
 CALL = [CallBegin("f"), CallArguments(ARGUMENTS)]
 EMPTY = [CallBegin("g"), CallArguments("{}")]

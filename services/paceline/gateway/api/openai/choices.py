@@ -19,7 +19,6 @@ from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.fleet.generation_config import MODEL_SAMPLING
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars import calls as call_grammars
-from paceline.gateway.grammars.compiling import grammar_of_json_schema
 from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import QWEN3_CODER, MessageForm, begins_thinking
@@ -121,7 +120,7 @@ def _chat_grammar(content_grammar: str, model: ServedModel, toolbox: Toolbox, pr
     families = model.families
     opening = Opening(reasoning=families.reasoning, prompt_end=prompt_end, token_of=model.codec.added_token_id)
     if toolbox.enforced:
-        content_grammar = grammar_of_json_schema(toolbox.schema, field="tools", exact=False)
+        content_grammar = call_grammars.enforced_calls(toolbox)
     if content_grammar:
         return after_reasoning(content_grammar, opening, field="tools" if toolbox.enforced else "response_format")
     if toolbox.bound and families.tool_calls in call_grammars.FAMILIES:
@@ -143,6 +142,7 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
         named=toolbox.named,
         types=toolbox.types if calls == QWEN3_CODER else {},
         short_ids=model.codec.has_short_call_ids,
+        parallel=toolbox.parallel,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.core.messages import FinishReason
 from paceline.gateway.api.openai.answer import metrics
+from paceline.gateway.api.responses.namespaces import joined, names_within
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
 
@@ -47,6 +48,7 @@ class ResponseAnswer:
         self._number = -1
         self._num_calls = 0
         self._output: list[Json] = response["output"]
+        self._names_within = names_within(response["tools"])
 
     def opening(self) -> list[Json]:
         """The response, still empty."""
@@ -101,15 +103,8 @@ class ResponseAnswer:
     def _events(self, part: Part) -> Iterator[Json]:
         match part:
             case CallBegin():
-                yield from self._begin(
-                    {
-                        "type": "function_call",
-                        "call_id": self._call_id(self._num_calls),
-                        "name": part.name,
-                        "arguments": "",
-                    },
-                    "fc",
-                )
+                made, named = self._call_id(self._num_calls), self._named(part.name)
+                yield from self._begin({"type": "function_call", "call_id": made, **named, "arguments": ""}, "fc")
                 self._num_calls += 1
             case CallArguments():
                 self._output[-1]["arguments"] += part.text
@@ -120,6 +115,13 @@ class ResponseAnswer:
             case Content():
                 yield from self._text("message", "msg", _output_text(""))
                 yield {**self._grown(TEXT_DELTA, part.text), "logprobs": []}
+
+    def _named(self, name: str) -> Json:
+        """Returns the members of an item that name a function."""
+        if name not in self._names_within:
+            return {"name": name}
+        namespace, own = self._names_within[name]
+        return {"name": own, "namespace": namespace}
 
     def _text(self, kind: str, prefix: str, content: Json) -> Iterator[Json]:
         """Begins an item with text, unless the last one is of its kind."""
@@ -168,7 +170,7 @@ def parts_of(output: Sequence[Json]) -> list[Part]:
     parts: list[Part] = []
     for item in output:
         if item["type"] == "function_call":
-            parts += [CallBegin(item["name"]), CallArguments(item["arguments"])]
+            parts += [CallBegin(joined(item.get("namespace"), item["name"])), CallArguments(item["arguments"])]
         else:
             kind = Content if item["type"] == "message" else Reasoning
             parts += [kind(each["text"]) for each in item["content"]]

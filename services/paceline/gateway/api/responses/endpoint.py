@@ -93,9 +93,9 @@ class ResponsesApi(ChatApi):
     @override
     def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
         body = read_fields(ResponsesBody, fields, unknown)
-        chat = chat_of(body, prepared, unknown)
+        chat, places = chat_of(body, prepared, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
-        return Translated(chat=chat, stream=body.stream, context=_Context(body=body, messages=messages))
+        return Translated(chat=chat, places=places, stream=body.stream, context=_Context(body=body, messages=messages))
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
