@@ -17,9 +17,7 @@ from pathlib import Path
 import numba
 from numba import njit
 
-from paceline.core.errors import ConfigError
-from paceline.service.config import exit_with_error
-from paceline.service.user_cache import user_cache, writable
+from paceline.user_cache import NothingWritableError, user_cache, writable
 
 __all__ = ["ARITHMETIC", "PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
 
@@ -70,7 +68,7 @@ def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
         package: Folder that the sources lie in.
 
     Raises:
-        ConfigError: See `user_cache`.
+        NothingWritableError: See `user_cache`.
     """
     named = environ.get("NUMBA_CACHE_DIR")
     folder = writable(Path(named), "NUMBA_CACHE_DIR") if named else user_cache(environ)
@@ -97,7 +95,7 @@ def take_shipped(shipped: Path, folder: Path) -> None:
 # Before any kernel is decorated: the decorator looks up its folder once.
 try:
     _FOLDER = cache_folder(os.environ, PACKAGE)
-except ConfigError as error:
-    exit_with_error("paceline", error)
+except NothingWritableError as error:
+    raise SystemExit(f"paceline: error: {error}") from None
 take_shipped(SHIPPED, _FOLDER)
 numba.config.CACHE_DIR = str(_FOLDER)

@@ -84,7 +84,8 @@ class Toolbox:
         """
         names = self.names
         if self.named:
-            return self.tools[names.index(self.named)]["function"]["parameters"]
+            named: Json = self.tools[names.index(self.named)]["function"]["parameters"]
+            return named
         defined = [self.defined(at) for at in range(len(names))]
         return {
             "type": "array",

@@ -133,7 +133,7 @@ class _Probe:
 
     def _find_content(self, role: str, chat: Sequence[str]) -> None:
         """Keeps the first of all forms of a role's content, and of arguments, in which most is rendered."""
-        forms = [
+        forms: list[tuple[frozenset[str], bool]] = [
             (self.in_parts | parts, text_arguments)
             for text_arguments in ((False, True) if role == TOOL else (False,))
             for parts in (frozenset[str](), {role})

@@ -63,14 +63,15 @@ def chat(model: ServedModel, fields: Json) -> SessionRequest:
 def response(model: ServedModel, fields: Json, earlier: list[Json] | None = None) -> SessionRequest:
     unknown = UnknownFields(strict=False)
     body = read_fields(ResponsesBody, {"model": "m", **fields}, unknown)
-    return chat(model, chat_of(body, earlier or [], unknown))
+    fields, _ = chat_of(body, earlier or [], unknown)
+    return chat(model, fields)
 
 
 def message(model: ServedModel, fields: Json) -> SessionRequest:
     unknown = UnknownFields(strict=False)
-    return chat(
-        model, generation_of(read_fields(MessagesBody, {"model": "m", "max_tokens": 9, **fields}, unknown), unknown)
-    )
+    body = read_fields(MessagesBody, {"model": "m", "max_tokens": 9, **fields}, unknown)
+    fields, _ = generation_of(body, unknown)
+    return chat(model, fields)
 
 
 def said(role: str, content: str) -> Json:
@@ -126,9 +127,10 @@ def test_the_template_for_tools_is_used_with_tools_alone(door: Door, fields: Jso
 
 def called(session: SessionRequest) -> Json:
     """Returns what the model's answer to a session becomes when it calls a tool."""
-    growing = Message(session.form, session.session_id)
-    growing.read('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}]')
-    growing.finish()
+    assert session.form is not None
+    growing, reader = Message(session.form, session.session_id), session.form.reader()
+    growing.take(reader.feed('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}]'))
+    growing.take(reader.finish())
     return growing.whole()
 
 

@@ -15,6 +15,12 @@ from tokenizers import Tokenizer
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.grammars.calls import FAMILIES, calls_amid_text, enforced_calls
+from paceline.gateway.grammars.compiling import (
+    grammar_of_choices,
+    grammar_of_json_schema,
+    grammar_of_lark,
+    grammar_of_regex,
+)
 from paceline.gateway.grammars.partial import Opening
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3, QWEN3_CODER, MessageForm
@@ -360,3 +366,94 @@ def test_a_union_of_strings_and_others_is_bare_or_json(values: tuple[str, ...], 
     written = [f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in zip("serw", values, strict=False)]
     text = f"<function=f>\n{''.join(written)}</function>"
     assert whole(tokenizer, grammar_vocabulary(tokenizer, tmp_path), grammar, text) is right
+
+
+# Its first key is that of a call as well.
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"type": "boolean"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+ONE_CALL = {
+    HERMES: '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+    MISTRAL: '[TOOL_CALLS]f{"a": 1}',
+    LLAMA3_JSON: '{"name": "f", "parameters": {"a": 1}}',
+    QWEN3_CODER: "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    PYTHONIC: "[f(a=1)]",
+}
+TWO_CALLS = {
+    **{family: f"{call}\n{call}" for family, call in ONE_CALL.items()},
+    MISTRAL: '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]f{"a": 1}',
+    LLAMA3_JSON: f"{ONE_CALL[LLAMA3_JSON]}; {ONE_CALL[LLAMA3_JSON]}",
+    PYTHONIC: "[f(a=1), f(a=1)]",
+}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_has_the_format_or_is_a_call(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str, parallel: bool
+) -> None:
+    """vLLM #39929: a format beside tools left no room for a call."""
+    content = grammar_of_json_schema(PERSON)
+    grammar = calls_amid_text(toolbox(True, False, parallel=parallel), family, opening(tokenizer), content)
+    bound = ONE_CALL[family].replace("1", '"x"')
+    for text, right in (
+        ('{"name": "f"}', True),
+        ('{"name": "Ada", "n": true}', True),
+        ('{"n": true', None),
+        ("hello", None),
+        (ONE_CALL[family], True),
+        (f"\n{ONE_CALL[family]}\n", True),
+        (bound, None),
+        (f'{{"name": "Ada"}}{ONE_CALL[family]}', None),
+        (TWO_CALLS[family], True if parallel else None),
+    ):
+        assert whole(tokenizer, vocabulary, grammar, text) is right, text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formats_of_other_kinds_leave_room_for_a_call(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str
+) -> None:
+    for content, text in (
+        (grammar_of_json_schema({"type": "object"}), '{"title": {"a": [1]}}'),
+        (grammar_of_json_schema({"type": "array", "items": {"type": "boolean"}}), "[false, true]"),
+        (grammar_of_choices(["yes", "no"]), "yes"),
+        (grammar_of_regex(r"[0-9]{3}"), "123"),
+        (grammar_of_lark('start: "ab"+'), "abab"),
+    ):
+        grammar = calls_amid_text(toolbox(True), family, opening(tokenizer, QWEN3, "<think>"), content)
+        assert whole(tokenizer, vocabulary, grammar, f"any <b> thought</think>\n\n{text}") is True
+        assert whole(tokenizer, vocabulary, grammar, f"any thought</think>{ONE_CALL[family]}") is True
+        assert whole(tokenizer, vocabulary, grammar, "any thought</think>hello") is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_parallel_calls_one_is_all_in_every_family(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str
+) -> None:
+    """sglang #9696 and vLLM PR #26233: two calls where one was allowed."""
+    grammar = calls_amid_text(toolbox(True, parallel=False), family, opening(tokenizer))
+    assert whole(tokenizer, vocabulary, grammar, ONE_CALL[family]) is True
+    assert whole(tokenizer, vocabulary, grammar, TWO_CALLS[family]) is None
+    assert whole(tokenizer, vocabulary, calls_amid_text(toolbox(True), family, opening(tokenizer)), TWO_CALLS[family])
+
+
+@pytest.mark.parametrize("content", ["", '{"type": "object"}'])
+@pytest.mark.parametrize("prompt_end", ["<think>\n", ""])
+@pytest.mark.parametrize("family", [HERMES, MISTRAL, QWEN3_CODER])
+def test_a_call_that_begins_in_reasoning_is_bound(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str, prompt_end: str, content: str
+) -> None:
+    """vLLM PR #35687: a model that calls without closing its reasoning."""
+    bound = grammar_of_json_schema(json.loads(content)) if content else ""
+    grammar = calls_amid_text(toolbox(True), family, opening(tokenizer, QWEN3, prompt_end), bound)
+    begun = f"{'' if prompt_end else '<think>'}I call it. "
+    assert whole(tokenizer, vocabulary, grammar, begun + ONE_CALL[family]) is True
+    assert whole(tokenizer, vocabulary, grammar, begun + TWO_CALLS[family]) is True
+    assert whole(tokenizer, vocabulary, grammar, begun + ONE_CALL[family].replace("1", '"x"')) is None
+    # Where the tag is no token, text that begins with it may be content, too.
+    may_be_content = not content and not prompt_end and tokenizer.token_to_id("<think>") is None
+    assert whole(tokenizer, vocabulary, grammar, begun) is may_be_content

@@ -11,10 +11,11 @@ ONE = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 def message(text: str, size: int, *, parallel: bool) -> Message:
-    made = Message(MessageForm(tool_calls=HERMES, parallel=parallel), "session")
+    form = MessageForm(tool_calls=HERMES, parallel=parallel)
+    made, reader = Message(form, "session"), form.reader()
     for at in range(0, len(text), size):
-        made.delta(made.read(text[at : at + size]))
-    made.delta(made.finish())
+        made.delta(made.take(reader.feed(text[at : at + size])))
+    made.delta(made.take(reader.finish()))
     return made
 
 

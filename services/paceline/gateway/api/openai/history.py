@@ -15,7 +15,7 @@ from paceline.core.errors import InvalidRequestError, shortened
 from paceline.gateway.api.openai.bodies import ChatMessage, TextPart
 from paceline.gateway.api.openai.tools import ToolCall
 from paceline.gateway.http.fields import UnknownFields, read_fields, read_result, read_text
-from paceline.gateway.message.tools import Json
+from paceline.gateway.message.schemas import Json
 
 MAX_REASON_CHARACTERS = 120
 _FUNCTION, _TOOL, _ASSISTANT, _SYSTEM = "function", "tool", "assistant", "system"

@@ -14,7 +14,7 @@ from paceline.gateway.api.openai.bodies import TEMPLATE_NAMES, ChatFields
 from paceline.gateway.api.openai.history import plain_messages, refused_at
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.message.tools import Json
+from paceline.gateway.message.schemas import Json
 from paceline.gateway.sessions.request import MAX_CHOICES, MAX_TEMPLATE_CHARACTERS
 from paceline.gateway.text.chat_template import ChatTemplate, TemplateRefusalError
 

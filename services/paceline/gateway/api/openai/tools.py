@@ -9,7 +9,8 @@ from pydantic import Field, SkipValidation
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.http.fields import Fields, UnknownFields, read_fields
-from paceline.gateway.message.tools import MAX_TOOLS, Json, Toolbox
+from paceline.gateway.message.schemas import Json
+from paceline.gateway.message.tools import MAX_TOOLS, Toolbox
 
 FUNCTION = "function"
 MAX_NAME_CHARACTERS = 256

@@ -15,7 +15,7 @@ from paceline.gateway.sessions.output import Ending
 
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"])
 def test_arguments_that_are_no_object_of_json_leave_the_answer_one(arguments: str) -> None:
-    message = Message("session")
+    message = Message(None, "session")
     answer = MessageAnswer("msg_1", "m", 3, message)
     answer.further(message.take([CallBegin("f"), CallArguments(arguments)]))
     answer.ending(Ending(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_generated_tokens=1))
