@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 INDEX: Final = "model.safetensors.index.json"
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 # Files by which a checkpoint is judged, that a gateway reads, and that an engine reads; vLLM needs more JSON than ours.
-CONFIG_FILES: Final = ("config.json",)
+CONFIG_FILES: Final = ("config.json", "generation_config.json", "tokenizer_config.json")
 TEXT_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*.jinja",

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.families import architectures, is_eagle3
 from paceline.checkpoints.identity import vocab_hash
-from paceline.checkpoints.json_file import parse_object
+from paceline.checkpoints.json_file import parse_object, read_object
+from paceline.checkpoints.sizes import sizes_of
 from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
 from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import child_environment
@@ -125,14 +126,14 @@ def facts_of(path: Path) -> CheckpointFacts:
     """
     check_checkpoint(path, "checkpoint")
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        widened = config.get("paceline_widened_from")
+        config = read_object(path / "config.json")
+        widened, sizes = config.get("paceline_widened_from"), sizes_of(config)
         return CheckpointFacts(
             path=path,
-            architecture=str((config.get("architectures") or ["unknown"])[0]),
+            architecture=next(iter(architectures(config)), "unknown"),
             num_parameters=num_parameters(path),
             vocab_size=int(config["vocab_size"]),
-            context_len=int(config["max_position_embeddings"]),
+            context_len=int((sizes and sizes.context_len) or 0),
             vocab_hash=vocab_hash(path),
             widened_from=None if widened is None else str(widened["name"]),
         )

@@ -73,6 +73,10 @@ class TextCodec:
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
+    def own_template(self, *, with_tools: bool) -> ChatTemplate | None:
+        """Returns the model's chat template; None: it has none."""
+        return self.tool_template if with_tools else self.chat_template
+
     @property
     def template_source(self) -> str:
         """Source of the chat template that calls are written by; empty: there is none."""
@@ -165,7 +169,7 @@ class TextCodec:
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
         """
-        template = template or (self.tool_template if extra.get("tools") else self.chat_template)
+        template = template or self.own_template(with_tools=bool(extra.get("tools")))
         assert template is not None, "callers check that there is one"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
         num_bytes += sum(_num_bytes(f"{field}[{index}]", _beside_content(each)) for index, each in enumerate(messages))

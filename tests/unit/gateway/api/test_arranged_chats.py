@@ -18,7 +18,7 @@ from paceline.gateway.api.responses.bodies import ResponsesBody
 from paceline.gateway.api.responses.requests import chat_of, output_messages
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.http.fields import UnknownFields, read_fields
-from paceline.gateway.message.form import MISTRAL, Families, MessageForm
+from paceline.gateway.message.form import HERMES, MISTRAL, Families, MessageForm
 from paceline.gateway.message.growing import Message
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.chat_template import ChatTemplate
@@ -33,15 +33,21 @@ SESSION_ID = "chatcmpl-1-0"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-def model(name: str) -> ServedModel:
-    source = (OWN_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    template = ChatTemplate(source, {"bos_token": BOS, "eos_token": EOS})
+def model(name: str, with_tools: str = "") -> ServedModel:
+    codec = TextCodec(
+        tiny_tokenizer.train(), template(name), tool_template=template(with_tools) if with_tools else None
+    )
     return replace(
         MODEL,
-        codec=TextCodec(tiny_tokenizer.train(), template),
+        codec=codec,
         identity=replace(MODEL.identity, context_len=2000),
-        families=Families.of("auto", "auto", source),
+        families=Families.of("auto", "auto", codec.template_source),
     )
+
+
+def template(name: str) -> ChatTemplate:
+    source = (OWN_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(source, {"bos_token": BOS, "eos_token": EOS})
 
 
 def prompt(session: SessionRequest) -> str:
@@ -99,6 +105,24 @@ def test_system_messages_in_any_order_are_served_at_every_door(
 ) -> None:
     """ollama #17774, vLLM #41114, #48874: agents send them in the middle, beside instructions, and several."""
     assert prompt(door(model(template), fields)).startswith(begin)
+
+
+TOOLS_OF: list[tuple[Door, Json, Json]] = [
+    (chat, {"messages": [said("user", "hi")]}, {"type": "function", "function": {"name": "weather"}}),
+    (response, {"input": "hi"}, {"type": "function", "name": "weather", "parameters": PARAMETERS}),
+    (message, {"messages": [said("user", "hi")]}, {"name": "weather", "input_schema": PARAMETERS}),
+]
+
+
+@pytest.mark.parametrize(("door", "fields", "tool"), TOOLS_OF)
+def test_the_template_for_tools_is_used_with_tools_alone(door: Door, fields: Json, tool: Json) -> None:
+    """vLLM #5309, transformers #31429: with the other one, the model never learned of its tools."""
+    two = model("named_default", "named_tool_use")
+    assert two.families.tool_calls == HERMES
+    assert "<|tools|>" not in prompt(door(two, fields))
+    with_tools = prompt(door(two, {**fields, "tools": [tool]}))
+    assert with_tools.startswith("<|begin|><|tools|>")
+    assert "weather" in with_tools
 
 
 def called(session: SessionRequest) -> Json:

@@ -67,7 +67,7 @@ def chat_tokens(
     Raises:
         InvalidRequestError: There is no template, it refuses the messages, or one of them is wrong or too long.
     """
-    template = _template(body, model) or model.codec.chat_template
+    template = _template(body, model) or model.codec.own_template(with_tools=bool(tools))
     if template is None:
         raise InvalidRequestError(
             "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
