@@ -182,11 +182,11 @@ class Drafter:
         drafter, part = self._drafter, self._watch.part
         with part("frontier"):
             plan = drafter.scheduler.plan(now_s) if drafter.scheduler.has_work else None
-        found = [] if plan is None else drafter.guesses(plan)
+        offers = [] if plan is None else drafter.guesses(plan)
         with part("grow"):
-            drafter.grow(found)
+            drafter.scheduler.trees.grow(offers)
         with part("push"):
-            drafts = drafter.drafts()
+            drafts = drafter.drafts(())
             return [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
 
 

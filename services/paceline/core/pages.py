@@ -175,9 +175,13 @@ class SlotPool:
         """A free slot; None when there is none."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, slot: int) -> None:
-        """Frees a slot."""
-        self._free.append(slot)
+    def take_many(self, count: int) -> list[int]:
+        """Free slots, as many as there are up to `count`."""
+        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+
+    def give_back(self, *slots: int) -> None:
+        """Frees slots."""
+        self._free.extend(slots)
 
 
 class SessionPages:
