@@ -40,6 +40,7 @@ from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.credentials import load_tls
+from paceline.service.open_files import open_files_limit
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
@@ -111,7 +112,7 @@ async def _serve(
     sessions = Sessions(
         fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
     )
-    limits = DoorLimits.of(config)
+    limits = DoorLimits.of(config, open_files_limit())
     console = _console(config, replica_id, fleet, sessions, placer, registry)
     resumption = Resumption(store, fleet, replica_id)
     app = create_app(
