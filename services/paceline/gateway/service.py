@@ -22,6 +22,7 @@ from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.endpoints.workers import Workers
 from paceline.gateway.api.grpc.servicer import GatewayServicer
 from paceline.gateway.api.responses.keeping import ResponseShelf
+from paceline.gateway.api.responses.keeping_writer import KeepingWriter
 from paceline.gateway.config import GatewayConfig, model_aliases
 from paceline.gateway.doors import Addresses, DoorLimits, follow_health, open_doors
 from paceline.gateway.fleet.fleet import Fleet
@@ -110,13 +111,14 @@ async def _serve(
     limits = DoorLimits.of(config)
     console = _console(config, replica_id, fleet, sessions, placer, registry)
     resumption = Resumption(store, fleet, replica_id)
+    shelf = ResponseShelf(store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes)
     app = create_app(
         sessions=sessions,
         fleet=fleet,
         resumption=resumption,
         registry=registry,
         reader=_reader(config, limits, workers, metrics),
-        shelf=ResponseShelf(store, config.response_ttl_s),
+        shelf=shelf,
         started_s=int(time.time()),
         console=console,
         tracer=tracer,
@@ -126,7 +128,7 @@ async def _serve(
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     async with (
-        _background(config, fleet, client, records, follow_fleet, supervisor),
+        _background(config, fleet, client, records, shelf.writer, follow_fleet, supervisor),
         _guarded(config, sessions, supervisor) as access,
         open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
         supervisor.kept(
@@ -259,19 +261,22 @@ async def _background(
     fleet: Fleet,
     client: VerifierClient,
     records: RecordWriter,
+    responses: KeepingWriter,
     on_refreshed: Callable[[], None],
     supervisor: Supervisor,
 ) -> AsyncIterator[None]:
-    """Keeps the fleet fresh and writes records while a block runs; writes what is left at its end."""
+    """Keeps the fleet fresh and writes records and responses while a block runs; writes what is left at its end."""
     await fleet.refresh()
     on_refreshed()
     tasks: dict[str, Work] = {
         "fleet": partial(fleet.keep_fresh, config.refresh_s, client, on_refreshed),
         "records": partial(records.keep_writing, config.record_interval_s),
+        "responses": responses.keep_writing,
     }
     try:
         async with supervisor.kept(tasks):
             yield
     finally:
         await records.flush()
+        await responses.flush()
         await client.close()
