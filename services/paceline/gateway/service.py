@@ -14,7 +14,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
-from paceline.gateway.access.doors import Access, guarded
+from paceline.gateway.access.doors import Access, guarded, load_door_tls
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.api.console.frames import OwnCounts
@@ -39,7 +39,7 @@ from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.service.credentials import load_tls
+from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
@@ -99,6 +99,8 @@ async def _serve(
     workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
+    door_tls = load_door_tls(config.tls_cert, config.tls_key)
+    show_days_left(registry, {name: pem for each in (tls, door_tls) if each for name, pem in each.files.items()})
     fleet = _fleet(config, store, codecs, defaults, Probe(tls))
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
