@@ -22,7 +22,7 @@ from paceline.core.messages import (
     SpeculationRecord,
 )
 from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
-from paceline.core.tree import DraftTree, GraftOutcome, Pruning
+from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
 
 
 @dataclass(slots=True)

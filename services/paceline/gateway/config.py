@@ -115,6 +115,14 @@ class GatewayConfig:
     response_ttl_s: float = setting(
         86_400.0, help="Life of a response of /v1/responses that is kept.", unit="s", low=1, high=31 * 86_400
     )
+    response_room_bytes: int = setting(
+        64 * 1024 * 1024,
+        help="Room in the store for all kept responses; where it ends, the key that keeps most loses its oldest. A "
+        "sixteenth of it is the most that one may take with its conversation.",
+        unit="bytes",
+        low=1024 * 1024,
+        high=1 << 40,
+    )
     console: bool = setting(
         True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
     )
