@@ -29,8 +29,8 @@ from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, DrawnGuesses
-from paceline.planning.profile import SHIPPED, Profile, read_profile
+from paceline.simulated.guesses import RIGHT, DrawnGuesses
+from paceline.simulated.profile import SHIPPED, Profile, read_profile
 from paceline.planning.simulation import Outcome
 from paceline.planning.verifier import Request, SimulatedVerifier, starting_cost
 

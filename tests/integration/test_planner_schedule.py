@@ -24,9 +24,9 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events
-from paceline.planning.guesses import RIGHT
-from paceline.planning.profile import DeviceFacts
 from paceline.planning.verifier import Request, SimulatedVerifier, starting_cost
+from paceline.simulated.guesses import RIGHT
+from paceline.simulated.profile import DeviceFacts
 from tests.support.engines import DRAFTER, EnginePair
 from tests.unit.planning.facts import profile
 

@@ -15,13 +15,13 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import fetched
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
-from paceline.core.pages import LEAST_PAGES
+from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.memory import draft_page_bytes, draft_scratch_blocks, log_memory, model_needs, plan_service
+from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, yield_cpus
 from paceline.model_service import HOST_PAGES, serve_model, traces_of
 from paceline.obs.families import service_registry

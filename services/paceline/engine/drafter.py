@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftPlan, DraftScheduler, Expansion
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import Features
 from paceline.core.messages import DraftNodes, ModelIdentity, ToVerifier
-from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node
-from paceline.engine.decoder import Decoder
 from paceline.engine.draft_session import DraftSession
-from paceline.engine.memory import draft_scratch_blocks
+from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class DraftEngine:
     def __init__(
         self,
         *,
-        decoder: Decoder,
+        decoder: Model,
         identity: ModelIdentity,
         num_blocks: int,
         limits: DraftLimits,
@@ -140,7 +138,7 @@ class DraftEngine:
                 features=None if features is None else features[row : row + 1],
             )
             expanded.append((each.session, each.node, index))
-        logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
+        logits = self._decoder.logits(builder.build(), self._cache)
         for session, node, index in expanded:
             self._expand(session, node, logits[index])
 
@@ -148,8 +146,7 @@ class DraftEngine:
         """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
         if not self._decoder.feature_width or not growing:
             return None
-        slots = torch.tensor([each.session.parent_slot(each.node) for each in growing])
-        states: Features = self._cache.states[slots.to(self._cache.device)].float().cpu().numpy()
+        states: Features = self._cache.features([each.session.parent_slot(each.node) for each in growing])
         return states
 
     def _expand(self, session: DraftSession, node: Node, row: np.ndarray) -> None:

@@ -25,8 +25,8 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
 from paceline.planning.events import Act, Events
-from paceline.planning.guesses import RIGHT, STRIDE
-from paceline.planning.profile import DeviceFacts, Profile
+from paceline.simulated.guesses import RIGHT, STRIDE
+from paceline.simulated.profile import DeviceFacts, Profile
 
 # Time of a co-located draft step before one was measured, and the weight of a new one; as in the engine.
 FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.planning.guesses import DrawnGuesses
-from paceline.planning.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
+from paceline.simulated.guesses import DrawnGuesses
+from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.6
 # Seconds of a step that are neither weights nor arithmetic, of an all-reduce, and of the host for each session.

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import StepCost
-from paceline.planning.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
 from paceline.service.config import from_mapping, setting
+from paceline.simulated.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
 
 MEASURED, COMPUTED = "measured", "computed"
 SHIPPED = Path(__file__).with_name("profiles")
