@@ -274,11 +274,12 @@ def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare
     left = len(available) - num_drafters * drafter_threads
     verifier_threads = spec.verifier_threads or max(1, left // spec.num_verifiers)
     needed = spec.num_verifiers * verifier_threads + num_drafters * drafter_threads
-    pinned = iter(available if spec.pin and num_drafters and needed <= len(available) else ())
+    pin = spec.pin and not spec.simulate and num_drafters and needed <= len(available)
+    pinned = iter(available if pin else ())
     own = [tuple(islice(pinned, verifier_threads)) for _ in range(spec.num_verifiers)]
     drafting = [tuple(islice(pinned, drafter_threads)) for _ in range(num_drafters)]
-    # vLLM's threads stay where they are.
-    lend = spec.lend and spec.verifier_engine == PACELINE
+    # vLLM's threads stay where they are, and simulated devices have none.
+    lend = spec.lend and spec.verifier_engine == PACELINE and not spec.simulate
     lent = [cpu for cpus in drafting for cpu in cpus] if lend else []
     verifiers = [
         CpuShare(num_threads=verifier_threads, cpus=cpus, spare_cpus=tuple(lent[index :: spec.num_verifiers]))

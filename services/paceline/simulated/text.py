@@ -1,7 +1,7 @@
 """Texts that are a function of their committed tokens alone: the digest of a text chooses its next token.
 
-So a session that goes on elsewhere has the same text, a wrong token or a wrong place in the KV shows, and a drafter that
-knows the same digest knows the truth.
+So a session that goes on elsewhere has the same text, a wrong token or a wrong place in the KV shows, and a drafter
+that knows the same digest knows the truth.
 """
 
 from __future__ import annotations
