@@ -37,7 +37,7 @@ def find_profile(name: str) -> Profile:
 
 def guesses_at(chance: float) -> RecordedGuesses:
     """Guesses of which the first is right with one chance everywhere, as confident as that."""
-    second = (1.0 - chance) / 2
+    second = min(chance, 1.0 - chance) / 2
     draws = np.random.default_rng(0).random(NUM_PLACES)
     ranks = [0 if draw < chance else 1 if draw < chance + second else None for draw in draws]
     return RecordedGuesses([[RecordedPlace(rank=rank, confidences=(chance, second)) for rank in ranks]])

@@ -70,7 +70,7 @@ class TextLaw:
             others: How many wrong guesses are wanted beside each: then int64 [n, 1 + others], the true one first.
         """
         at = (mixed(digests, NEXT) % np.uint64(len(self.words))).astype(np.int64)
-        chosen = self.words[(at[:, None] + np.arange(1 + others)) % len(self.words)]
+        chosen: Ints = self.words[(at[:, None] + np.arange(1 + others)) % len(self.words)]
         if self.eos_token_id is not None and self.mean_length > 0:
             chosen[uniform(digests, ENDS) < 1.0 / self.mean_length, 0] = self.eos_token_id
         return chosen if others else chosen[:, 0]
