@@ -11,6 +11,7 @@ BENCHES = {
     "chaos": "kills, freezes, drains and cuts off services while streams run, and compares every token",
     "cold": "the first load of a fresh fleet, with the drafter tier and without it",
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
+    "core": "bookkeeping of verifier and drafter beside their models, by part, at 1 to 256 sessions",
     "controller": "the controller against three oracles on a replayed load of 1 to 64 sessions",
     "engines": "vLLM plain, with its own draft model and with the drafter tier, at 1 to 32 streams",
     "failover": "pauses when a verifier or a drafter dies, or an engine hangs",

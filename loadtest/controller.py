@@ -29,10 +29,10 @@ from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
-from paceline.simulated.guesses import RIGHT, DrawnGuesses
-from paceline.simulated.profile import SHIPPED, Profile, read_profile
 from paceline.planning.simulation import Outcome
 from paceline.planning.verifier import Request, SimulatedVerifier
+from paceline.simulated.guesses import RIGHT, DrawnGuesses
+from paceline.simulated.profile import SHIPPED, Profile, read_profile
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)

@@ -37,7 +37,8 @@ class HttpDoor:
     """One HTTP connection at a time, opened again when the gateway has closed it."""
 
     def __init__(self, address: str) -> None:
-        self._host, _, self._port = address.rpartition(":")
+        host, _, self._port = address.rpartition(":")
+        self._host = host.strip("[]")
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, bad: Bad) -> str:

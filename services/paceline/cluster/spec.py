@@ -20,6 +20,7 @@ from paceline.checkpoints.source import Repository
 from paceline.cluster.health import HealthCheck, grpc_health, http_health, store_health
 from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import server_command
+from paceline.core.addresses import check_host, host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.service.config import setting
@@ -130,7 +131,9 @@ class FleetSpec:
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
@@ -140,6 +143,10 @@ class FleetSpec:
     grace_s: float = setting(
         20.0, help="Time to end in; running requests get three quarters of it.", unit="seconds", low=0.0
     )
+
+    def __post_init__(self) -> None:
+        """Checks the address."""
+        check_host("--host", self.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,12 +175,12 @@ class Endpoint:
     @property
     def address(self) -> str:
         """`host:port` of the first port."""
-        return f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     @property
     def second_address(self) -> str:
         """`host:port` of the second port."""
-        return f"{self.host}:{self.second_port}"
+        return host_port(self.host, self.second_port)
 
 
 class Ports:
@@ -203,7 +210,7 @@ class Ports:
         return self._listen(0)
 
     def _listen(self, port: int) -> int:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        family = socket.AF_INET6 if is_ipv6(self._host) else socket.AF_INET
         probe = self._held.enter_context(socket.socket(family))
         # Connections of an earlier fleet that linger do not hold the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -300,7 +307,7 @@ def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Map
         name="valkey",
         argv=tuple(server_command(server, host=host, port=port, data_dir=work_dir)),
         env=child_environment(environ),
-        is_healthy=store_health(f"redis://{host}:{port}"),
+        is_healthy=store_health(f"redis://{host_port(host, port)}"),
         log_path=work_dir / "valkey.log",
     )
 

@@ -248,9 +248,11 @@ class SessionPages:
     def mark_computed(self, length: int) -> None:
         """KV below `length` is in place; full blocks become findable for other sessions."""
         self.num_computed = length
-        if not self._trusted:
+        num_known = len(self._hashes)
+        # Most steps fill no block.
+        if length < (num_known + 1) * BLOCK_SIZE or not self._trusted:
             return
-        for index in range(len(self._hashes), length // BLOCK_SIZE):
+        for index in range(num_known, length // BLOCK_SIZE):
             start = index * BLOCK_SIZE
             parent = self._hashes[-1] if self._hashes else self._before
             block_tokens = tuple(self.tokens[start : start + BLOCK_SIZE])

@@ -41,7 +41,7 @@ class SpeculationTally:
     histogram: list[int] = field(default_factory=list)
 
     def count(self, *, num_draft_tokens: int, num_accepted: int, hit: bool, batch_size: int) -> None:
-        """Takes in one step of the session."""
+        """Takes in one step of the session; `num_accepted` as `num_accepted_of` gives it."""
         self.num_steps += 1
         self.batch_size_sum += batch_size
         if not num_draft_tokens:
@@ -67,6 +67,18 @@ class SpeculationTally:
             num_misses=self.num_misses,
             lossy=lossy,
         )
+
+
+def num_accepted_of(matched: Sequence[Node], token_ids: Sequence[int]) -> int:
+    """Guesses that a step has accepted beside the one token that it commits in any case.
+
+    A guess that ends the text takes the place of that token: nothing is committed after it.
+
+    Args:
+        matched: The verified guesses that were committed.
+        token_ids: All that the step has committed, at least one.
+    """
+    return min(len(matched), len(token_ids) - 1)
 
 
 class VerifierSession:

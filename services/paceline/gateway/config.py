@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
+from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 from paceline.service.config import setting
@@ -96,7 +97,9 @@ class GatewayConfig:
         high=3600,
     )
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
@@ -116,6 +119,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks what goes together."""
+        check_host("--host", self.host)
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")

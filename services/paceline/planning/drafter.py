@@ -14,11 +14,13 @@ from paceline.core.pairing import DrafterCandidate
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.tree import Node, NodeState
 from paceline.planning.events import Events
-from paceline.simulated.guesses import RIGHT, STRIDE, GuessSource
+from paceline.simulated.guesses import RIGHT, STRIDE, GuessSource, Ranked
 from paceline.simulated.profile import DrafterFacts, Profile
 
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
+# A node whose children were computed, and what may follow it.
+Expanded = tuple[ScheduledDraftSession, Node, Ranked]
 # All verifiers of a simulation share one stream: a session's id is its own.
 LINK = 0
 
@@ -68,7 +70,12 @@ class SimulatedDrafter:
         """Plans a step; when it ends, `then` gets its drafts."""
         plan = self.scheduler.plan(self._events.now_s)
         seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
-        self._events.after(seconds, lambda: then(self._finish(plan)))
+
+        def end() -> None:
+            self.grow(self.guesses(plan))
+            then(self.drafts())
+
+        self._events.after(seconds, end)
 
     def seconds(self, plan: DraftPlan[ScheduledDraftSession]) -> float:
         """Expected time of a step."""
@@ -76,24 +83,31 @@ class SimulatedDrafter:
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
         return self._facts.step_s(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def _finish(self, plan: DraftPlan[ScheduledDraftSession]) -> Sequence[DraftNodes]:
-        for part in plan.catching_up:
-            if part.expands:
-                self._expand(part.session, part.session.tree.root)
-        for each in plan.growing:
-            self._expand(each.session, each.node)
-        self.scheduler.end_step()
-        to_verifiers, _ = self.scheduler.take()
-        return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
+    def guesses(self, plan: DraftPlan[ScheduledDraftSession]) -> list[Expanded]:
+        """What the draft model finds in a step."""
+        roots = [(part.session, part.session.tree.root) for part in plan.catching_up if part.expands]
+        grown = [(each.session, each.node) for each in plan.growing]
+        return [(session, node, self._ranked(session, node)) for session, node in (*roots, *grown)]
 
-    def _expand(self, session: ScheduledDraftSession, node: Node) -> None:
+    def _ranked(self, session: ScheduledDraftSession, node: Node) -> Ranked:
         # Position 0 is the prompt's last token.
         position = node.position + 2 - session.prompt_len
         if not is_right(node):
             # Some hundred places stand for all that lie off the text.
             position = STRIDE * (1 + node.node_id % 8) + position % 32
-        ranked = self._truth.guesses(int(session.session_id), position)
-        session.offer(node, Guesses(ranked=list(ranked[: self._facts.draft_width])))
+        return self._truth.guesses(int(session.session_id), position)[: self._facts.draft_width]
+
+    @staticmethod
+    def grow(found: Sequence[Expanded]) -> None:
+        """Hangs what was found into the trees."""
+        for session, node, ranked in found:
+            session.offer(node, Guesses(ranked=list(ranked)))
+
+    def drafts(self) -> Sequence[DraftNodes]:
+        """The step is over: what it has for verifiers."""
+        self.scheduler.end_step()
+        to_verifiers, _ = self.scheduler.take()
+        return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
 
 
 class DrafterProcess:

@@ -51,7 +51,9 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         ConfigError: A setting or the checkpoint makes serving impossible.
     """
     speculation = _with_folders(speculation_from(config.speculative_config))
-    own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
+    own_identity = model_identity(
+        config.model, config.model_name, config.dtype, config.device, max_model_len=config.max_model_len
+    )
     config = replace(config, num_kv_blocks=_num_pages(config, own_identity.context_len, speculation))
     head = speculation.head
     identity = replace(

@@ -13,7 +13,7 @@ from paceline.core.errors import PacelineError
 from paceline.gateway.access.doors import AUTHORIZATION, SCHEME, Access
 from paceline.gateway.api.console.pages import FILE_PATHS
 from paceline.gateway.http.connection import hold_connection
-from paceline.gateway.http.response import LAST_EVENT_ID, OPENAI_ERRORS, ErrorForm, Exchange, request_id
+from paceline.gateway.http.response import OPENAI_ERRORS, ErrorForm, Exchange, request_id
 
 # Where clients of Anthropic's API put the key.
 API_KEY = "x-api-key"
@@ -64,7 +64,7 @@ class GuardedApp:
         if self._access is None:
             return None
         try:
-            await self._access.admit(_authorization(headers), counts=LAST_EVENT_ID not in headers)
+            await self._access.admit(_authorization(headers))
         except PacelineError as error:
             return error
         return None

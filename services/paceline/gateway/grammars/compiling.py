@@ -23,6 +23,7 @@ from typing import Any
 import paceline
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.params import MAX_GRAMMAR_CHARS
+from paceline.gateway.message.schemas import REFERENCES
 
 MAX_CHOICES = 1024
 # Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
@@ -44,10 +45,10 @@ class Checker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._kept: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._kept: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         atexit.register(self.close)
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a question, as `paceline.gateway.grammars.checker` gives it.
 
         Raises:
@@ -70,12 +71,12 @@ class Checker:
             process.kill()
             process.communicate()
 
-    def _answer(self, line: bytes) -> dict[str, str]:
+    def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             if self._process is None:
                 self._process = _start()
                 self._exchange(b'{"kind": "regex", "value": "a"}\n', START_S)
-            answer: dict[str, str] = json.loads(self._exchange(line, PATIENCE_S))
+            answer: dict[str, Any] = json.loads(self._exchange(line, PATIENCE_S))
         except TimeoutError:
             self.close()
             raise UnavailableError("the machine is too busy to compile a grammar; try again") from None
@@ -145,6 +146,22 @@ def grammar_of_json_schema(
     return _grammar("json_schema", schema, field, {**layout, **({} if exact else LOOSE)})
 
 
+def loosened(schemas: Sequence[Mapping[str, Any]], *, field: str) -> list[Any]:
+    """Returns JSON schemas without patterns that no grammar can hold and without references that lead nowhere.
+
+    Args:
+        schemas: As JSON.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: It takes too long.
+    """
+    text = _text(schemas, field)
+    if '"pattern' not in text and not any(f'"{each}"' in text for each in REFERENCES):
+        return list(schemas)
+    return list(_asked({"kind": "loosened", "value": schemas}, field)["schemas"])
+
+
 def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:
     """Returns the grammar of the texts that a regular expression matches as a whole.
 
@@ -179,16 +196,24 @@ def grammar_of_lark(text: str, *, field: str = "grammar") -> str:
 
 
 def _grammar(kind: str, value: Any, field: str, options: Mapping[str, Any] | None = None) -> str:
-    try:
-        length = len(value if isinstance(value, str) else json.dumps(value))
-        if length > MAX_GRAMMAR_CHARS:
-            raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}")
-        answer = _CHECKER.ask({"kind": kind, "value": value, "options": options})
-    except (RecursionError, ValueError) as error:
-        raise InvalidRequestError(field, f"cannot be read: {type(error).__name__}") from None
-    grammar = answer.get("grammar")
-    if grammar is None:
-        raise InvalidRequestError(field, answer["error"])
+    grammar: str = _asked({"kind": kind, "value": value, "options": options}, field)["grammar"]
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, compiled {len(grammar)}")
     return grammar
+
+
+def _asked(question: Mapping[str, Any], field: str) -> dict[str, Any]:
+    length = len(_text(question["value"], field))
+    if length > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}")
+    answer = _CHECKER.ask(question)
+    if "error" in answer:
+        raise InvalidRequestError(field, answer["error"])
+    return answer
+
+
+def _text(value: Any, field: str) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except (RecursionError, ValueError) as error:
+        raise InvalidRequestError(field, f"cannot be read: {type(error).__name__}") from None

@@ -22,6 +22,7 @@ from paceline.gateway.http.errors import HttpError, to_http
 SEND_TIMEOUT_S = 60.0
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
+IGNORED_TOOLS = "x-paceline-ignored-tools"
 LAST_EVENT_ID = "Last-Event-ID"
 MAX_REQUEST_ID_CHARACTERS = 128
 DONE = b"data: [DONE]\n\n"

@@ -16,11 +16,11 @@ from functools import partial
 
 import httpx
 
+from paceline.core.addresses import is_address
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.core.messages import GATEWAY
 from paceline.gateway.api.console.figures import Json, Reading, read_page
 from paceline.gateway.api.console.frames import Look, OwnCounts, frame
-from paceline.service.config import is_address
 from paceline.store.base import Replica
 
 INTERVAL_S = 1.0

@@ -51,7 +51,7 @@ class GrpcDoor(WrappingInterceptor):
     """Admits calls.
 
     Args:
-        admit: Takes metadata and method of a call, and makes its sender the current caller, or raises.
+        admit: Takes the metadata of a call, and makes its sender the current caller, or raises.
         calls: Places for calls.
         reading: Room for messages, held until the first answer.
         timeout_s: Time for a message to arrive, its turn included.
@@ -59,7 +59,7 @@ class GrpcDoor(WrappingInterceptor):
 
     def __init__(
         self,
-        admit: Callable[[Any, str], Awaitable[None]],
+        admit: Callable[[Any], Awaitable[None]],
         *,
         calls: Shares,
         reading: Shares,
@@ -79,7 +79,7 @@ class GrpcDoor(WrappingInterceptor):
 
     def _guarded(self, handler: Any, method: str) -> Any:
         async def serve(messages: AsyncIterator[bytes], context: Any) -> Any:
-            await self._admit(context.invocation_metadata(), method)
+            await self._admit(context.invocation_metadata())
             with self._calls.take(1, current_caller()):
                 if handler.request_streaming:
                     return await _answer(handler, self._each(handler, messages), context)

@@ -93,13 +93,13 @@ class ResponsesApi(ChatApi):
     @override
     def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
         body = read_fields(ResponsesBody, fields, unknown)
-        chat = chat_of(body, prepared, unknown)
+        chat, places = chat_of(body, prepared, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
-        return Translated(chat=chat, stream=body.stream, context=_Context(body=body, messages=messages))
+        return Translated(chat=chat, places=places, stream=body.stream, context=_Context(body=body, messages=messages))
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
-        return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id)
+        return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id, message.call_id)
 
     @override
     async def keep(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> None:
@@ -172,9 +172,9 @@ class KeptResponses:
         """Runs the rest of the session here; the call that ran it ends with an error."""
         with self._sessions.admitted(1, current_caller()):
             session = await self._claim(kept)
-            answer = ResponseAnswer(kept.response, session.session_id, after)
-            ended = partial(self._shelf.change, kept, kept.document)
             message = Message(session.form, session.session_id)
+            answer = ResponseAnswer(kept.response, session.session_id, message.call_id, after)
+            ended = partial(self._shelf.change, kept, kept.document)
             async with aclosing(answer_steps(self._sessions.run(session), answer, message, ended)) as steps:
                 await stream(steps, exchange)
 
@@ -213,7 +213,8 @@ def _session_id(kept: KeptResponse) -> str:
 async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
     """Yields the events of a response that has ended."""
     begun = {**kept.response, "status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None}
-    answer = ResponseAnswer(begun, _session_id(kept), after)
+    call_ids = [item["call_id"] for item in kept.response["output"] if item["type"] == "function_call"]
+    answer = ResponseAnswer(begun, _session_id(kept), call_ids.__getitem__, after)
     yield answer.opening()
     yield answer.further(parts_of(kept.response["output"]))
     answer.response |= {name: value for name, value in kept.response.items() if name != "output"}
