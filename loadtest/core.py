@@ -20,9 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
-from paceline.planning.profile import DrafterFacts
-
 from loadtest.bench import Table, bench_parser, report
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.calibration import Calibration
@@ -40,6 +37,8 @@ from paceline.planning.events import Events
 from paceline.planning.verifier import Request, SimulatedSession
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
+from paceline.simulated.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
+from paceline.simulated.profile import DrafterFacts
 from paceline.wire import (
     draft_request_from_pb,
     draft_request_to_pb,

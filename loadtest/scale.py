@@ -1,7 +1,8 @@
 """The real fleet at a GPU's pace: simulated devices at 1 to 256 streams: `make bench NAME=scale`.
 
-Gateway, verifier, drafter and Valkey are the processes that serve; only the devices are simulated: a step takes the time
-that the profile says, and nothing is computed. So what is measured is whether our own code keeps up with such devices.
+Gateway, verifier, drafter and Valkey are the processes that serve; only the devices are simulated: a step takes the
+time that the profile says, and nothing is computed. So what is measured is whether our own code keeps up with such
+devices.
 At every load plain decoding (by request) and the tier take turns, on one fleet. In the table:
 
 * ideal: what `paceline plan`'s simulation gives for the same profile and load, where code costs nothing; share: of it
@@ -41,7 +42,7 @@ from paceline.simulated.profile import Profile
 from tools.procfs import cpu_s
 from tools.scrape import mean_between, scrape
 
-PROFILES = ("70b+1b@4xh100+l4", "8b+1b@h100+l4")
+PROFILES = ("70b+1b@4xh100+l4", "8b+0.5b@h100+l4")
 LOADS = (1, 8, 32, 64, 128, 256)
 PLAIN, TIER = "plain", "tier"
 REQUESTS_PER_STREAM, PROMPT_TOKENS = 2, 16

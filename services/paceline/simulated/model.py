@@ -71,7 +71,7 @@ class Simulation:
     def _eos_token_ids(self) -> tuple[int, ...]:
         config = self.folder / "config.json"
         found = read_object(config).get("eos_token_id") if config.is_file() else None
-        return eos_token_ids(self.folder, found)
+        return eos_token_ids(self.folder, found, self._vocab_size)
 
     @property
     def _vocab_size(self) -> int:
