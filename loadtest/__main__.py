@@ -23,6 +23,7 @@ BENCHES = {
     "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
     "overload": "goodput at three times what the fleet can do",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
+    "scale": "the real fleet at simulated devices, 1 to 256 streams, beside what the planner says",
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "step": "a plain step inside the running verifier against its packed linears alone",
     "structured": "schema-bound answers with forced tokens as guesses and without",

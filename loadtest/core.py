@@ -34,11 +34,11 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
-from paceline.planning.profile import DrafterFacts
 from paceline.planning.verifier import Request, SimulatedSession
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
+from paceline.simulated.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
+from paceline.simulated.profile import DrafterFacts
 from paceline.wire import (
     draft_request_from_pb,
     draft_request_to_pb,

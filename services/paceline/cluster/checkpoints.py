@@ -207,7 +207,8 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
     Raises:
         ConfigError: A folder is none, or the draft model is not named.
     """
-    own = spec.model
+    # Of a simulated target only the tokenizer is real.
+    own = spec.model or (DEMO_TARGET if spec.simulate else None)
     target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
     drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
     if len(drafts) > spec.num_drafters:

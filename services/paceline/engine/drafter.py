@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from paceline.core.draft_plan import DraftPlan, Expansion, Offer
 from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import Features
 from paceline.core.messages import DraftNodes, ModelIdentity, ToVerifier
-from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.processors import UnusableLogitsError
-from paceline.engine.decoder import Decoder
 from paceline.engine.draft_session import DraftSession
-from paceline.engine.memory import draft_scratch_blocks
+from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
 from paceline.forest import ROOT
 
@@ -66,7 +64,7 @@ class DraftEngine:
     def __init__(
         self,
         *,
-        decoder: Decoder,
+        decoder: Model,
         identity: ModelIdentity,
         num_blocks: int,
         limits: DraftLimits,
@@ -144,15 +142,14 @@ class DraftEngine:
                 features=None if features is None else features[row : row + 1],
             )
             computed.append(_Computed(each.session, each.slot, each.path, index))
-        logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
+        logits = self._decoder.logits(builder.build(), self._cache)
         self._grow(computed, logits)
 
     def _features_of(self, growing: Sequence[Expansion[DraftSession]]) -> Features | None:
         """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
         if not self._decoder.feature_width or not growing:
             return None
-        slots = torch.tensor([_parent_slot(each) for each in growing])
-        states: Features = self._cache.states[slots.to(self._cache.device)].float().cpu().numpy()
+        states: Features = self._cache.features([_parent_slot(each) for each in growing])
         return states
 
     def _grow(self, computed: Sequence[_Computed], logits: np.ndarray) -> None:

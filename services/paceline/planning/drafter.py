@@ -14,8 +14,8 @@ from paceline.core.pairing import DrafterCandidate
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.forest import ROOT
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
-from paceline.planning.profile import DrafterFacts, Profile
+from paceline.simulated.guesses import RIGHT, STRIDE, GuessSource
+from paceline.simulated.profile import DrafterFacts, Profile
 
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
