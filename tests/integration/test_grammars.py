@@ -151,7 +151,7 @@ def test_a_format_or_a_call_is_written_as_without_drafts(run, tokenizer, family)
     assert ids(drafted) == ids(plain)
     assert sum(session.result.speculation.num_accepted_draft_tokens for session in drafted) > 20
     texts = [tokenizer.decode(session.token_ids) for session in plain]
-    assert all(text.startswith(('{"title": ', '{"name": ', "<tool_call>")) for text in texts), texts
+    assert all(text.startswith(('{"title": ', '{"name": ', "<tool_call>", "<|python_tag|>")) for text in texts), texts
 
 
 def test_a_session_goes_on_from_its_committed_tokens_with_the_same_text(run, plain):
