@@ -1,4 +1,4 @@
-"""A whole fleet of simulated devices: real gateway, verifiers, drafter and Valkey, and a text that shows every error."""
+"""A whole fleet of simulated devices: real services, and a text that shows every error."""
 
 from __future__ import annotations
 
