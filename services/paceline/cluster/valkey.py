@@ -11,9 +11,13 @@ import shutil
 import socket
 from pathlib import Path
 
+from paceline.core.addresses import is_ipv6
 from paceline.core.errors import ConfigError
 
 SYSTEM_SERVERS = ("valkey-server", "redis-server")
+# Enough for the records of tens of thousands of sessions beside all kept responses. Where it ends, records are refused;
+# nothing is driven out.
+MAX_MEMORY, MEMORY_POLICY = "512mb", "noeviction"
 
 
 def find_server(path: Path | None = None) -> Path:
@@ -46,13 +50,14 @@ def server_command(server: Path, *, host: str, port: int, data_dir: Path) -> lis
         str(server),
         *("--port", str(port), "--bind", host),
         *("--save", "", "--appendonly", "no"),
+        *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", MEMORY_POLICY),
         *("--dir", str(data_dir), "--daemonize", "no"),
     ]
 
 
 def free_port(host: str) -> int:
     """Returns a port that was free a moment ago."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 

@@ -8,6 +8,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
+from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 from paceline.service.config import setting
@@ -101,7 +102,9 @@ class GatewayConfig:
         high=3600,
     )
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
@@ -112,6 +115,14 @@ class GatewayConfig:
     response_ttl_s: float = setting(
         86_400.0, help="Life of a response of /v1/responses that is kept.", unit="s", low=1, high=31 * 86_400
     )
+    response_room_bytes: int = setting(
+        64 * 1024 * 1024,
+        help="Room in the store for all kept responses; where it ends, the key that keeps most loses its oldest. A "
+        "sixteenth of it is the most that one may take with its conversation.",
+        unit="bytes",
+        low=1024 * 1024,
+        high=1 << 40,
+    )
     console: bool = setting(
         True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
     )
@@ -121,6 +132,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks what goes together."""
+        check_host("--host", self.host)
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")

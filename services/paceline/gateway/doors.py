@@ -13,6 +13,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
+from paceline.core.addresses import host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.gateway.access.doors import Access, DoorTls, load_door_tls
 from paceline.gateway.access.fair_shares import Shares
@@ -126,7 +127,7 @@ async def open_doors(
                 access_log=config.access_log,
             )
             async with _http_server(config, fronted, listener, limits.max_connections, tls):
-                http = f"{config.host}:{listener.getsockname()[1]}"
+                http = host_port(config.host, listener.getsockname()[1])
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health checks fail and new requests are refused, but both doors stay open to answer them.
                 await grpc_server.drain()
@@ -177,7 +178,7 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     Raises:
         ConfigError: The port is in use, or the address does not belong to this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -185,7 +186,8 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(BACKLOG)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port (0 picks a free one)"
+                f"cannot listen on {host_port(host, port)} ({error.strerror}); choose another with --port (0 picks a "
+                "free one)"
             ) from error
         yield listener
 

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
+from paceline.store.documents import Documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,10 @@ class Store(Protocol):
     """
 
     @property
+    def documents(self) -> Documents:
+        """What gateways keep for their callers."""
+
+    @property
     def num_bad_entries(self) -> int:
         """Entries that the last reading of the registry left out because they cannot be read."""
 
@@ -174,22 +179,6 @@ class Store(Protocol):
             The record at that moment, with its log; None if it is unknown, expired or unreadable.
         """
 
-    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
-        """Writes a document for `ttl_s` seconds, in place of any other of that name."""
-
-    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Replaces the document `old` for `ttl_s` seconds; atomic.
-
-        Returns:
-            False if the store holds another document under that name by now, or none.
-        """
-
-    async def kept(self, name: str) -> bytes | None:
-        """Returns a document; None when it is unknown or expired."""
-
-    async def forget(self, name: str) -> bool:
-        """Deletes a document; returns whether there was one."""
-
     async def ping(self) -> None:
         """Returns when the server answers."""
 
@@ -223,12 +212,13 @@ def yields_to(stored: SessionRecord, *, epoch: int, owner: str) -> bool:
 
 
 async def require(store: Store) -> None:
-    """Returns when the store answers. For the start of a service; later the store may come and go.
+    """Returns when the store shows its registry. For the start of a service; later the store may come and go.
 
     Raises:
-        ConfigError: It cannot be reached; says what to do.
+        ConfigError: It cannot be used; says what to do.
     """
     try:
-        await store.ping()
+        # More than a ping: a server may answer that, and refuse scripts, our keys, or several keys at once.
+        await store.replicas()
     except UnavailableError as error:
         raise ConfigError(f"{error}; start Redis or Valkey there or give another --redis-url") from error

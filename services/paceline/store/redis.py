@@ -25,10 +25,20 @@ import numpy as np
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.addresses import host_port
+from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, UnavailableError, shortened
 from paceline.service.config import public_url
 from paceline.store.base import (
     AdvanceSession,
@@ -42,6 +52,7 @@ from paceline.store.base import (
     next_owner_epoch,
 )
 from paceline.store.reading import EntryError, record_from_fields, replica_from_json
+from paceline.store.redis_documents import RedisDocuments
 
 _Arguments = list[str | int | bytes]
 
@@ -50,7 +61,6 @@ SOCKET_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
-DOCUMENT_PREFIX = "paceline:document:"
 DRAIN_MARKS = "paceline:drain_marks"
 CLAIM_TRIES = 8
 
@@ -127,11 +137,6 @@ if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return false end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'owner', ARGV[4])
 return {redis.call('HMGET', KEYS[1], unpack(ARGV, 5)), redis.call('GET', KEYS[2])}
 """
-_EXCHANGE_SCRIPT = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-return true
-"""
 _TOKEN_TYPE = np.dtype("<u4")
 _WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
 _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
@@ -140,7 +145,11 @@ _log = logging.getLogger(__name__)
 
 
 class RedisStore:
-    """A store on a real server; connections are made when first needed, and again after a loss."""
+    """A store on a real server; connections are made when first needed, and again after a loss.
+
+    Attributes:
+        documents: What gateways keep for their callers.
+    """
 
     def __init__(self, url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._place = _place(url)
@@ -161,7 +170,7 @@ class RedisStore:
         self._put = self._client.register_script(_PUT_SCRIPT)
         self._advance = self._client.register_script(_ADVANCE_SCRIPT)
         self._claim = self._client.register_script(_CLAIM_SCRIPT)
-        self._exchange = self._client.register_script(_EXCHANGE_SCRIPT)
+        self.documents = RedisDocuments(self._client, self._call)
 
     @property
     def num_bad_entries(self) -> int:
@@ -185,7 +194,7 @@ class RedisStore:
                 pipe.hdel(DRAIN_MARKS, replica_id)
                 await pipe.execute()
 
-        await self._call(delete)
+        await self._call(delete, "DEL")
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
         """Marks a replica as draining, or takes the mark back."""
@@ -236,7 +245,7 @@ class RedisStore:
                 results: list[Any] = await pipe.execute(raise_on_error=False)
                 return results
 
-        return _logged(session_id, await self._call(read))
+        return _logged(session_id, await self._call(read, "HMGET"))
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
         """Makes `owner` the owner of a session.
@@ -255,27 +264,9 @@ class RedisStore:
                 return _logged(session_id, claimed)
         raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
 
-    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
-        """Writes a document."""
-        await self._call(lambda: self._client.set(DOCUMENT_PREFIX + name, document, px=_milliseconds(ttl_s)))
-
-    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Writes a document in place of the very one that is given."""
-        arguments: _Arguments = [old, new, _milliseconds(ttl_s)]
-        return bool(await self._call(partial(self._exchange, keys=[DOCUMENT_PREFIX + name], args=arguments)))
-
-    async def kept(self, name: str) -> bytes | None:
-        """Returns a document."""
-        found = await self._call(lambda: self._client.get(DOCUMENT_PREFIX + name))
-        return None if found is None else bytes(found)
-
-    async def forget(self, name: str) -> bool:
-        """Deletes a document."""
-        return bool(await self._call(lambda: self._client.delete(DOCUMENT_PREFIX + name)))
-
     async def ping(self) -> None:
         """Returns when the server answers."""
-        await self._call(self._client.ping)
+        await self._call(self._client.ping, "PING")
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -288,10 +279,11 @@ class RedisStore:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _call(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def _call(self, call: Callable[[], Awaitable[Any]], command: str = "EVALSHA") -> Any:
+        """Makes a call; `command` names it in errors. Scripts are called by EVALSHA."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await command()
+                return await call()
         except AuthenticationError as error:
             raise UnavailableError(f"the store at {self._place} refuses our user or password") from error
         except (TimeoutError, RedisTimeoutError) as error:
@@ -306,6 +298,14 @@ class RedisStore:
             raise UnavailableError(
                 f"the store at {self._place} is a read-only copy of another; let --redis-url name the primary"
             ) from error
+        except (ClusterCrossSlotError, ClusterDownError, AskError) as error:
+            raise UnavailableError(
+                f"the store at {self._place} runs in cluster mode, which is not served; let --redis-url name a server "
+                "with cluster-enabled no"
+            ) from error
+        except ResponseError as error:
+            sentence = shortened(" ".join(str(error).split()), MAX_PROBLEM_CHARS)
+            raise UnavailableError(f"the store at {self._place} refuses {command}: {sentence}") from error
         except (RedisError, OSError, RuntimeError) as error:
             # uvloop raises RuntimeError for a write to a closed socket.
             reason = type(error).__name__
@@ -317,7 +317,7 @@ def _place(url: str) -> str:
     if parts.scheme == "unix":
         return parts.path
     try:
-        return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+        return host_port(parts.hostname or "localhost", parts.port or 6379)
     except ValueError:
         raise ConfigError(f"the port of the store's URL {public_url(url)!r} is not from 1 to 65535") from None
 

@@ -137,7 +137,7 @@ class _StoreWindow:
 
     async def give_back(self, name: str) -> None:
         """Forgets the newest time; which one of a minute makes little difference."""
-        await self._client.execute_command("LPOP", KEY_PREFIX + name)
+        await self._client.ltrim(KEY_PREFIX + name, 1, -1)
 
     async def close(self) -> None:
         await self._client.aclose()

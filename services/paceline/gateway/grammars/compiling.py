@@ -25,6 +25,7 @@ from paceline.core.errors import InvalidRequestError, OverloadedError, Unavailab
 from paceline.core.params import MAX_GRAMMAR_CHARS
 from paceline.gateway.access.allowance import Allowance
 from paceline.gateway.access.callers import current_caller
+from paceline.gateway.message.schemas import REFERENCES
 
 MAX_CHOICES = 1024
 # Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
@@ -51,10 +52,10 @@ class Checker:
         self._lock = threading.Lock()
         self._allowance = Allowance(burst=BURST_S, per_s=SECONDS_PER_S)
         self._process: subprocess.Popen[bytes] | None = None
-        self._kept: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._kept: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         atexit.register(self.close)
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a question, as `paceline.gateway.grammars.checker` gives it.
 
         What is new costs the current caller processor time; what is known is free.
@@ -80,7 +81,7 @@ class Checker:
             process.kill()
             process.communicate()
 
-    def _new(self, line: bytes, caller: str) -> dict[str, str]:
+    def _new(self, line: bytes, caller: str) -> dict[str, Any]:
         if caller and (wait_s := self._allowance.wait_s(caller)):
             raise OverloadedError(
                 f"API key {caller!r} has had its {BURST_S:g} s of compiling grammars, and gets {SECONDS_PER_S:g} s "
@@ -172,6 +173,22 @@ def grammar_of_json_schema(
     return _grammar("json_schema", schema, field, {**layout, **({} if exact else LOOSE)})
 
 
+def loosened(schemas: Sequence[Mapping[str, Any]], *, field: str) -> list[Any]:
+    """Returns JSON schemas without patterns that no grammar can hold and without references that lead nowhere.
+
+    Args:
+        schemas: As JSON.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: It takes too long.
+    """
+    text = _text(schemas, field)
+    if '"pattern' not in text and not any(f'"{each}"' in text for each in REFERENCES):
+        return list(schemas)
+    return list(_asked({"kind": "loosened", "value": schemas}, field)["schemas"])
+
+
 def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:
     """Returns the grammar of the texts that a regular expression matches as a whole.
 
@@ -206,16 +223,24 @@ def grammar_of_lark(text: str, *, field: str = "grammar") -> str:
 
 
 def _grammar(kind: str, value: Any, field: str, options: Mapping[str, Any] | None = None) -> str:
-    try:
-        length = len(value if isinstance(value, str) else json.dumps(value))
-        if length > MAX_GRAMMAR_CHARS:
-            raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}")
-        answer = _CHECKER.ask({"kind": kind, "value": value, "options": options})
-    except (RecursionError, ValueError) as error:
-        raise InvalidRequestError(field, f"cannot be read: {type(error).__name__}") from None
-    grammar = answer.get("grammar")
-    if grammar is None:
-        raise InvalidRequestError(field, answer["error"])
+    grammar: str = _asked({"kind": kind, "value": value, "options": options}, field)["grammar"]
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, compiled {len(grammar)}")
     return grammar
+
+
+def _asked(question: Mapping[str, Any], field: str) -> dict[str, Any]:
+    length = len(_text(question["value"], field))
+    if length > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}")
+    answer = _CHECKER.ask(question)
+    if "error" in answer:
+        raise InvalidRequestError(field, answer["error"])
+    return answer
+
+
+def _text(value: Any, field: str) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except (RecursionError, ValueError) as error:
+        raise InvalidRequestError(field, f"cannot be read: {type(error).__name__}") from None

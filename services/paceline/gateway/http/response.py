@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.gateway.http.errors import HttpError, to_http
 
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
+IGNORED_TOOLS = "x-paceline-ignored-tools"
 LAST_EVENT_ID = "Last-Event-ID"
 MAX_REQUEST_ID_CHARACTERS = 128
 DONE = b"data: [DONE]\n\n"
@@ -27,6 +29,10 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# Broken text of a request, which is not UTF-8; and what some clients take for the end of a line of a stream.
+_UNFIT = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +138,13 @@ def request_id(headers: Headers) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Returns a value as JSON without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    """Returns a value as JSON without spaces; nearly all characters stand for themselves, so texts do not grow."""
+    text = _ENCODER.encode(value)
+    return (text if text.isascii() else _UNFIT.sub(_escaped, text)).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

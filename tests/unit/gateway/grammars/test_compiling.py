@@ -24,6 +24,7 @@ from paceline.gateway.grammars.compiling import (
     grammar_of_json_schema,
     grammar_of_lark,
     grammar_of_regex,
+    loosened,
 )
 from paceline.gateway.http.fields import UnknownFields
 
@@ -213,3 +214,29 @@ def test_a_machine_too_busy_to_answer_costs_no_more_than_it_may_have_computed(
     with pytest.raises(UnavailableError):
         ask_as("alice", checker, "a")
     assert 0 <= used[0] <= MOST_S
+
+
+def test_what_no_grammar_holds_is_left_out_of_a_loosened_schema() -> None:
+    node = {"properties": {"next": {"$ref": "#"}, "word": {"pattern": r"\bx"}, "kept": {"pattern": "^y"}}}
+    [same, loose] = loosened([{"type": "string"}, node], field="tools")
+    assert same == {"type": "string"}
+    grammar = grammar_of_json_schema(loose, exact=False)
+    assert '"^y"' in grammar
+    assert "\\bx" not in grammar
+
+
+@pytest.mark.parametrize(("strict", "served"), [(False, True), (True, False), (None, False)])
+def test_a_format_that_is_not_strict_ignores_what_no_grammar_holds(strict: bool | None, served: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "(?!x)"}},
+        "additionalProperties": False,
+    }
+    wrapper = {"name": "n", "schema": schema, **({} if strict is None else {"strict": strict})}
+    fields = {"model": "m", "prompt": "p", "response_format": {"type": "json_schema", "json_schema": wrapper}}
+    body = parse_body(CompletionBody, fields, UnknownFields(strict=False))
+    if served:
+        assert grammar_of(body)
+    else:
+        with pytest.raises(InvalidRequestError, match=r"response_format\.json_schema\.schema: .*look-around"):
+            grammar_of(body)

@@ -16,13 +16,13 @@ from functools import partial
 
 import httpx
 
+from paceline.core.addresses import is_address
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import GATEWAY
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.console.figures import Json, Reading, read_page
 from paceline.gateway.api.console.frames import Look, OwnCounts, frame
-from paceline.service.config import is_address
 from paceline.store.base import Replica
 
 INTERVAL_S = 1.0
