@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from paceline.service.user_cache import user_cache
+from paceline.user_cache import user_cache
 from tools.processes import CommandFailedError, run_command
 
 REQUIREMENTS = Path(__file__).parent / "requirements"

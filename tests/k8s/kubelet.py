@@ -8,7 +8,6 @@ network; probes are asked from here; ports are not listed, since podman would op
 from __future__ import annotations
 
 import copy
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import httpx
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.k8s.podman import Podman
+from tests.k8s.podman import Podman, PodmanError
 from tests.unit.k8s.chart import RELEASE, Document, Rendered
 
 PROBE_TIMEOUT_S = 5.0
@@ -100,7 +99,7 @@ class Kubelet:
             return _ask_http(
                 f"{get['scheme'].lower()}://{address}:{self.rendered.ports(tier)[get['port']]}{get['path']}"
             )
-        return self._ask_tcp(address, self.rendered.ports(tier)[probe["tcpSocket"]["port"]])
+        return self._ask_inside(tier, probe["exec"]["command"])
 
     def run_in(self, tier: str, *command: str) -> str:
         """Runs a command in the container of a tier, as an exec hook does; returns what it prints."""
@@ -129,13 +128,12 @@ class Kubelet:
         while True:
             yield self.ask(tier, "readinessProbe")
 
-    @staticmethod
-    def _ask_tcp(address: str, port: int) -> str:
+    def _ask_inside(self, tier: str, command: list[str]) -> str:
         try:
-            with socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S):
-                return "ready"
-        except OSError:
+            self.run_in(tier, *command)
+        except PodmanError:
             return "unreachable"
+        return "ready"
 
     def _playable(self, tier: str) -> list[Document]:
         secrets = [

@@ -295,10 +295,15 @@ def identity(codec: TextCodec, **changes: Any) -> ModelIdentity:
 
 @asynccontextmanager
 async def scripted_fleet(
-    folder: Path, *, num_verifiers: int = 1, own: ModelDefaults = NO_DEFAULTS, **settings: Any
+    folder: Path,
+    *,
+    num_verifiers: int = 1,
+    own: ModelDefaults = NO_DEFAULTS,
+    template: str = tiny_tokenizer.CHAT_TEMPLATE,
+    **settings: Any,
 ) -> AsyncIterator[ScriptedFleet]:
-    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`, and `own` the model's."""
-    codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL))
+    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`."""
+    codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL, chat_template=template))
     store = MemoryStore()
     verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
     stop = asyncio.Event()
@@ -382,6 +387,16 @@ async def start_gateway(
     return gateway, ready.result()
 
 
+async def verifier_server(verifier: ScriptedVerifier, port: int = 0) -> GrpcServer:
+    """Lets a verifier listen; port 0 picks a free one."""
+    return await start_grpc_server(
+        host="127.0.0.1",
+        port=port,
+        add_servicers=partial(verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
+        service_names=["paceline.rpc.v1.Verifier"],
+    )
+
+
 async def _start_verifiers(
     codec: TextCodec, store: MemoryStore, num_verifiers: int
 ) -> tuple[list[ScriptedVerifier], list[GrpcServer]]:
@@ -389,12 +404,7 @@ async def _start_verifiers(
     servers: list[GrpcServer] = []
     for index in range(num_verifiers):
         verifier = ScriptedVerifier(codec)
-        server = await start_grpc_server(
-            host="127.0.0.1",
-            port=0,
-            add_servicers=partial(verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
-            service_names=["paceline.rpc.v1.Verifier"],
-        )
+        server = await verifier_server(verifier)
         replica = Replica(
             replica_id=f"verifier-{index}",
             role="verifier",

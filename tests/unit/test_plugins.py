@@ -73,3 +73,10 @@ def test_a_rule_that_calls_itself_something_else_is_refused(path: Path) -> None:
     declare(path, "alias", "[paceline.rules]\nalias = paceline.core.acceptance_rules:Coupled\n")
     with pytest.raises(ConfigError, match=r"'alias' is what paceline\.core\.acceptance_rules:Coupled is declared as"):
         speculation_from('{"acceptance": "alias"}')
+
+
+def test_a_rule_that_drafts_for_one_that_drafters_do_not_know_is_refused(path: Path) -> None:
+    (path / "odd.py").write_text("class Rule:\n    name, lossy, drafts = 'odd', False, 'guesswork'\n", encoding="utf-8")
+    declare(path, "odd", "[paceline.rules]\nodd = odd:Rule\n")
+    with pytest.raises(ConfigError, match="acceptance odd drafts for 'guesswork'; drafters know coupled, rejection"):
+        speculation_from('{"acceptance": "odd"}')

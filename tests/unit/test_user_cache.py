@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline import user_cache as module
 from paceline.core.errors import ConfigError
-from paceline.service import user_cache as module
 from paceline.service.config import load, setting
 from paceline.service.learned import kept_in
-from paceline.service.user_cache import user_cache, writable
+from paceline.user_cache import user_cache, writable
 
 
 @pytest.fixture(autouse=True)

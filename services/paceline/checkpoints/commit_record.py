@@ -118,7 +118,7 @@ def one_at_a_time(repository: Path) -> Iterator[None]:
 
     Where the cache cannot be written nothing can be fetched, and there is nothing to guard.
     """
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     folder = repository / FOLDER
     try:

@@ -39,12 +39,13 @@ PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 CONFIG_FILES: Final = ("config.json", "generation_config.json", "tokenizer_config.json")
 TEXT_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*",
+    "chat_template*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 WEIGHTS: Final = "*.safetensors"
 MODEL_FILES: Final = (*TEXT_FILES, "*.json", WEIGHTS)
-# Other formats of the same weights: in subfolders, or as their authors first wrote them.
-NOT_NEEDED: Final = ("*/*", "consolidated*", "*.bin.index.json")
+# Other formats of the same weights: as their authors first wrote them, or in subfolders. Patterns know no exceptions;
+# these leave the folder of further chat templates alone.
+NOT_NEEDED: Final = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json")
 # A folder in the Hub's cache, named after its repository.
 CACHED: Final = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)")
 # `Path` turns two slashes into one.

@@ -27,7 +27,7 @@ from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import child_environment
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
-from paceline.service.user_cache import user_cache
+from paceline.user_cache import NothingWritableError, user_cache
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
@@ -98,16 +98,23 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
     for file in sorted(DEMO_TARGET.iterdir()):
         if file.suffix != ".md":
             digest.update(file.name.encode() + file.read_bytes())
-    out = user_cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
+    out = _cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
         say(f"widening the demo target to {WIDENED_SIZES[preset]} parameters, once: {out}")
         _widen_in_own_process(out, preset, environ)
     return out
 
 
+def _cache(environ: Mapping[str, str]) -> Path:
+    try:
+        return user_cache(environ)
+    except NothingWritableError as error:
+        raise ConfigError(str(error)) from None
+
+
 def bundled_and_cached(environ: Mapping[str, str]) -> list[Path]:
     """Returns the checkpoint folders that are here without being named."""
-    cached = sorted(user_cache(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
+    cached = sorted(_cache(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
     return [path for path in (DEMO_TARGET, DEMO_DRAFTER, *cached) if (path / "config.json").is_file()]
 
 
@@ -210,7 +217,8 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
     Raises:
         ConfigError: A folder is none, or the draft model is not named.
     """
-    own = spec.model
+    # Of a simulated target only the tokenizer is real.
+    own = spec.model or (DEMO_TARGET if spec.simulate else None)
     target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
     drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
     if len(drafts) > spec.num_drafters:

@@ -15,6 +15,9 @@ from paceline.core.addresses import is_ipv6
 from paceline.core.errors import ConfigError
 
 SYSTEM_SERVERS = ("valkey-server", "redis-server")
+# Enough for the records of tens of thousands of sessions beside all kept responses. Where it ends, records are refused;
+# nothing is driven out.
+MAX_MEMORY, MEMORY_POLICY = "512mb", "noeviction"
 
 
 def find_server(path: Path | None = None) -> Path:
@@ -47,6 +50,7 @@ def server_command(server: Path, *, host: str, port: int, data_dir: Path) -> lis
         str(server),
         *("--port", str(port), "--bind", host),
         *("--save", "", "--appendonly", "no"),
+        *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", MEMORY_POLICY),
         *("--dir", str(data_dir), "--daemonize", "no"),
     ]
 

@@ -41,7 +41,7 @@ class PeerLostError(UnavailableError):
 
 
 class MovedError(UnavailableError):
-    """A session leaves its verifier because its gateway moves it."""
+    """A session has to be placed anew, on any verifier; nobody is at fault."""
 
 
 class EngineDiedError(UnavailableError):

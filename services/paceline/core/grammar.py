@@ -43,6 +43,7 @@ class GrammarState(Protocol):
 
         Raises:
             InvalidRequestError: The grammar is too complex for a bounded time.
+            MovedError: What the session shares with others is used up; placed anew, it goes on by itself.
         """
         ...
 
@@ -94,9 +95,12 @@ class OutputGrammar:
         """Goes on by committed tokens.
 
         Raises:
-            InvalidRequestError: The grammar forbids them.
+            InvalidRequestError: The grammar forbids them, or as of `GrammarState.allowed`.
+            MovedError: As of `GrammarState.allowed`.
         """
         if not self.permits(token_ids):
+            # Raises if it is not the tokens that are at fault.
+            self._state.allowed()
             raise InvalidRequestError(FIELD, "forbids the tokens that the output goes on with")
         text = self._text_of(token_ids)
         self._state.consume(text)

@@ -1,21 +1,24 @@
 """Grammars: llguidance compiles them for the target's tokenizer, and computes which tokens may follow.
 
 A grammar comes from a stranger. What it may cost is bounded, in compiling as in every step; one that needs more ends
-its own session and nothing else.
+its own session and nothing else. Sessions of one grammar share what its lexer has found out, which is bounded, too:
+once that is used up, each of them is placed anew and goes on with a lexer of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from typing_extensions import override
 
-from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.errors import ConfigError, InvalidRequestError, MovedError
 from paceline.core.grammar import FIELD, Bits, GrammarState
 
 # Compiled grammars that are kept for the next session.
@@ -39,10 +42,12 @@ class Matcher(GrammarState):
 
     Args:
         matcher: Used by this object alone.
+        shared_used_up: Called when it fails, if other sessions share its lexer; None: they do not.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, shared_used_up: Callable[[], None] | None = None) -> None:
         self._matcher = matcher
+        self._shared_used_up = shared_used_up
 
     @property
     @override
@@ -61,8 +66,15 @@ class Matcher(GrammarState):
     def allowed(self) -> Bits:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         if self._matcher.is_error():
-            raise InvalidRequestError(FIELD, f"cannot be followed any further: {self._matcher.get_error()}")
+            self._fail()
         return bits
+
+    def _fail(self) -> NoReturn:
+        problem = f"cannot be followed any further: {self._matcher.get_error()}"
+        if self._shared_used_up is None:
+            raise InvalidRequestError(FIELD, problem)
+        self._shared_used_up()
+        raise MovedError(f"{FIELD}: {problem}")
 
     @override
     def forced(self) -> Sequence[int]:
@@ -90,24 +102,39 @@ class Grammars:
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, grammar: str) -> Matcher:
-        """Returns the beginning of a grammar; takes up to seconds the first time, and blocks no other thread.
+    def compile(self, grammar: str, *, alone: bool = False) -> Matcher:
+        """Returns the beginning of a grammar; takes up to a second the first time.
+
+        Args:
+            grammar: As llguidance writes it.
+            alone: Whether the session shares nothing with others.
 
         Raises:
             InvalidRequestError: It is invalid, or needs more than the bounds allow.
         """
+        if alone:
+            return Matcher(self._compiled(grammar))
         with self._lock:
             known = self._kept.get(grammar)
             if known is not None:
                 self._kept.move_to_end(grammar)
         if known is None:
-            known = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-            # The first mask takes longest; copies know what it found.
-            known.compute_bitmask()
-            if known.is_error():
-                raise InvalidRequestError(FIELD, known.get_error())
+            known = self._compiled(grammar)
             with self._lock:
                 self._kept[grammar] = known
                 while len(self._kept) > MOST_KEPT:
                     self._kept.popitem(last=False)
-        return Matcher(known.deep_copy())
+        return Matcher(known.deep_copy(), partial(self._forget, grammar, known))
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        # The first mask takes longest; copies know what it found.
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequestError(FIELD, matcher.get_error())
+        return matcher
+
+    def _forget(self, grammar: str, used_up: LLMatcher) -> None:
+        with self._lock:
+            if self._kept.get(grammar) is used_up:
+                del self._kept[grammar]

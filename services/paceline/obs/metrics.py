@@ -263,6 +263,10 @@ class GatewayMetrics:
         self.registry_bad_entries = meter.gauge(
             "paceline:registry_bad_entries", "Registry entries left out as they cannot be read; the log says why."
         )
+        self.api_keys_bad_lines = meter.gauge(
+            "paceline:api_keys_bad_lines",
+            "Lines of the file of API keys that are not in force, 1 if the file cannot be read; /health says why.",
+        )
         self.store_up = meter.gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.")
 
     def of(self, model_name: str) -> ModelMetrics:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import __version__
-from paceline.service.user_cache import user_cache
+from paceline.core.errors import ConfigError
+from paceline.user_cache import NothingWritableError, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,10 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> Learne
     """
     if learned_dir == NOWHERE:
         return FORGOTTEN
-    folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
+    try:
+        folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
+    except NothingWritableError as error:
+        raise ConfigError(str(error)) from None
     key = repr((__version__, _machine(), *facts))
     return LearnedFile(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 

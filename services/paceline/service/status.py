@@ -22,6 +22,7 @@ from paceline.core.errors import (
     EngineDiedError,
     InvalidRequestError,
     ModelNotFoundError,
+    MovedError,
     OverloadedError,
     PacelineError,
     PeerLostError,
@@ -59,6 +60,7 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
 # Types that share a status code with another, or with gRPC's own errors; the details name them.
 _REASONS: dict[str, type[PacelineError]] = {
     "ENGINE_DIED": EngineDiedError,
+    "MOVED": MovedError,
     "REQUEST_ENDS_ENGINES": EndsEnginesError,
     "RESUME_MISMATCH": ResumeMismatchError,
     "SESSION_NOT_FOUND": SessionNotFoundError,

@@ -7,7 +7,7 @@ tokens of each step go out at once. With more sessions they gather longer, and a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens
@@ -146,11 +146,11 @@ class Outboxes:
             elif any(outbox.holds_back for outbox in self._outboxes.values()):
                 self._timer = loop.call_at(due_s, self._empty)
 
-    def show_life(self) -> None:
-        """Sends signs of life for silent sessions; call it only while the engine makes progress."""
+    def show_life(self, serials: Iterable[int]) -> None:
+        """Sends signs of life for those of these sessions that have been silent; call it while they make progress."""
         now_s = asyncio.get_running_loop().time()
-        for outbox in self._outboxes.values():
-            outbox.show_life(now_s)
+        for serial in serials:
+            self._outboxes[serial].show_life(now_s)
 
     def fail(self, serial: int, error: PacelineError) -> None:
         """Ends one session, if it has not left meanwhile."""

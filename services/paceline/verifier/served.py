@@ -64,6 +64,10 @@ class ServedEngine:
             InvalidRequestError: Names the field and the limit.
         """
         identity = self.identity
+        if len(request.tenant) > MAX_SALT_CHARS:
+            raise InvalidRequestError(
+                "tenant", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.tenant)}"
+            )
         if len(request.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequestError(
                 "cache_salt", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"

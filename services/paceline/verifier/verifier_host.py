@@ -7,15 +7,16 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.core.admission import QueueClock, check_wait, num_ahead
 from paceline.core.errors import (
     EngineDiedError,
     InvalidRequestError,
     OverloadedError,
+    PacelineError,
     StaleEpochError,
     UnavailableError,
 )
@@ -37,6 +38,7 @@ from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.service.credentials import FleetTls
+from paceline.service.fair_threads import FairThreads
 from paceline.service.supervision import Work
 from paceline.store.base import Store
 from paceline.tier.drafters import Drafters
@@ -47,19 +49,25 @@ from paceline.verifier.tracing import SessionTrace, traced_session
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+# Sessions whose grammars wait to be compiled, and for how long at most.
+MOST_GRAMMARS, LONGEST_WAIT_S = 64, 60.0
 # Pause between two looks for sessions that have been silent.
 LIFE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """A session that runs here; `methods` are those of the drafter tier."""
+    """A session that runs here; `methods` are those of the drafter tier.
+
+    `begun` is False while its grammar is not compiled.
+    """
 
     serial: int
     epoch: int
     priority: int
     methods: frozenset[str]
     drafter_address: str
+    begun: bool = False
 
 
 class TargetHost:
@@ -97,8 +105,9 @@ class TargetHost:
         self._num_places = max_num_seqs
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
-        # A grammar may take long, so grammars have a thread to themselves.
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiling = FairThreads(
+            1, "grammars being compiled", most_waiting=MOST_GRAMMARS, longest_wait_s=LONGEST_WAIT_S
+        )
         self._grace_s = grace_s
         self._metrics = metrics
         self._tracer = tracer
@@ -150,7 +159,7 @@ class TargetHost:
 
     async def close(self) -> None:
         """Ends the streams to drafters, and the engine."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.close()
         await self.drafters.close()
         await self.engine.close()
 
@@ -195,10 +204,9 @@ class TargetHost:
         """
         with traced_session(self._tracer, request) as trace:
             self._served.check(request)
-            grammar = await self._compiled(request.sampling.grammar)
             self._admit(request)
             request = trace.hand_on(request)
-            with self._running(request, grammar, trace) as outbox:
+            with self._running(request, trace) as outbox:
                 while True:
                     committed = await outbox.take()
                     if committed.result is not None:
@@ -209,12 +217,34 @@ class TargetHost:
                     if committed.running and request.suspect:
                         self._confirm_running(request)
 
-    async def _compiled(self, grammar: str) -> GrammarState | None:
-        if not grammar:
-            return None
-        if self._served.grammars is None:
-            raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
-        return await asyncio.wrap_future(self._compiling.submit(self._served.grammars.compile, grammar))
+    async def _compile(self, request: GenerateRequest, mine: _UnderWay) -> None:
+        """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""
+        try:
+            if self._served.grammars is None:
+                raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
+            # What a session has used up may be why it was placed anew.
+            alone = bool(request.committed_token_ids)
+            compiling = partial(self._served.grammars.compile, request.sampling.grammar, alone=alone)
+            grammar = await self._compiling.run(compiling, request.tenant)
+            if self._under_way.get(request.session_id) is mine:
+                self._begin(request, mine, grammar)
+        except PacelineError as error:
+            self._outboxes.fail(mine.serial, error)
+        except Exception as error:
+            logger.exception("a grammar could not be compiled", extra={"session_id": request.session_id})
+            self._outboxes.fail(mine.serial, PacelineError(f"grammar: cannot be compiled ({type(error).__name__})"))
+
+    def _begin(self, request: GenerateRequest, mine: _UnderWay, grammar: GrammarState | None = None) -> None:
+        self.engine.post(
+            Submit(
+                request=request,
+                serial=mine.serial,
+                drafter_address=mine.drafter_address,
+                arrived_s=time.monotonic(),
+                grammar=grammar,
+            )
+        )
+        mine.begun = True
 
     def _confirm_running(self, request: GenerateRequest) -> None:
         known = self._under_way.get(request.session_id)
@@ -240,7 +270,7 @@ class TargetHost:
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
-    def _running(self, request: GenerateRequest, grammar: GrammarState | None, trace: SessionTrace) -> Iterator[Outbox]:
+    def _running(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[Outbox]:
         serial = next(self._serials)
         self._fence(request)
         outbox = self._outboxes.open(serial, whole=request.whole, offset=len(request.committed_token_ids))
@@ -252,18 +282,16 @@ class TargetHost:
         self._empty.clear()
         # Counted here, since an engine that hangs reports no steps.
         self._metrics.sessions.under_way.set(self.num_sessions)
+        compiling: asyncio.Task[None] | None = None
         try:
-            self.engine.post(
-                Submit(
-                    request=request,
-                    serial=serial,
-                    drafter_address=mine.drafter_address,
-                    arrived_s=time.monotonic(),
-                    grammar=grammar,
-                )
-            )
+            if request.sampling.grammar:
+                compiling = asyncio.create_task(self._compile(request, mine))
+            else:
+                self._begin(request, mine)
             yield outbox
         finally:
+            if compiling is not None:
+                compiling.cancel()
             self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
             self._outboxes.close(serial)
             self._traces.pop(serial, None)
@@ -299,12 +327,15 @@ class TargetHost:
         self._outboxes.fail(known.serial, error)
 
     async def _show_life(self) -> None:
-        """Sends signs of life for silent sessions while the engine makes progress; never returns."""
+        """Sends signs of life for silent sessions; never returns.
+
+        Those that the engine has are alive while it makes progress, the others while they wait for their grammars.
+        """
         num_calls = self.engine.num_calls
         while True:
             await asyncio.sleep(LIFE_S)
-            if self.engine.num_calls != num_calls:
-                self._outboxes.show_life()
+            works = self.engine.num_calls != num_calls
+            self._outboxes.show_life(each.serial for each in self._under_way.values() if works or not each.begun)
             num_calls = self.engine.num_calls
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:

@@ -29,9 +29,9 @@ from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_step
-from paceline.service.credentials import load_tls
+from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import LearnedFile, kept_in
-from paceline.service.process import run, settle_heap
+from paceline.service.process import collect_rarely, run, settle_heap
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
@@ -62,13 +62,15 @@ class Helper:
         self._frames = Frames()
         identity = _identity(job)
         self._metrics = VerifierMetrics(registry, identity.name)
+        tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
+        show_days_left(registry, {} if tls is None else tls.files)
         self._drafters = Drafters(
             identity,
             on_change=self._link_changed,
             on_messages=self._drafts_arrived,
             metrics=self._metrics,
             zone=job.settings.zone,
-            tls=load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER),
+            tls=tls,
         )
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
@@ -220,6 +222,7 @@ async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
         await stack.enter_async_context(Supervisor(registry).kept(helper.background(store)))
         helper.begin()
         settle_heap()
+        collect_rarely()
         logger.info("the helper is ready", extra={"model": str(job.model), "drafters": ",".join(job.settings.drafters)})
         await helper.ended.wait()
 

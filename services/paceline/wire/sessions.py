@@ -60,6 +60,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         max_wait_ns=None if request.max_wait_s is None else round(max(0.0, request.max_wait_s) * NS_PER_S),
         whole=request.whole,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         suspect=request.suspect,
         priority=request.priority,
     )
@@ -98,6 +99,7 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
         max_wait_s=message.max_wait_ns / NS_PER_S if message.HasField("max_wait_ns") else None,
         whole=message.whole,
         cache_salt=message.cache_salt,
+        tenant=message.tenant,
         suspect=message.suspect,
         priority=message.priority,
         traceparent=traceparent,

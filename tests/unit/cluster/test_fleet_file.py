@@ -93,6 +93,12 @@ def test_on_ray_cpus_gpus_and_scaling_are_those_of_the_pods() -> None:
     assert spec.gateway.settings.strategy == "STRICT_SPREAD"
 
 
+def test_on_ray_drafters_are_not_scaled_without_a_limit(tmp_path: Path) -> None:
+    path = written(tmp_path, {"drafter": {"autoscaling": {"enabled": True}}})
+    with pytest.raises(ConfigError, match=r"drafter\.autoscaling\.maxReplicas must be a number of replicas"):
+        read_fleet_file(path).on_ray()
+
+
 def test_every_value_that_is_read_is_one_of_the_charts() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     assert [name for name in sorted(READ | READ_ON_RAY) if not in_schema(schema, name)] == []

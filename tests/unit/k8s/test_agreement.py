@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
+from paceline.cluster.valkey import server_command
 from paceline.gateway.api.guarded import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.service.config import load
@@ -69,6 +71,26 @@ def test_models_are_probed_by_grpc_where_health_needs_no_certificate(rendered: R
         assert [container[kind]["grpc"] for kind in ("startupProbe", "readinessProbe")] == [ready, ready]
         # Who is not ready is not dead.
         assert container["livenessProbe"]["grpc"] == {**ready, "service": LIVENESS}
+
+
+def test_the_store_is_asked_for_an_answer_with_its_password(defaults: Rendered, everything: Rendered) -> None:
+    """The second audit: a stopped Valkey still takes connections, so a probe by TCP never restarts it."""
+    for rendered in (defaults, everything):
+        container = rendered.container("redis")
+        for kind in ("readinessProbe", "livenessProbe"):
+            # With -e, a refusal for want of a password is a failure as well.
+            assert container[kind]["exec"]["command"] == ["valkey-cli", "-e", "ping"]
+            assert "tcpSocket" not in container[kind]
+        passwords = [entry["name"] for entry in container.get("env", ())]
+        assert passwords == (["REDISCLI_AUTH"] if "--requirepass" in container["args"] else [])
+
+
+def test_the_store_drives_nothing_out_neither_here_nor_under_up(defaults: Rendered) -> None:
+    """The second audit: under volatile-lru, kept responses of one key drove out the counts and records of others."""
+    own = server_command(Path("valkey-server"), host="127.0.0.1", port=1, data_dir=Path("/tmp"))
+    for arguments in (defaults.container("redis")["args"], own):
+        assert arguments[arguments.index("--maxmemory-policy") + 1] == "noeviction"
+        assert arguments[arguments.index("--maxmemory") + 1].endswith("mb")
 
 
 def test_gateways_are_probed_at_their_http_door_which_answers_whoever_is_at_it(rendered: Rendered) -> None:

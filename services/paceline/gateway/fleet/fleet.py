@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.gateway.fleet.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.fleet.reach import Reach
 from paceline.gateway.fleet.routing import able_verifiers
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
@@ -25,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Replicas and models that this gateway can use."""
+    """Replicas and models that this gateway can use.
+
+    Attributes:
+        reach: Which verifiers it can reach.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,7 @@ class Fleet:
         Args:
             registry: Where replicas announce themselves.
             codecs: Tokenizers by model name; only these models are served.
-            answers: Asks a replica that has left the registry whether it still serves.
+            answers: Asks a replica that has left the registry, or cannot be reached, whether it still serves.
             defaults: Sampling defaults of models that have some, by name.
             tool_call_parser: How models write calls: a family, `auto` or `none`.
             reasoning_parser: How they write reasoning, likewise.
@@ -53,6 +58,7 @@ class Fleet:
             trusts_templates: Whether requests may bring chat templates of their own.
             clock: Monotonic seconds.
         """
+        self.reach = Reach(answers, clock)
         self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
@@ -132,8 +138,9 @@ class Fleet:
         return [replica.address for replica in self.replicas if replica.role == VERIFIER]
 
     async def refresh(self) -> None:
-        """Reads the registry once; a failure leaves the last known fleet in place."""
+        """Reads the registry once; a failure leaves the last known fleet in place. Asks those that were lost."""
         await self._view.refresh()
+        await self.reach.ask(self.replicas)
         self._warn_of_useless_drafters()
 
     def _warn_of_useless_drafters(self) -> None:

@@ -19,6 +19,7 @@ from paceline.core.errors import (
     MovedError,
     OverloadedError,
     PacelineError,
+    PeerLostError,
     StaleEpochError,
     UnavailableError,
 )
@@ -154,6 +155,7 @@ class Placer:
                 self._ejections.served(verifier.replica_id)
                 return
             except PacelineError as error:
+                self._note_reach(running, verifier, error)
                 if isinstance(error, _OF_THE_REQUEST) or self._client.aborted:
                     raise
                 progressed = len(trail.token_ids) > known
@@ -163,6 +165,13 @@ class Placer:
                 self._note_failure(verifier, search, error, progressed=progressed)
                 await self._before_next(search, error)
             epoch += 1
+
+    def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:
+        """Remembers whether the verifier was there to fail; a call that the gateway ended shows nothing."""
+        if isinstance(error, PeerLostError):
+            self._fleet.reach.lost(verifier.replica_id)
+        elif running.ended_by is None:
+            self._fleet.reach.heard(verifier.replica_id)
 
     def _note_failure(self, verifier: Replica, search: _Search, error: PacelineError, *, progressed: bool) -> None:
         """Remembers what a failed attempt shows about the verifier."""
@@ -256,6 +265,7 @@ class Placer:
             speculation=request.speculation,
             whole=request.whole,
             cache_salt=request.prefix_salt,
+            tenant=request.tenant,
             suspect=trail.suspicion.suspect,
             priority=request.priority,
             max_wait_s=self._max_wait_of(request),
@@ -274,6 +284,7 @@ class Placer:
                     running.request = replace(generate, traceparent=traceparent)
                 async with aclosing(self._client.generate(running)) as steps:
                     async for step in steps:
+                        self._fleet.reach.heard(verifier.replica_id)
                         yield step
         finally:
             self._in_flight[verifier.replica_id] -= 1

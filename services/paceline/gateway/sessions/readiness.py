@@ -1,4 +1,4 @@
-"""Whether a gateway can serve: at least one of its models has a verifier, whose tokens are the gateway's own.
+"""Whether a gateway can serve: at least one of its models has a verifier that it can reach, with the same tokens.
 
 It knows neither HTTP nor gRPC. Whether the process lives is another question, which any answer at all settles.
 """
@@ -12,6 +12,9 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.sessions.sessions import Sessions
+
+UNREACHABLE = "verifiers unreachable"
+_UNREACHED = "none of its verifiers can be reached from here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,29 +31,41 @@ class Readiness:
     report: dict[str, object]
 
 
-def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Readiness:
-    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway."""
-    problems: dict[str, str] = {}
-    for name in fleet.own_names:
-        try:
-            fleet.model(name)
-        except UnavailableError as error:
-            problems[name] = str(error)
+def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str], keys_problem: str = "") -> Readiness:
+    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway.
+
+    Args:
+        sessions: Those of the gateway.
+        fleet: As the gateway knows it.
+        failing: Names of failing tasks.
+        keys_problem: Which API keys are not in force, and why; empty: all are.
+    """
+    problems = {name: problem for name in fleet.own_names if (problem := _problem(fleet, name)) is not None}
     served = len(problems) < len(fleet.own_names)
     if sessions.draining:
         status = "draining"
     elif not served:
-        status = "no verifier"
+        status = UNREACHABLE if _UNREACHED in problems.values() else "no verifier"
     else:
-        status = "degraded" if problems or fleet.store_error or failing else "ok"
+        status = "degraded" if problems or fleet.store_error or failing or keys_problem else "ok"
     roles = [replica.role for replica in fleet.replicas if not replica.draining]
     report: dict[str, object] = {
         "status": status,
         "store": fleet.store_error or "ok",
         "tasks": ", ".join(failing) or "ok",
+        "keys": keys_problem or "ok",
         "models": problems or "ok",
         "verifiers": roles.count(VERIFIER),
         "drafters": roles.count(DRAFTER),
         "sessions": sessions.num_running,
     }
     return Readiness(ready=served and not sessions.draining, report=report)
+
+
+def _problem(fleet: Fleet, name: str) -> str | None:
+    """Returns why a model cannot be served; None: it can."""
+    try:
+        fleet.model(name)
+    except UnavailableError as error:
+        return str(error)
+    return None if fleet.reach.any_of(fleet.verifiers(name)) else _UNREACHED

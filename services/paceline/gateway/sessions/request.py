@@ -105,7 +105,12 @@ class SessionRequest:
         """What keeps its cached prefixes apart from those of other keys, and of other salts; empty: nothing does."""
         if not self.api_key and not self.cache_salt:
             return ""
-        return hashlib.sha256(f"{self.api_key}\0{self.cache_salt}".encode()).hexdigest()[:SALT_CHARS]
+        return _digest(f"{self.api_key}\0{self.cache_salt}")
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is, to verifiers; empty where no keys are asked for."""
+        return _digest(self.api_key) if self.api_key else ""
 
     @property
     def keeps_tokens(self) -> bool:
@@ -149,6 +154,10 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
             )
         utf8_len(f"stop[{index}]", stop)
     return tuple(stops)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:SALT_CHARS]
 
 
 def check_salt(salt: str) -> str:

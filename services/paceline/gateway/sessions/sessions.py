@@ -83,15 +83,6 @@ class Sessions:
         """
         return self._fleet.model(name)
 
-    @contextmanager
-    def errors_counted(self) -> Iterator[None]:
-        """Counts by type the error that ends a gRPC call; HTTP endpoints call `count_error`."""
-        try:
-            yield
-        except Exception as error:
-            self.count_error(error)
-            raise
-
     def count_error(self, error: Exception) -> None:
         """Counts a request that an error has ended."""
         self._metrics.request_errors.labels(type(error).__name__.lstrip("_")).inc()

@@ -3,13 +3,15 @@
 Both become one prompt before it is encoded, in which `<|end|>` of the template and `<|end|>` that a user wrote look
 alike. So marks replace the spellings in users' texts before the template is rendered. Afterwards other marks, which a
 second tokenizer knows, replace the template's own spellings, and the users' are restored; that tokenizer treats special
-tokens as text. Marks hold a random number that nobody else knows.
+tokens as text. Marks hold random numbers: the template's one of the process, which nothing shows, and the users' one of
+the chat, since a template may quote a text in its error.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -37,6 +39,25 @@ def token_ids(
     return tuple(encoding.ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedChat:
+    """A chat whose texts hold marks in place of special tokens.
+
+    Attributes:
+        value: The chat, a JSON value.
+        marks: By spelling, the mark that replaces it in this chat alone.
+    """
+
+    value: Any
+    marks: Mapping[str, str]
+
+    def restored(self, text: str) -> str:
+        """Returns a text with spellings in place of the marks."""
+        for spelled, mark in self.marks.items():
+            text = text.replace(mark, spelled)
+        return text
+
+
 class SpecialSpellings:
     """The special tokens of one tokenizer, and the marks that replace them while a chat becomes a prompt."""
 
@@ -48,7 +69,6 @@ class SpecialSpellings:
         self._spelled = sorted((token.content for token in special.values()), key=len, reverse=True)
         # These characters are in no alphabet, and have no meaning in any text.
         self._of_template = {token.content: f"\ufdd0{secret}.{number}\ufdd1" for number, token in special.items()}
-        self._of_users = {token.content: f"\ufdd2{secret}.{number}\ufdd3" for number, token in special.items()}
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.add_tokens(
@@ -61,13 +81,14 @@ class SpecialSpellings:
             self._tokenizer.token_to_id(self._of_template[t.content]): number for number, t in special.items()
         }
 
-    def marked(self, value: Any, field: str) -> Any:
+    def marked(self, value: Any, field: str) -> MarkedChat | None:
         """Returns a JSON value with marks for all special tokens in its strings; None if there are none.
 
         Raises:
             InvalidRequestError: There are too many.
         """
         num_found = 0
+        marks = _marks(self._spelled)
 
         def mark(text: str) -> str:
             nonlocal num_found
@@ -77,14 +98,16 @@ class SpecialSpellings:
                     num_found += found
                     if num_found > MAX_SPELLINGS:
                         raise InvalidRequestError(field, f"spell out more than {MAX_SPELLINGS} special tokens")
-                    text = text.replace(spelled, self._of_users[spelled])
+                    text = text.replace(spelled, marks[spelled])
             return text
 
         changed = _mapped(value, mark)
-        return changed if num_found else None
+        return MarkedChat(value=changed, marks=marks) if num_found else None
 
-    def encode(self, rendered: str, field: str, *, context_len: int, keep_last: int | None = None) -> tuple[int, ...]:
-        """Returns the tokens of a prompt that was rendered with marks, or the last of them.
+    def encode(
+        self, rendered: str, marked: MarkedChat, field: str, *, context_len: int, keep_last: int | None = None
+    ) -> tuple[int, ...]:
+        """Returns the tokens of a prompt that was rendered from a marked chat, or the last of them.
 
         Raises:
             InvalidRequestError: There are more than the context holds.
@@ -92,12 +115,21 @@ class SpecialSpellings:
         text = rendered
         for spelled in self._spelled:
             text = text.replace(spelled, self._of_template[spelled])
-        for spelled, mark in self._of_users.items():
-            text = text.replace(mark, spelled)
         ids = token_ids(
-            self._tokenizer, text, field, special_tokens=False, context_len=context_len, keep_last=keep_last
+            self._tokenizer,
+            marked.restored(text),
+            field,
+            special_tokens=False,
+            context_len=context_len,
+            keep_last=keep_last,
         )
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
+
+
+def _marks(spellings: Sequence[str]) -> dict[str, str]:
+    """Returns marks for the spellings of one chat."""
+    secret = secrets.token_hex(8)
+    return {spelled: f"\ufdd2{secret}.{number}\ufdd3" for number, spelled in enumerate(spellings)}
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

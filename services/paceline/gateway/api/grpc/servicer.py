@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,11 +66,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams one completion; a client with a deadline does not wait beyond it for a place."""
         with traced_request(self._tracer, TEXT_COMPLETION, incoming(context)) as trace:
-            with self._sessions.errors_counted():
+            with self._errors_counted():
                 session = replace(await self._read(request), max_wait_s=context.time_remaining(), span=trace.span)
                 # Otherwise the stream would hold a prompt of megabytes to its end.
                 del request
-            with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
+            with self._errors_counted(), self._sessions.admitted(1, current_caller()):
                 async with aclosing(self._stream(session, trace)) as responses:
                     async for response in responses:
                         yield response
@@ -80,10 +80,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams the rest of a completion, in the trace that it began in unless the client names another."""
         # A gateway that has no place for the session must not take it from the gateway that runs it.
-        with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
-            session = await self._resumption.claim(
-                request.session_id, request.offset, request.digest, current_caller().name
-            )
+        caller = current_caller()
+        with self._errors_counted(), self._sessions.admitted(1, caller):
+            session = await self._resumption.claim(request.session_id, request.offset, request.digest, caller.name)
+            # It was counted when it began.
+            await caller.give_back()
             traceparent = incoming(context) or session.traceparent
             with traced_request(self._tracer, TEXT_COMPLETION, traceparent) as trace:
                 trace.span.set_attribute(OFFSET, request.offset)
@@ -108,6 +109,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return gateway_pb2.ListModelsResponse(
             models=[identity_to_pb(identity) for identity in identities if identity is not None]
         )
+
+    @contextmanager
+    def _errors_counted(self) -> Iterator[None]:
+        """Counts by type the error that ends a call."""
+        try:
+            yield
+        except Exception as error:
+            self._sessions.count_error(error)
+            raise
 
     async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
         return await self._workers.run(

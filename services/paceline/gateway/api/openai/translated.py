@@ -5,8 +5,9 @@ It knows no API; each is a `ChatApi`.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.openai.answer import ending_of
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
 from paceline.gateway.http.fields import UnknownFields
@@ -27,6 +29,7 @@ from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 
 Json = dict[str, Any]
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 class ApiAnswer(Protocol):
@@ -52,12 +55,31 @@ class Translated:
     Attributes:
         chat: A body of /v1/chat/completions.
         stream: Whether the answer is a stream.
+        places: Where in the request each message of the chat begins.
         context: What else of the request the API needs for its answer.
     """
 
     chat: Json
     stream: bool
+    places: Sequence[str]
     context: Any = None
+
+
+class Keeper:
+    """What is done about an answer besides sending it; by default nothing."""
+
+    def begun(self) -> None:
+        """The verifier runs it: its first event has come."""
+
+    async def ended(self) -> None:
+        """It is complete. Returns before its last events are sent."""
+
+    def broke_off(self, error: Exception | None) -> None:
+        """It has begun and will not be completed here.
+
+        Args:
+            error: Why; None: its client has left.
+        """
 
 
 class ChatApi(ABC):
@@ -81,9 +103,10 @@ class ChatApi(ABC):
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ApiAnswer:
         """Returns the empty answer of a session."""
 
-    async def keep(self, translated: Translated, answer: Any, request: SessionRequest) -> None:
-        """Called before the session runs, and again when it has ended well: by default nothing is kept."""
+    def keeper(self, translated: Translated, answer: Any, request: SessionRequest) -> Keeper:
+        """Returns what keeps an answer."""
         del translated, answer, request
+        return Keeper()
 
 
 class TranslatedEndpoint:
@@ -108,7 +131,7 @@ class TranslatedEndpoint:
             body = parse_body(ChatBody, translated.chat, unknown)
             [request] = chat_sessions(body, self._sessions.model(body.model), own_id, unknown)
         except InvalidRequestError as error:
-            raise _renamed(error, self._api.names) from None
+            raise renamed(error, self._api.names, translated.places) from None
         call.trace.understood([request], own_id)
         return translated, replace(request, api_key=current_caller().name, span=call.trace.span)
 
@@ -116,10 +139,9 @@ class TranslatedEndpoint:
         with self._sessions.admitted(1, current_caller()):
             message = Message(request.form, request.session_id)
             answer = self._api.answer(translated, request, message, call.exchange.own_id)
-            keep = partial(self._api.keep, translated, answer, request)
-            await keep()
+            keeper = self._api.keeper(translated, answer, request)
             events = call.trace.watch(self._sessions.run(request))
-            async with aclosing(answer_steps(events, answer, message, keep)) as steps:
+            async with aclosing(answer_steps(events, answer, message, keeper)) as steps:
                 if translated.stream:
                     await stream(steps, call.exchange)
                     return
@@ -128,8 +150,18 @@ class TranslatedEndpoint:
                 await call.exchange.whole(answer.whole())
 
 
-def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """Returns an error of a chat with the field's name in the API; places within messages are others there."""
+def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequence[str]) -> InvalidRequestError:
+    """Returns an error of a chat with the field's name in the API.
+
+    Args:
+        error: Names a field of a chat.
+        names: The API's own names of such fields.
+        places: Where in the request each message of the chat begins.
+    """
+    message = _MESSAGE.match(error.field)
+    if message is not None:
+        # What is within a message is elsewhere within items and blocks.
+        return InvalidRequestError(places[int(message[1])], error.problem)
     for name, own in names.items():
         suffix = error.field.removeprefix(name)
         if error.field.startswith(name) and suffix[:1] in ("", ".", "["):
@@ -138,21 +170,32 @@ def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidReq
 
 
 async def answer_steps(
-    events: AsyncGenerator[Event, None], answer: ApiAnswer, message: Message, ended: Callable[[], Awaitable[object]]
+    events: AsyncGenerator[Event, None], answer: ApiAnswer, message: Message, keeper: Keeper
 ) -> AsyncGenerator[list[Json], None]:
-    """Yields the events of an answer, step by step; `ended` is awaited before the last step."""
-    opened = False
-    async with aclosing(events) as running:
-        async for event in running:
-            out = [] if opened else answer.opening()
-            opened = True
-            if isinstance(event, Ending):
-                out += answer.further(message.finish())
-                out += answer.ending(event)
-                await ended()
-            else:
-                out += answer.further(message.read(event.known_text + event.text))
-            yield out
+    """Yields the events of an answer, step by step; what becomes of it, the keeper knows in every case."""
+    opened = ended = False
+    error: Exception | None = None
+    try:
+        async with aclosing(events) as running:
+            async for event in running:
+                out = [] if opened else answer.opening()
+                if not opened:
+                    opened = True
+                    keeper.begun()
+                if isinstance(event, Ending):
+                    out += answer.further(message.take(event.parts))
+                    out += answer.ending(ending_of(message, event))
+                    ended = True
+                    await keeper.ended()
+                else:
+                    out += answer.further(message.take(event.known_parts + event.parts))
+                yield out
+    except Exception as raised:
+        error = raised
+        raise
+    finally:
+        if opened and not ended:
+            keeper.broke_off(error)
 
 
 async def stream(steps: AsyncGenerator[list[Json], None], exchange: Exchange) -> None:

@@ -5,7 +5,7 @@ It knows JSON values only: no models, no tokens.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
@@ -20,6 +20,11 @@ from paceline.gateway.api.openai.bodies import (
 from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
 from paceline.gateway.http.fields import Fields, TextFields
 from paceline.gateway.message.tools import MAX_TOOLS
+
+# OpenAI's bounds, as in its documentation.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class InputText(TextFields):
@@ -39,7 +44,7 @@ class InputMessage(Fields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: SkipValidation[str | list[InputText]]
+    content: SkipValidation[str | list[InputText] | None] = None
 
 
 class FunctionCall(Fields):
@@ -48,9 +53,10 @@ class FunctionCall(Fields):
     no_effect = frozenset({"id", "status"})
 
     type: Literal["function_call"]
-    call_id: str
+    call_id: str = ""
     name: str
-    arguments: str
+    namespace: str | None = None
+    arguments: SkipValidation[str | dict[str, Any]] = ""
 
 
 class FunctionCallOutput(Fields):
@@ -59,8 +65,8 @@ class FunctionCallOutput(Fields):
     no_effect = frozenset({"id", "status"})
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: SkipValidation[str | list[InputText]]
+    call_id: str = ""
+    output: SkipValidation[str | list[InputText]] = ""
 
 
 class ReasoningText(Fields):
@@ -80,7 +86,7 @@ class ReasoningItem(Fields):
 
 
 class ResponsesTool(Fields):
-    """A tool that the model may call; those that a server would run are not served."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
@@ -162,5 +168,5 @@ class ResponsesBody(SharedBody):
     text: TextOptions = TextOptions()
     store: bool = True
     previous_response_id: str | None = None
-    metadata: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    metadata: Metadata = {}  # noqa: RUF012 - pydantic copies it
     chat_template_kwargs: dict[str, Any] = Field(default={}, json_schema_extra=dict(TEMPLATE_LIMITS))

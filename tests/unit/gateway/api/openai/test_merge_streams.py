@@ -85,3 +85,21 @@ async def test_an_error_of_the_work_is_raised() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         await until_disconnect(receive, work())
+
+
+async def test_an_error_of_the_cleanup_is_raised_though_the_client_has_left() -> None:
+    started = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("the place was not given back")
+
+    async def receive() -> dict[str, str]:
+        await started.wait()
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ValueError, match="the place was not given back"):
+        await until_disconnect(receive, work())

@@ -12,7 +12,7 @@ import numba
 import pytest
 
 import paceline
-from paceline.engine.backends.cpu.kernel_cache import SOURCES, cache_folder, take_shipped
+from paceline.kernel_cache import SOURCES, cache_folder, take_shipped
 
 PACKAGE = Path(paceline.__file__).parent
 

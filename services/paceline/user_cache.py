@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.core.errors import ConfigError
-
 logger = logging.getLogger(__name__)
 
 NAME = "paceline"
 PRIVATE = 0o700
+
+
+class NothingWritableError(Exception):
+    """No folder can be written; the message names the variables that name another."""
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
@@ -25,7 +27,7 @@ def user_cache(environ: Mapping[str, str]) -> Path:
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
 
     Raises:
-        ConfigError: Nothing can be written; names the variables.
+        NothingWritableError: Nothing can be written.
     """
     wanted = _wanted(environ)
     return writable(wanted, "XDG_CACHE_HOME") if wanted is not None else _temporary("no home folder is known")
@@ -39,7 +41,7 @@ def writable(folder: Path, variable: str) -> Path:
         variable: Of the environment, which can name another; for the log.
 
     Raises:
-        ConfigError: Nothing can be written; names the variables.
+        NothingWritableError: Nothing can be written.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
@@ -63,7 +65,7 @@ def _temporary(reason: str, variable: str = "XDG_CACHE_HOME") -> Path:
     try:
         folder = _own_temporary()
     except OSError as error:
-        raise ConfigError(
+        raise NothingWritableError(
             f"{reason}, and neither can a temporary folder ({error.strerror or error}): set {variable} or TMPDIR to a "
             "folder that can"
         ) from error

@@ -1,0 +1,113 @@
+"""Grammars that take long to compile: their sessions show life, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import OverloadedError
+from paceline.core.grammar import Bits
+from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.verifier import verifier_host
+from paceline.verifier.verifier_host import TargetHost
+from tests.integration.conftest import verifier_at
+
+
+class AnyText:
+    """A grammar that forbids nothing."""
+
+    may_end = True
+
+    def consume(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+    def go_back(self, count: int) -> None:
+        pass
+
+    def allowed(self) -> Bits:
+        return np.full(64, 255, np.uint8)
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
+class SlowGrammars:
+    """Compiles `slow` once the test allows it, and all others at once."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.compiled: list[tuple[str, bool]] = []
+
+    def compile(self, grammar: str, *, alone: bool = False) -> AnyText:
+        if grammar == "slow":
+            assert self.may_end.wait(30)
+        self.compiled.append((grammar, alone))
+        return AnyText()
+
+
+def asked(name: str, grammar: str = "", tenant: str = "", committed: tuple[int, ...] = ()) -> GenerateRequest:
+    return GenerateRequest(
+        session_id=name,
+        epoch=1,
+        prompt_token_ids=(5, 6, 7),
+        committed_token_ids=committed,
+        sampling=SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, grammar=grammar),
+        speculation=SpeculationParams(),
+        tenant=tenant,
+    )
+
+
+async def texts(host: TargetHost, request: GenerateRequest) -> list[int]:
+    return [token_id async for each in host.generate(request) for token_id in each.token_ids]
+
+
+async def test_a_session_shows_life_while_its_grammar_is_compiled_and_then_runs(
+    tiny_pair: tuple[Path, Path],
+) -> None:
+    grammars = SlowGrammars()
+    async with verifier_at(tiny_pair[0], grammars=grammars) as (_, host):
+        showing = asyncio.create_task(host._show_life())
+        plain = await texts(host, asked("plain"))
+        session = host.generate(asked("bound", "slow"))
+        assert await asyncio.wait_for(anext(session), 10) == CommittedTokens(token_ids=(), offset=0)
+        # It has its place meanwhile, and the engine serves others.
+        assert host.num_sessions == 1
+        assert await texts(host, asked("other")) == plain
+        grammars.may_end.set()
+        assert [token_id async for each in session for token_id in each.token_ids] == plain
+        showing.cancel()
+
+
+async def test_a_tenant_whose_grammars_are_slow_does_not_hold_up_another(tiny_pair: tuple[Path, Path]) -> None:
+    grammars = SlowGrammars()
+    async with verifier_at(tiny_pair[0], grammars=grammars, max_num_seqs=8) as (_, host):
+        greedy = [asyncio.create_task(texts(host, asked(f"greedy-{at}", "slow", "greedy"))) for at in range(3)]
+        await asyncio.sleep(0.1)
+        modest = asyncio.create_task(texts(host, asked("modest", "fast", "modest")))
+        await asyncio.sleep(0.1)
+        grammars.may_end.set()
+        await asyncio.gather(modest, *greedy)
+    assert [grammar for grammar, _ in grammars.compiled].index("fast") == 1
+
+
+async def test_full_queues_refuse_as_overloaded_and_a_session_that_goes_on_shares_no_grammar(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_host, "MOST_GRAMMARS", 1)
+    grammars = SlowGrammars()
+    async with verifier_at(tiny_pair[0], grammars=grammars) as (_, host):
+        running = asyncio.create_task(texts(host, asked("running", "slow")))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(texts(host, asked("waiting", "fast", committed=(9, 9))))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OverloadedError, match="grammars being compiled: 1 wait already"):
+            await texts(host, asked("late", "fast"))
+        grammars.may_end.set()
+        await asyncio.gather(running, waiting)
+    assert grammars.compiled == [("slow", False), ("fast", True)]
