@@ -291,7 +291,7 @@ def _session_id(kept: KeptResponse) -> str:
 
 def _begun(kept: KeptResponse) -> Json:
     """Returns a response as it was before its first token."""
-    empty = {"status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None, "error": None}
+    empty: Json = {"status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None, "error": None}
     return {**kept.response, **empty}
 
 
