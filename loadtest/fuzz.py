@@ -3,18 +3,19 @@
 A fleet of processes (gateway, verifier, drafter, store; the bundled demo pair in float32) gets bad messages, seeded,
 over several connections at once: HTTP requests to the gateway, gRPC calls to the gateway and to the verifier, streams
 to the drafter. There are bytes that are no message, messages cut short or changed, fields beyond their limits, tokens
-outside the vocabulary, numbers of thousands of digits, hostile tools, schemas, grammars and messages (`bodies`), bodies
-and messages that are too large, and streams that break the protocol's order. Each kind has its right statuses; the
-table counts what came.
+outside the vocabulary, numbers of thousands of digits, hostile tools, schemas, grammars and messages (`bodies`),
+histories of agents out of their order (`agents`), bodies and messages that are too large, and streams that break the
+protocol's order. Each kind has its right statuses; the table counts what came.
 
 Judged are: every message is answered, none with a status that is not right for it (5xx, INTERNAL and UNKNOWN never
-are); the resident memory of no service grows from the end of the first quarter, in which caches and pools fill, to the
-end by more than 3 % + 4 MiB; the gateway's event loop never stands still for 50 ms; no session is left over; every
-process is the one that was there at the start; and a good completion after it all has the text that it had before. The
-gateway has half of the cores, so that its stalls are its own.
+are), and a history that is refused with the place in it; the resident memory of no service grows from the end of the
+first quarter, in which caches and pools fill, to the end by more than 3 % + 4 MiB; the gateway's event loop never
+stands still for 50 ms; no session is left over; every process is the one that was there at the start; and a good
+completion after it all has the text that it had before. The gateway has half of the cores, so that its stalls are its
+own.
 
     make bench NAME=fuzz ARGS='--messages 10000 --seed 7'
-    make bench NAME=fuzz ARGS='--doors bodies --messages 20000'
+    make bench NAME=fuzz ARGS='--doors agents --messages 20000'
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 import grpc
 from tqdm import tqdm
 
-from loadtest.bad import bodies, http, rpc
+from loadtest.bad import agents, bodies, http, rpc
 from loadtest.bad.doors import Door, GrpcDoor, HttpDoor, send_all
 from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.bench import MIB, bench_parser, report, run, show
@@ -50,17 +51,19 @@ GROWTH_SHARE, GROWTH_MIB = 0.03, 4.0
 KINDS: Mapping[str, Sequence[Kind]] = {
     "http": http.KINDS,
     "bodies": bodies.KINDS,
+    "agents": agents.KINDS,
     "gateway": rpc.GATEWAY_KINDS,
     "verifier": rpc.VERIFIER_KINDS,
     "drafter": rpc.DRAFTER_KINDS,
 }
 # Of all messages.
-SHARES = {"http": 0.2, "bodies": 0.2, "gateway": 0.2, "verifier": 0.25, "drafter": 0.15}
-HTTP_DOORS = ("http", "bodies")
+SHARES = {"http": 0.15, "bodies": 0.15, "agents": 0.2, "gateway": 0.15, "verifier": 0.2, "drafter": 0.15}
+HTTP_DOORS = ("http", "bodies", "agents")
 CONNECTIONS = 4
 REST_S = 30
 # What the store keeps by design is gone within a few seconds, so that what grows is a leak.
 KEPT_BRIEFLY = ("--response-ttl-s=5", "--record-ttl-s=10")
+TAKES_TEMPLATES = ("--trust-request-chat-template",)
 STALL = "paceline:event_loop_stall_seconds"
 MAX_STALL_S = 0.05
 # Seconds that the gauge covers: stalls of the start are older then.
@@ -99,7 +102,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     """Runs the bench and prints the table; True when all that is judged is well."""
     if arguments.messages < 100:
         raise SystemExit(f"--messages must be at least 100, so that every kind comes, got {arguments.messages}")
-    async with bench_fleet(**DEMO_PAIR, dtype="float32", gateway_arg=KEPT_BRIEFLY) as fleet:
+    async with bench_fleet(**DEMO_PAIR, dtype="float32", gateway_arg=(*KEPT_BRIEFLY, *TAKES_TEMPLATES)) as fleet:
         tally, figures = await _measure_fleet(fleet, arguments)
     show({"door": door, "kind": kind, "answers": dict(counts)} for (door, kind), counts in tally.counts.items())
     show({"process": name, **row} for name, row in figures["memory_mib"].items())

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from paceline.core.addresses import host_port
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
 
@@ -201,7 +202,7 @@ class HttpDoor(Door):
     async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
         payload = json.dumps({**ask.body(), **self._more}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nhost: {host_port(self._host, self._port)}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
         )
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from paceline.cluster.checkpoints import cache_folder
+from paceline.user_cache import user_cache
 from tools.processes import CommandFailedError, run_command
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -29,7 +29,7 @@ DROPPED_PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "KMP_", "VIRTUAL_ENV", "LD_PR
 
 def peers_folder(environ: Mapping[str, str]) -> Path:
     """Where environments and converted models are kept; safe to remove."""
-    return cache_folder(environ) / "peers"
+    return user_cache(environ) / "peers"
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -102,7 +102,7 @@ _WRONG_RESPONSES: Sequence[Json] = (
     {"input": 5},
     {"input": [{"type": "computer_call"}]},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
-    {"input": "x", "tools": [{"type": "web_search"}]},
+    {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"},
     {"input": "x", "background": True},
     {"input": "x", "previous_response_id": 5},
     {"input": "x", "text": {"format": {"type": "yaml"}}},
@@ -111,7 +111,8 @@ _WRONG_RESPONSES: Sequence[Json] = (
 _WRONG_MESSAGES: Sequence[Json] = (
     {"messages": []},
     *({"messages": [{"role": "user", "content": [{"type": kind}]}]} for kind in ("image", "tool_result")),
-    *({"messages": [_USER], "tools": [tool]} for tool in ({"name": "f"}, {"type": "bash_20250124", "name": "bash"})),
+    {"messages": [_USER], "tools": [{"name": "f"}]},
+    {"messages": [_USER], "tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
     {"messages": [_USER], "tool_choice": {"type": "any"}},
     {"messages": [_USER], "system": 5},
     {"messages": [_USER], "max_tokens": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,6 +16,8 @@ from loadtest.bad.kinds import Bad
 ANSWER_S = 60.0
 # Stands for a status when there was no answer.
 NO_ANSWER = "no answer"
+# Stands for a 400 that does not say what it refuses.
+NAMELESS = "400 without a name"
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_send_message_length", -1),
@@ -37,19 +40,23 @@ class HttpDoor:
     """One HTTP connection at a time, opened again when the gateway has closed it."""
 
     def __init__(self, address: str) -> None:
-        self._host, _, self._port = address.rpartition(":")
+        host, _, self._port = address.rpartition(":")
+        self._host = host.strip("[]")
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, bad: Bad) -> str:
         """Sends one request."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._exchange(bad.parts[0])
+                status, body = await self._exchange(bad.parts[0])
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
             await self.close()
             return NO_ANSWER
+        nameless = status == "400" and not re.search(bad.kind.names, body.decode("utf-8", "replace"))
+        return NAMELESS if nameless else status
 
-    async def _exchange(self, request: bytes) -> str:
+    async def _exchange(self, request: bytes) -> tuple[str, bytes]:
+        """Returns the status and the body of the answer."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, int(self._port))
         reader, writer = self._streams
@@ -58,12 +65,12 @@ class HttpDoor:
         status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines if line)
         if "content-length" in headers:
-            await reader.readexactly(int(headers["content-length"]))
+            body = await reader.readexactly(int(headers["content-length"]))
         else:
-            await reader.read()
+            body = await reader.read()
         if headers.get("connection") == "close" or "content-length" not in headers:
             await self.close()
-        return status.split()[1]
+        return status.split()[1], body
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -27,6 +27,7 @@ class Kind:
         name: Shown in the table.
         make: The bytes: of an HTTP request, or of the messages of a call, in order.
         right: Statuses that are right for it, of HTTP or gRPC.
+        names: Must be found in the body of a 400, as a regular expression: what was wrong; empty: anything is right.
         method: Full name of the gRPC method; empty for HTTP.
         weight: How often it comes, relative to the others of its door.
         ends_call: The service must end a stream by itself; otherwise the sender ends its side after the last message.
@@ -35,6 +36,7 @@ class Kind:
     name: str
     make: Callable[[random.Random, Target], Parts]
     right: frozenset[str]
+    names: str = ""
     method: str = ""
     weight: float = 1.0
     ends_call: bool = False

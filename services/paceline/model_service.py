@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 from prometheus_client import CollectorRegistry
 
+from paceline.core.addresses import check_address, check_host, host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES
@@ -27,9 +28,9 @@ from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.service.config import check_address, setting
+from paceline.service.config import setting
 from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, show_days_left
-from paceline.service.process import GrpcServer, settle_heap, start_grpc_server, until_stopped
+from paceline.service.process import GrpcServer, collect_rarely, settle_heap, start_grpc_server, until_stopped
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
@@ -101,7 +102,9 @@ class ModelServiceConfig:
         "", help="Zone that this replica runs in, such as a cloud's; those of one zone prefer each other."
     )
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     dtype: str = setting(
         "auto",
@@ -136,7 +139,8 @@ class ModelServiceConfig:
     )
 
     def __post_init__(self) -> None:
-        """Checks the address that others get, and the number of pages."""
+        """Checks the addresses, and the number of pages."""
+        check_host("--host", self.host)
         if self.announce:
             check_address("--announce", self.announce)
         if self.num_kv_blocks and self.num_kv_blocks < LEAST_PAGES:
@@ -153,7 +157,7 @@ def traces_of(
     config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
 ) -> AbstractAsyncContextManager[Tracer]:
     """Opens the traces of such a service by `open_tracing`."""
-    replica_id = config.replica_id or f"{role}-{config.announce or f'{config.host}:{config.port}'}"
+    replica_id = config.replica_id or f"{role}-{config.announce or host_port(config.host, config.port)}"
     return open_tracing(
         config.otlp_traces_endpoint,
         sample_ratio,
@@ -209,6 +213,7 @@ async def serve_model(
             ) as server:
                 await host.engine.start()
                 settle_heap()
+                collect_rarely()
                 supervisor = Supervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
@@ -293,7 +298,7 @@ async def _serve_announced(
             num_sessions=host.num_sessions,
             draining=draining,
             # A proxy keeps the host, but does not translate this port.
-            metrics_address=f"{address.rpartition(':')[0]}:{metrics_port}",
+            metrics_address=host_port(address.rpartition(":")[0], metrics_port),
             zone=config.zone,
         )
 

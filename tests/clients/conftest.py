@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-if not os.environ.get("PACELINE_CLIENT_SUITE_URL", ""):
+SERVED = json.loads(os.environ.get("PACELINE_CLIENT_SUITE_SERVED", "{}"))
+if not SERVED:
     # Their packages are in an environment of their own.
     collect_ignore_glob = ["test_*.py"]
 
@@ -28,21 +30,22 @@ class Served:
         return f"{self.url}/v1"
 
 
-def _served(name: str) -> Served:
-    folder = Path(os.environ[f"PACELINE_CLIENT_SUITE_{name}MODEL"])
-    return Served(url=os.environ[f"PACELINE_CLIENT_SUITE_{name}URL"], model=folder.name, folder=folder)
+def served_by(name: str) -> Served:
+    """What one of the fleets serves."""
+    folder = Path(SERVED[name]["model"])
+    return Served(url=SERVED[name]["url"], model=folder.name, folder=folder)
 
 
 @pytest.fixture(scope="session")
 def served() -> Served:
     """The demo pair, which knows no tools."""
-    return _served("")
+    return served_by("demo")
 
 
 @pytest.fixture(scope="session")
 def caller() -> Served:
     """A model that reasons, and calls `get_weather`, then `add`; or both at once, if the user says so."""
-    return _served("CALLER_")
+    return served_by("caller")
 
 
 @dataclass(frozen=True, kw_only=True)

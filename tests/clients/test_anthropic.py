@@ -181,7 +181,10 @@ def test_an_effort_is_taken(agent) -> None:
         ({"max_tokens": 0}, anthropic.BadRequestError),
         ({"max_tokens": 10**6}, anthropic.BadRequestError),
         ({"messages": []}, anthropic.BadRequestError),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}},
+            anthropic.BadRequestError,
+        ),
         ({"messages": [{"role": "user", "content": "x" * 5_000_000}]}, anthropic.RequestTooLargeError),
     ],
 )

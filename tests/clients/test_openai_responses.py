@@ -207,7 +207,7 @@ def test_what_is_wrong_is_refused_by_the_name_of_its_field(demo) -> None:
     image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.com/cat.png"}]}]
     for fields, param in (
         ({"input": image}, "input[0].content[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
     ):
         with pytest.raises(BadRequestError) as refused:

@@ -338,6 +338,19 @@ async def test_gateways_whose_clocks_differ_count_requests_alike(
     await other.close()
 
 
+async def test_a_count_that_is_given_back_is_free_for_every_gateway(server: Redis, port: int) -> None:
+    del server
+    one, other = (RateLimit(f"redis://{HOST}:{port}", timeout_s=30) for _ in range(2))
+    await one.count(ALICE)
+    await one.count(ALICE)
+    await one.give_back(ALICE)
+    await other.count(ALICE)
+    with pytest.raises(OverloadedError):
+        await one.count(ALICE)
+    await one.close()
+    await other.close()
+
+
 async def test_times_that_are_yet_to_come_by_the_store_s_clock_are_forgotten(server: Redis, port: int) -> None:
     """Its clock was set back, or a failover led to a server with another one."""
     later_ms = (await server.time())[0] * 1000 + 3_600_000

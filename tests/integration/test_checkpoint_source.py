@@ -108,10 +108,14 @@ def test_without_the_server_the_cache_serves(hub: Hub, monkeypatch: pytest.Monke
 
 
 def test_a_gateway_fetches_tokenizer_and_templates_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = "additional_chat_templates/tool_use.jinja"
+    hub.repos["org/tiny"].files |= {named: b"{{ messages }}", "assets/chat_template.jinja": b"not needed"}
     (name, folder), *_ = model_folders(["org/tiny"], "").items()
     assert name == "org/tiny"
     assert "model.safetensors" not in hub.fetched()
     assert (folder / "tokenizer.json").is_file()
+    assert (folder / named).is_file()
+    assert not (folder / "assets").exists()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch("org/tiny", files=TEXT_FILES) == folder
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to ask the Hub, and it is not .* in the cache"):

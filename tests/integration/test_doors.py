@@ -21,6 +21,7 @@ from paceline.client.generate import GenerateConfig, stream
 from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
 from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.http.response import LAST_EVENT_ID
 from paceline.gateway.service import serve
 from paceline.gateway.sessions.output import Event
 from paceline.gateway.sessions.request import SessionRequest
@@ -177,6 +178,56 @@ async def test_a_key_over_its_rate_is_told_when_to_come_again_at_either_door(fle
     assert (await complete(fleet, ALICE)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/nowhere"]
+)
+@pytest.mark.parametrize("place", ["x", f"cmpl-1-0:3:{'a' * 32}"])
+async def test_to_name_a_place_in_a_stream_costs_as_much_as_any_request(
+    fleet: ScriptedFleet, path: str, place: str
+) -> None:
+    """`Last-Event-ID` switched the rate limit off, whatever came of it."""
+    headers = {**bearer(SLOW), LAST_EVENT_ID: place}
+    body = {"model": MODEL, "prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    answers = [await fleet.http.post(path, json=body, headers=headers) for _ in range(3)]
+    assert [answer.status_code == 429 for answer in answers] == [False, False, True]
+
+
+async def test_to_resume_what_is_not_there_costs_as_much_as_any_call(fleet: ScriptedFleet) -> None:
+    def resumed() -> AsyncIterator[object]:
+        request = gateway_pb2.ResumeRequest(session_id="grpc-1")
+        return aiter(fleet.stub.Resume(request, metadata=(("authorization", f"Bearer {SLOW}"),), timeout=30))
+
+    codes = []
+    for _ in range(3):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await anext(resumed())
+        codes.append(refused.value.code())
+    assert codes == [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+async def test_a_stream_that_goes_on_was_counted_when_it_began(fleet: ScriptedFleet) -> None:
+    options = {"include_event_ids": True}
+    begun = await complete(fleet, SLOW, stream=True, stream_options=options, seed=0)
+    place = begun.text.partition("id: ")[2].partition("\n")[0]
+    body = {"model": MODEL, "prompt": "the fox", "max_tokens": 6, "stream": True, "stream_options": options}
+    resume = gateway_pb2.ResumeRequest(session_id=place.split(":")[0])
+    await recorded(fleet, resume.session_id)
+    for _ in range(3):
+        rest = await fleet.http.post("/v1/completions", json=body, headers={**bearer(SLOW), LAST_EVENT_ID: place})
+        assert rest.status_code == 200
+        assert [r async for r in fleet.stub.Resume(resume, metadata=(("authorization", f"Bearer {SLOW}"),))]
+    assert [(await complete(fleet, SLOW)).status_code for _ in range(2)] == [200, 429]
+
+
+async def recorded(fleet: ScriptedFleet, session_id: str) -> None:
+    """Waits until the record of a session says that it has ended."""
+    async with asyncio.timeout(30):
+        while (  # noqa: ASYNC110 - records are written in the background
+            logged := await fleet.store.session(session_id)
+        ) is None or logged.record.state is SessionState.RUNNING:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_key_gets_no_more_sessions_than_its_line_says(fleet: ScriptedFleet) -> None:
     response = await complete(fleet, SMALL, n=2)
     assert response.status_code == 429
@@ -188,11 +239,7 @@ async def test_a_session_is_resumed_by_its_own_key_and_to_others_does_not_exist(
     request = gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="the fox")
     responses = [r async for r in fleet.stub.Generate(request, metadata=(("authorization", f"Bearer {ALICE}"),))]
     resume = gateway_pb2.ResumeRequest(session_id=responses[0].session_id)
-    async with asyncio.timeout(30):
-        while (  # noqa: ASYNC110 - records are written in the background
-            logged := await fleet.store.session(resume.session_id)
-        ) is None or logged.record.state is SessionState.RUNNING:
-            await asyncio.sleep(0.01)
+    await recorded(fleet, resume.session_id)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         async for _ in fleet.stub.Resume(resume, metadata=(("authorization", f"Bearer {BOB}"),)):
             pass
@@ -225,6 +272,23 @@ async def test_keys_change_without_a_restart(tmp_path: Path, keys_file: Path, mo
             while (await complete(fleet, ALICE)).status_code == 200:
                 pass
         assert (await complete(fleet, BOB)).status_code == 200
+
+
+async def test_health_and_a_metric_say_what_is_wrong_with_a_file_of_keys_whose_other_lines_are_in_force(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stolen key stayed in force, and health `ok`, once any other line was wrong."""
+    monkeypatch.setattr(keys.KeyRing.keep_fresh, "__defaults__", (0.01,))
+    async with scripted_fleet(tmp_path, api_keys_file=keys_file) as fleet:
+        assert (await fleet.http.get("/health")).json()["keys"] == "ok"
+        keys_file.write_text(f"alice\n{line(BOB)}")
+        async with asyncio.timeout(30):
+            while (await complete(fleet, ALICE)).status_code == 200:
+                pass
+        report = await fleet.http.get("/health")
+        assert (report.status_code, report.json()["status"]) == (200, "degraded")
+        assert "--api-keys-file: line 1: must be" in report.json()["keys"]
+        assert "paceline:api_keys_bad_lines 1.0" in (await fleet.http.get("/metrics", headers=bearer(BOB))).text
 
 
 async def start(**settings: Path) -> None:

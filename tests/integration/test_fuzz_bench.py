@@ -20,7 +20,7 @@ A_FEW = 4
 
 async def test_bad_messages_of_every_kind_get_the_statuses_that_are_right_for_them(tiny_pair, tmp_path: Path) -> None:
     async with (
-        scripted_fleet(tmp_path) as fleet,
+        scripted_fleet(tmp_path, trust_request_chat_template=True) as fleet,
         verifier_at(tiny_pair[0]) as (verifier, target_host),
         running_drafter(tiny_pair[1]) as (drafter, draft_host),
     ):

@@ -284,6 +284,7 @@ async def test_health_and_metrics_answer(fresh_fleet: ScriptedFleet) -> None:
         "status": "ok",
         "store": "ok",
         "tasks": "ok",
+        "keys": "ok",
         "models": "ok",
         "verifiers": 1,
         "drafters": 0,

@@ -18,8 +18,12 @@ from paceline.core.messages import FinishReason
 from paceline.core.params import GRAMMAR, NGRAM, SamplingParams, SpeculationParams
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
+from paceline.gateway.api.openai.tools import read_toolbox
+from paceline.gateway.grammars.calls import calls_amid_text
 from paceline.gateway.grammars.compiling import LAYOUT
 from paceline.gateway.grammars.partial import Opening
+from paceline.gateway.http.fields import UnknownFields
+from paceline.gateway.message.form import HERMES, LLAMA3_JSON
 from tests.support.engines import EnginePair
 
 OFF = SpeculationParams(enabled=False)
@@ -129,6 +133,25 @@ def test_what_follows_free_text_is_bound_and_drafts_leave_all_of_it_alone(run, t
     cut = len(plain[0].token_ids) // 2
     rest = run(sampling, count=1, committed=plain[0].token_ids[:cut])
     assert plain[0].token_ids[:cut] + ids(rest)[0] == plain[0].token_ids
+
+
+@pytest.mark.parametrize("family", [HERMES, LLAMA3_JSON])
+def test_a_format_or_a_call_is_written_as_without_drafts(run, tokenizer, family):
+    """vLLM #39929: the grammar of both is followed with speculation as without."""
+    tool = {"name": "define", "parameters": SCHEMA, "strict": True}
+    toolbox = read_toolbox([{"type": "function", "function": tool}], "auto", False, UnknownFields(strict=False))
+    opening = Opening(reasoning="", prompt_end="", token_of=lambda _: None)
+    title = {"type": "object", "properties": {"title": {"type": "boolean"}}, "required": ["title"]}
+    grammar = calls_amid_text(toolbox, family, opening, grammar_of(title))
+    sampling = replace(GREEDY, temperature=1.3, seed=7, grammar=grammar)
+    methods = ("draft_model", NGRAM, GRAMMAR)
+    speculation = SpeculationParams(method="+".join(methods))
+    plain = run(sampling, count=8)
+    drafted = run(sampling, speculation, count=8, policy=FixedGamma(gamma=8), width=3, methods=methods)
+    assert ids(drafted) == ids(plain)
+    assert sum(session.result.speculation.num_accepted_draft_tokens for session in drafted) > 20
+    texts = [tokenizer.decode(session.token_ids) for session in plain]
+    assert all(text.startswith(('{"title": ', '{"name": ', "<tool_call>", "<|python_tag|>")) for text in texts), texts
 
 
 def test_a_session_goes_on_from_its_committed_tokens_with_the_same_text(run, plain):

@@ -98,6 +98,11 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -
         '{"policy": {}, "calibrations": {"tier greedy coupled": [NaN, 0, 1, 1, 0]}}',
         '{"policy": {}, "calibrations": {"tier greedy coupled": [1, 0, -1, 1, 0]}}',
         '{"policy": {}, "calibrations": 3}',
+        "[" * 100_000,
+        '{"policy": {}, "calibrations": {"tier greedy coupled": [1, 0, 1, 1, 1e200]}}',
+        '{"policy": {}, "calibrations": {"tier greedy coupled": [Infinity, 0, 1, 1, 0]}}',
+        "9" * 5_000,
+        "\udc80",
         json.dumps({"policy": {"step_times": [2.0] * 37, "in_hand": [2.0] * 16, "own": []}, "calibrations": {}}),
     ],
 )
@@ -105,7 +110,7 @@ def test_a_file_of_something_else_is_like_none(tiny_pair, file: LearnedFile, con
     pair = fresh(tiny_pair)
     before = pair.target.learned()
     file.path.parent.mkdir()
-    file.path.write_text(content)
+    file.path.write_text(content, errors="surrogateescape")
     with caplog.at_level(logging.WARNING):
         file.give_to(pair.target)
     assert "cannot be used" in caplog.text
@@ -130,8 +135,8 @@ def test_each_machine_model_and_way_to_run_has_a_file_of_its_own(tiny_pair, tmp_
     assert len({path(), path(threads=7), path(speculative_config='{"method": "ngram"}'), path(learned_dir="")}) == 4
     assert path(learned_dir=NOWHERE) is None
     assert learned_file(config, replace(identity, weights_hash="other"), {}).path != path()
-    cached = learned_file(replace(config, learned_dir=""), identity, {"XDG_CACHE_HOME": "/cache"}).path
-    assert cached.parent == Path("/cache/paceline/learned")
+    cached = learned_file(replace(config, learned_dir=""), identity, {"XDG_CACHE_HOME": str(tmp_path)}).path
+    assert cached.parent == tmp_path / "paceline" / "learned"
 
 
 def test_nothing_is_read_where_nothing_is_kept(tiny_pair, file: LearnedFile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import sys
 from pathlib import Path
@@ -94,6 +95,25 @@ async def test_a_fleet_with_certificates_speaks_tls_everywhere(tiny_pair: tuple[
         async with asyncio.timeout(30):
             while "stream to drafter is up" not in verifier_log.read_text():  # noqa: ASYNC110 - a file gives no event
                 await asyncio.sleep(0.05)
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine's loopback")
+async def test_a_fleet_serves_over_ipv6(tiny_pair: tuple[Path, Path]) -> None:
+    """TensorRT-LLM #10877: store, services, their health and the registry's addresses, all on ::1."""
+    spec = load(FleetSpec, [*arguments(tiny_pair), "--host", "::1"], {}, "up", "")
+    async with LocalFleet(spec, environ=os.environ) as fleet:
+        assert fleet.gateway_url.startswith("http://[::1]:")
+        assert await complete(fleet)
+        assert await fleet.is_well("drafter")
 
 
 @pytest.mark.full

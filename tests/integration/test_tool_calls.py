@@ -109,6 +109,56 @@ async def test_a_stream_that_broke_off_within_a_call_goes_on_within_it(fleet: Sc
         assert rest[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("step_len", [1, 4, 200])
+async def test_a_stop_string_ends_what_the_user_sees_and_nothing_else(fleet: ScriptedFleet, step_len: int) -> None:
+    """vLLM #53066: the stop string occurs in the thought and in the arguments of a call."""
+    call = '<tool_call>{"name": "f", "arguments": {"a": "END"}}</tool_call>'
+    says(fleet, f"<think>the END?</think>So:{call} it ENDs here", step_len)
+    for stream in (False, True):
+        fields: Any = {"tools": [TOOL], "stop": ["END"]}
+        if stream:
+            async with fleet.openai.chat.completions.stream(model=MODEL, messages=[USER], **fields) as events:
+                answer: Any = await events.get_final_completion()
+        else:
+            answer = await asked(fleet, **fields)
+        [choice] = answer.choices
+        message = choice.message.model_dump()
+        assert message["reasoning_content"] == "the END?"
+        assert (message["content"], choice.finish_reason) == ("So: it ", "tool_calls")
+        assert [each["function"]["arguments"] for each in message["tool_calls"]] == ['{"a": "END"}']
+    says(fleet, "<think>the END?</think>So it ENDs", step_len)
+    response = await fleet.openai.responses.create(model=MODEL, input="hello", extra_body={"stop": ["END"]})
+    assert response.output_text == "So it "
+    body = {"model": MODEL, "max_tokens": 99, "messages": [USER], "stop_sequences": ["END"]}
+    told = (await fleet.http.post("/v1/messages", json=body)).json()
+    assert (told["stop_reason"], told["stop_sequence"], told["content"][-1]["text"]) == (
+        "stop_sequence",
+        "END",
+        "So it ",
+    )
+
+
+async def test_a_stream_that_broke_off_goes_on_to_the_same_stop_string(fleet: ScriptedFleet) -> None:
+    says(fleet, "<think>the END?</think>So: it ENDs here", step_len=2)
+    body = {"messages": [USER], "tools": [TOOL], "stop": ["END"], "stream": True}
+    body["stream_options"] = {"include_event_ids": True}
+    whole = await events(fleet, body, {})
+    assert content(whole) == "So: it "
+    for at in range(1, len(whole) - 1):
+        rest = await events(fleet, body, {"Last-Event-ID": whole[at][0]})
+        assert content(whole[: at + 1]) + content(rest) == "So: it ", at
+        assert rest[-1][1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_call_that_begins_in_reasoning_is_a_call(fleet: ScriptedFleet) -> None:
+    """vLLM PR #35687: reasoning, then a call without `</think>`."""
+    says(fleet, f"<think>hm\n{CALLS}")
+    choice = (await asked(fleet, tools=[TOOL])).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.model_dump()["reasoning"] == "hm"
+    assert len(choice.message.tool_calls or ()) == 2
+
+
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
@@ -120,6 +170,11 @@ async def events(fleet: ScriptedFleet, body: dict[str, Any], headers: dict[str, 
     assert answer.status_code == 200
     blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in answer.text.split("\n\n") if block]
     return [(each.get("id", ""), json.loads(each["data"])) for each in blocks if each["data"] != "[DONE]"]
+
+
+def content(told: list[tuple[str, Any]]) -> str:
+    """The content that deltas add up to."""
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for _, chunk in told)
 
 
 def arguments(told: list[tuple[str, Any]]) -> str:
@@ -134,7 +189,7 @@ def arguments(told: list[tuple[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "magic"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),

@@ -7,16 +7,19 @@ and nothing is run.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
+from tests.support.agent_models import FAMILIES, save_agent
 from tests.support.tool_caller import save_tool_caller
 from tools.environments import child_environ, environment, known_environment
 from tools.processes import CommandFailedError
@@ -26,6 +29,8 @@ COMMON: dict[str, Any] = {
     "dtype": "float32",
     "gateway_arg": ("--allowed-origins=https://chat.example.com", "--trust-request-chat-template"),
 }
+DRAFTS_ITSELF = json.dumps({"method": "draft_model", "placement": "verifier"})
+AGENT_MEMORY = 0.05
 TESTS = Path(__file__).resolve().parents[1] / "clients"
 
 
@@ -39,30 +44,56 @@ def main(arguments: Sequence[str]) -> int:
     return asyncio.run(_with_fleets(python, arguments))
 
 
+def _specs(scratch: Path) -> dict[str, FleetSpec]:
+    """Returns the fleets: the demo pair, a model that calls tools, and an agent of each family, which drafts itself."""
+    tool_caller = scratch / "tool-caller"
+    save_tool_caller(tool_caller, DEMO_TARGET)
+    for name, family in FAMILIES.items():
+        save_agent(scratch / name, DEMO_TARGET, family)
+    agents = {
+        name: FleetSpec(
+            **COMMON,
+            model=scratch / name,
+            draft_model=scratch / name,
+            drafter=False,
+            speculative_config=DRAFTS_ITSELF,
+            memory_utilization=AGENT_MEMORY,
+            # Threads of several fleets would wait for one another on few cores.
+            verifier_threads=1,
+        )
+        for name in FAMILIES
+    }
+    return {
+        "demo": FleetSpec(**COMMON, model=DEMO_TARGET, draft_model=DEMO_DRAFTER),
+        "caller": FleetSpec(**COMMON, model=tool_caller, drafter=False),
+        **agents,
+    }
+
+
 async def _with_fleets(python: Path, arguments: Sequence[str]) -> int:
-    with tempfile.TemporaryDirectory() as scratch:
-        tool_caller = Path(scratch) / "tool-caller"
-        save_tool_caller(tool_caller, DEMO_TARGET)
-        demo = FleetSpec(**COMMON, model=DEMO_TARGET, draft_model=DEMO_DRAFTER)
-        caller = FleetSpec(**COMMON, model=tool_caller, drafter=False)
-        async with (
-            LocalFleet(demo, environ=os.environ) as demo_fleet,
-            LocalFleet(caller, environ=os.environ) as caller_fleet,
-        ):
-            told = {
-                "PACELINE_CLIENT_SUITE_URL": demo_fleet.gateway_url,
-                "PACELINE_CLIENT_SUITE_MODEL": str(DEMO_TARGET),
-                "PACELINE_CLIENT_SUITE_CALLER_URL": caller_fleet.gateway_url,
-                "PACELINE_CLIENT_SUITE_CALLER_MODEL": str(tool_caller),
-                "PACELINE_CLIENT_SUITE_VLLM": str(_vllm() or ""),
-                # It asks the network for prices otherwise.
-                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            }
-            command = ["-m", "pytest", "-c", TESTS / "pytest.ini", "--rootdir", TESTS, "--confcutdir", TESTS, TESTS]
-            process = await asyncio.create_subprocess_exec(
-                python, *command, *arguments, env={**child_environ(os.environ), **told}
-            )
-            return await process.wait()
+    async with AsyncExitStack() as stack:
+        specs = _specs(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        fleets = [LocalFleet(spec, environ=os.environ) for spec in specs.values()]
+        # The first one alone: it compiles what all others then find compiled.
+        await stack.enter_async_context(fleets[0])
+        await asyncio.gather(*(stack.enter_async_context(fleet) for fleet in fleets[1:]))
+        served = {
+            name: {"url": fleet.gateway_url, "model": str(spec.model)}
+            for (name, spec), fleet in zip(specs.items(), fleets, strict=True)
+        }
+        command = ["-m", "pytest", "-c", TESTS / "pytest.ini", "--rootdir", TESTS, "--confcutdir", TESTS, TESTS]
+        process = await asyncio.create_subprocess_exec(python, *command, *arguments, env=_environ(served))
+        return await process.wait()
+
+
+def _environ(served: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    return {
+        **child_environ(os.environ),
+        "PACELINE_CLIENT_SUITE_SERVED": json.dumps(served),
+        "PACELINE_CLIENT_SUITE_VLLM": str(_vllm() or ""),
+        # It asks the network for prices otherwise.
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
 
 
 def _vllm() -> Path | None:

@@ -295,10 +295,15 @@ def identity(codec: TextCodec, **changes: Any) -> ModelIdentity:
 
 @asynccontextmanager
 async def scripted_fleet(
-    folder: Path, *, num_verifiers: int = 1, own: ModelDefaults = NO_DEFAULTS, **settings: Any
+    folder: Path,
+    *,
+    num_verifiers: int = 1,
+    own: ModelDefaults = NO_DEFAULTS,
+    template: str = tiny_tokenizer.CHAT_TEMPLATE,
+    **settings: Any,
 ) -> AsyncIterator[ScriptedFleet]:
-    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`, and `own` the model's."""
-    codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL))
+    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`."""
+    codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL, chat_template=template))
     store = MemoryStore()
     verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
     stop = asyncio.Event()

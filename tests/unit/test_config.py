@@ -13,7 +13,6 @@ from paceline.core.errors import ConfigError
 from paceline.drafter.config import DrafterConfig
 from paceline.service.config import (
     as_called,
-    check_address,
     from_mapping,
     load,
     loggable,
@@ -153,19 +152,6 @@ def test_passwords_never_reach_the_log() -> None:
     config = ExampleConfig(redis_url="redis://user:secret@example:6379/2")
     assert loggable(config)["redis_url"] == "redis://example:6379/2"
     assert public_url("redis://:secret@[::1]:6379/0?password=x") == "redis://[::1]:6379/0"
-
-
-def test_an_address_is_host_and_port_and_anything_else_is_refused_with_name_and_value() -> None:
-    for address in ("10.0.0.7:8201", "drafter-0.pool_1.svc:1", "[fd00::7]:65535", "localhost:8201"):
-        check_address("--announce", address)
-    for address in (
-        *("drafter", "drafter:", ":8201", "drafter:0", "drafter:65536"),
-        *("fd00::7:8201", "dns:///drafter:8201", "a:1,b:2", "a b:1"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            check_address("--announce", address)
-        assert str(caught.value).startswith("--announce must be host:port with a port from 1 to 65535")
-        assert repr(address) in str(caught.value)
 
 
 @pytest.mark.parametrize("config_class", [DrafterConfig, VerifierConfig])

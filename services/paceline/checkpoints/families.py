@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.checkpoints.config_fields import (
+    CONFIG,
+    decoder_problem,
+    description_problem,
+    eagle3_problem,
+    lean_problem,
+)
 from paceline.checkpoints.json_file import read_object
 
 Config = Mapping[str, Any]
@@ -19,9 +26,13 @@ Config = Mapping[str, Any]
 LEAN, GENERIC = "lean", "generic"
 # Positions turned by frequencies that depend on the longest sequence of a batch.
 LENGTH_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
+SERVED_SCALINGS: Final = frozenset({"default", "linear", "llama3", "yarn"})
 
 EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
 SPECULATORS_TYPE: Final = "eagle3"
+
+# Options of some heads that change what is computed.
+_UNSERVED_IN_EAGLE3: Final = ("norm_before_fc", "norm_output", "fc_norm")
 
 _SOFTCAP = "its attention caps scores (attn_logit_softcapping)"
 _SINKS = "its attention has sinks"
@@ -139,12 +150,13 @@ LEAN_ARCHITECTURES: Final = frozenset(
 
 def family_of(config: Config) -> Family | None:
     """The family of a config.json; None: it is not in the table."""
-    names = config.get("architectures") or ()
-    return next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
+    return next((_BY_ARCHITECTURE[name] for name in architectures(config) if name in _BY_ARCHITECTURE), None)
 
 
 def refusal(config: Config) -> str:
     """Why our engine does not serve a model, by its config.json, and what to use instead; empty: it serves or tries."""
+    if wrong := description_problem(config):
+        return wrong
     family, own_code = family_of(config), config.get("auto_map")
     if family is None and not is_causal(config):
         return f"architectures: must name one causal language model, got {_named(config)}"
@@ -167,7 +179,21 @@ def refusal(config: Config) -> str:
             f"rope_scaling: {sorted(scaled)[0]!r} is not served by our engine, since it depends on the longest "
             "sequence of a batch: use --engine vllm"
         )
-    return ""
+    wrong = decoder_problem(config)
+    lean = family is not None and family.decoder == LEAN
+    unknown = rope_types(config) - SERVED_SCALINGS if lean else frozenset()
+    if not wrong and unknown:
+        served = sorted(SERVED_SCALINGS)
+        return f"{CONFIG}: rope_parameters.rope_type: {sorted(unknown)[0]!r} is not served, one of {served} is"
+    return wrong or (lean_problem(config) if lean else "")
+
+
+def eagle3_refusal(config: Config, where: object = CONFIG) -> str:
+    """Why our engine does not draft with an EAGLE-3 head, by its config.json; empty: it does."""
+    unserved = [name for name in _UNSERVED_IN_EAGLE3 if config.get(name)]
+    if unserved:
+        return f"{where}: {unserved[0]}: EAGLE-3 heads with this option are not served"
+    return eagle3_problem(config, where)
 
 
 def vllm_refusal(config: Config) -> str:
@@ -180,8 +206,14 @@ def vllm_refusal(config: Config) -> str:
 
 def is_causal(config: Config) -> bool:
     """Whether config.json names one causal language model, as our engine reads it."""
-    names = list(config.get("architectures") or ())
-    return len(names) == 1 and str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
+    names = architectures(config)
+    return len(names) == 1 and names[0].endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def architectures(config: Config) -> tuple[str, ...]:
+    """Names of the classes that config.json gives."""
+    names = config.get("architectures")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def quant_method(config: Config) -> str:
@@ -198,6 +230,25 @@ def rope_types(config: Config) -> frozenset[str]:
     return frozenset(str(part.get("rope_type") or part.get("type") or "default") for part in parts)
 
 
+def context_lens(limit: int, model_type: str, scaling: Config) -> tuple[int, int]:
+    """How far a model reads in tokens, as its author set it and at most.
+
+    Linear scaling stretches the positions that config.json names. YaRN may stretch them in the file or leave that to
+    whoever serves the model, since it costs quality in short texts; it is used when asked for.
+
+    Args:
+        limit: max_position_embeddings.
+        model_type: As in config.json; Gemma 3's limit is that after scaling.
+        scaling: rope_scaling or rope_parameters.
+    """
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor") or 1
+    if kind == "linear" and not model_type.startswith("gemma3"):
+        return int(limit * factor), int(limit * factor)
+    if kind == "yarn":
+        return limit, max(limit, int((scaling.get("original_max_position_embeddings") or limit) * factor))
+    return limit, limit
+
+
 def text_config(config: Config) -> Config:
     """The part of config.json that describes the decoder of text."""
     inner = config.get("text_config")
@@ -211,10 +262,8 @@ def is_eagle3(folder: Path) -> bool:
 
 def describes_eagle3(config: Config) -> bool:
     """Whether a config.json is that of an EAGLE-3 head."""
-    return EAGLE3_ARCHITECTURE in (config.get("architectures") or []) or (
-        config.get("speculators_model_type") == SPECULATORS_TYPE
-    )
+    return EAGLE3_ARCHITECTURE in architectures(config) or (config.get("speculators_model_type") == SPECULATORS_TYPE)
 
 
 def _named(config: Config) -> str:
-    return ", ".join(map(str, config.get("architectures") or ())) or "none is named"
+    return ", ".join(architectures(config)) or "none is named"

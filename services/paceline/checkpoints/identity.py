@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoints.config_fields import CONFIG, END_TOKENS, GENERATION, SPELLING, TOKENIZER
+from paceline.checkpoints.fields import check
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+IGNORED = "eos_token_id: {} are ignored, since the vocabulary has {} ids ({})"
 # Pieces of each weight file that are hashed, and their size; other weights of the same shape differ everywhere.
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
@@ -44,31 +52,91 @@ def vocab_hash(folder: Path) -> str:
             f"{folder} has no tokenizer.json: save one with "
             "AutoTokenizer.from_pretrained(<original>).save_pretrained(<folder>), a fast tokenizer is needed"
         )
-    content = read_object(path)
-    vocab = (content.get("model") or {}).get("vocab")
-    if isinstance(vocab, list):
-        vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
-    if not isinstance(vocab, dict):
-        raise ConfigError(f"{path} has no model.vocab: it was not written by the tokenizers library")
-    tokens = {int(token_id): str(token) for token, token_id in vocab.items()}
-    tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
+    tokens = _tokens(path)
     digest = hashlib.sha256(json.dumps(sorted(tokens.items()), ensure_ascii=True).encode("ascii"))
     return digest.hexdigest()[:32]
 
 
-def eos_token_ids(folder: Path, found: object) -> tuple[int, ...]:
-    """Returns the tokens that end a text: those of generation_config.json, or otherwise `found` from config.json.
+def _tokens(path: Path) -> dict[int, str]:
+    """The tokens of a tokenizer.json by their ids.
 
     Raises:
-        ConfigError: The value is neither a token id nor a list of them.
+        ConfigError: It was not written by the tokenizers library.
     """
-    source, path = folder / "config.json", folder / "generation_config.json"
+    content = read_object(path)
+    try:
+        vocab = content["model"]["vocab"]
+        entries = ((entry[0], token_id) for token_id, entry in enumerate(vocab)) if isinstance(vocab, list) else None
+        tokens = {int(token_id): str(token) for token, token_id in entries or vocab.items()}
+        tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} has no model.vocab: it was not written by the tokenizers library ({error!r})"
+        ) from error
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTokens:
+    """The tokens that end a text.
+
+    Attributes:
+        ids: Within the vocabulary, in order.
+        ignored: What the files name beside them: ids outside the vocabulary.
+    """
+
+    ids: tuple[int, ...]
+    ignored: tuple[int, ...]
+
+
+def end_tokens(folder: Path, found: object, vocab_size: int) -> EndTokens:
+    """Reads the tokens that end a text, as vLLM does.
+
+    They are those of generation_config.json, or otherwise `found` from config.json, and the tokenizer's own end token:
+    files of chat models may name the base model's only.
+
+    Raises:
+        ConfigError: A value has another type; names file, field and value.
+    """
+    source, path = folder / CONFIG, folder / GENERATION
     if path.is_file():
         generation = read_object(path)
         if generation.get("eos_token_id") is not None:
             found, source = generation["eos_token_id"], path
-    token_ids = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
-    for token_id in token_ids:
-        if type(token_id) is not int or token_id < 0:
-            raise ConfigError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
-    return token_ids
+    found = list(found) if isinstance(found, tuple) else found
+    check({"eos_token_id": found}, END_TOKENS, source)
+    named: list[int] = found if isinstance(found, list) else [found] if isinstance(found, int) else []
+    unique = dict.fromkeys((*named, *_tokenizers_own(folder)))
+    return EndTokens(
+        ids=tuple(token_id for token_id in unique if token_id < vocab_size),
+        ignored=tuple(token_id for token_id in unique if token_id >= vocab_size),
+    )
+
+
+def eos_token_ids(folder: Path, found: object, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids of `end_tokens`; logs those that are ignored.
+
+    Raises:
+        ConfigError: As `end_tokens`.
+    """
+    ends = end_tokens(folder, found, vocab_size)
+    if ends.ignored:
+        _warn(IGNORED.format(list(ends.ignored), vocab_size, folder))
+    return ends.ids
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Once, however often a service reads its checkpoint."""
+    logger.warning(line)
+
+
+def _tokenizers_own(folder: Path) -> tuple[int, ...]:
+    path, tokenizer = folder / TOKENIZER, folder / "tokenizer.json"
+    settings = read_object(path) if path.is_file() else {}
+    check(settings, SPELLING, path)
+    spelled = settings.get("eos_token")
+    spelled = spelled["content"] if isinstance(spelled, dict) else spelled
+    if spelled is None or not tokenizer.is_file():
+        return ()
+    return tuple(token_id for token_id, token in _tokens(tokenizer).items() if token == spelled)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.checkpoints.families import Config, family_of, text_config
+from paceline.checkpoints.families import Config, context_lens, family_of, text_config
 
 KV_BYTES: Final = 2
 _WIDE: Final = ("float32", "float64")
@@ -34,6 +34,7 @@ class Sizes:
         full_layers: Layers whose KV grows with the text.
         window_layers: Layers that look back no further than `window` tokens.
         context_len: None: unknown from config.json.
+        longest_context_len: Where scaled positions are asked for; None likewise.
     """
 
     num_layers: int
@@ -44,6 +45,7 @@ class Sizes:
     window_layers: int
     window: int
     context_len: int | None
+    longest_context_len: int | None
 
     def kv_bytes(self, num_tokens: int) -> int:
         """KV of a session with this number of tokens."""
@@ -60,6 +62,9 @@ def sizes_of(config: Config) -> Sizes | None:
     if not layers or not hidden:
         return None
     full, window_layers, window = _layer_kinds(text, layers)
+    limit = _first(text, "max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters")
+    lens = limit and context_lens(limit, str(text.get("model_type")), scaling if isinstance(scaling, Mapping) else {})
     mixed = any(text.get(name) for name in _ATTENTION_EVERY) or not _heads(text)
     counted = None if mixed else _parameters(text, layers, hidden)
     return Sizes(
@@ -70,7 +75,8 @@ def sizes_of(config: Config) -> Sizes | None:
         full_layers=full,
         window_layers=window_layers,
         window=window,
-        context_len=_first(text, "max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
+        context_len=lens[0] if lens else None,
+        longest_context_len=lens[1] if lens else None,
     )
 
 

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.families import architectures, is_eagle3
 from paceline.checkpoints.identity import vocab_hash
-from paceline.checkpoints.json_file import parse_object
+from paceline.checkpoints.json_file import parse_object, read_object
+from paceline.checkpoints.sizes import sizes_of
 from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
 from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import child_environment
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
+from paceline.user_cache import NothingWritableError, user_cache
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
@@ -83,12 +85,6 @@ def check_checkpoint(path: Path, flag: str) -> Path:
     return path.absolute()
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder for what can be made again."""
-    root = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "paceline"
-
-
 def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], preset: str = WIDENED_PRESET) -> Path:
     """Returns the demo target widened to 98 M parameters (or to 400 M), made now if it is not in the cache.
 
@@ -102,16 +98,23 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
     for file in sorted(DEMO_TARGET.iterdir()):
         if file.suffix != ".md":
             digest.update(file.name.encode() + file.read_bytes())
-    out = cache_folder(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
+    out = _cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
         say(f"widening the demo target to {WIDENED_SIZES[preset]} parameters, once: {out}")
         _widen_in_own_process(out, preset, environ)
     return out
 
 
+def _cache(environ: Mapping[str, str]) -> Path:
+    try:
+        return user_cache(environ)
+    except NothingWritableError as error:
+        raise ConfigError(str(error)) from None
+
+
 def bundled_and_cached(environ: Mapping[str, str]) -> list[Path]:
     """Returns the checkpoint folders that are here without being named."""
-    cached = sorted(cache_folder(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
+    cached = sorted(_cache(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
     return [path for path in (DEMO_TARGET, DEMO_DRAFTER, *cached) if (path / "config.json").is_file()]
 
 
@@ -123,14 +126,14 @@ def facts_of(path: Path) -> CheckpointFacts:
     """
     check_checkpoint(path, "checkpoint")
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        widened = config.get("paceline_widened_from")
+        config = read_object(path / "config.json")
+        widened, sizes = config.get("paceline_widened_from"), sizes_of(config)
         return CheckpointFacts(
             path=path,
-            architecture=str((config.get("architectures") or ["unknown"])[0]),
+            architecture=next(iter(architectures(config)), "unknown"),
             num_parameters=num_parameters(path),
             vocab_size=int(config["vocab_size"]),
-            context_len=int(config["max_position_embeddings"]),
+            context_len=int((sizes and sizes.context_len) or 0),
             vocab_hash=vocab_hash(path),
             widened_from=None if widened is None else str(widened["name"]),
         )
@@ -204,7 +207,8 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
     Raises:
         ConfigError: A folder is none, or the draft model is not named.
     """
-    own = spec.model
+    # Of a simulated target only the tokenizer is real.
+    own = spec.model or (DEMO_TARGET if spec.simulate else None)
     target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
     drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
     if len(drafts) > spec.num_drafters:

@@ -7,7 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoints.families import GENERIC, LEAN, Config, family_of, quant_method, refusal, vllm_refusal
+from paceline.checkpoints.families import (
+    GENERIC,
+    LEAN,
+    Config,
+    architectures,
+    describes_eagle3,
+    eagle3_refusal,
+    family_of,
+    quant_method,
+    refusal,
+    text_config,
+    vllm_refusal,
+)
+from paceline.checkpoints.identity import IGNORED, end_tokens
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.sizes import Sizes, sizes_of
 from paceline.checkpoints.source import CONFIG_FILES, MODEL_FILES, TEXT_FILES, folder_of, parse
@@ -24,7 +37,7 @@ DESCRIPTION = (
     "NAME fetches one from the Hub."
 )
 CHECK_DESCRIPTION = (
-    "Says which engine serves a model, what it takes of memory and what limits it; reads its config.json alone."
+    "Says which engine serves a model, what it takes of memory and what limits it; reads its JSON settings alone."
 )
 FETCH_DESCRIPTION = (
     "Fetches a checkpoint of the Hugging Face Hub into its cache (HF_HOME), with the token HF_TOKEN, and prints the "
@@ -75,8 +88,15 @@ def main(argv: Sequence[str]) -> None:
     rows: list[tuple[str, ...]] = [
         ("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")
     ]
-    rows += [_row(facts_of(path)) for path in (*bundled_and_cached(os.environ), *config.path)]
+    broken: list[str] = []
+    for path in (*bundled_and_cached(os.environ), *config.path):
+        try:
+            rows.append(_row(facts_of(path)))
+        except ConfigError as error:
+            broken.append(str(error))
     say("\n".join(table(rows)))
+    if broken:
+        raise ConfigError("; ".join(broken))
 
 
 def _row(facts: CheckpointFacts) -> tuple[str, ...]:
@@ -109,9 +129,22 @@ def check(argv: Sequence[str]) -> None:
     if not path.is_file():
         raise ConfigError(f"{settings.name} holds no config.json: name a checkpoint in Hugging Face layout")
     config = read_object(path)
-    say("\n".join(answer(str(parse(settings.name)), config, settings.context)))
-    if refusal(config) and vllm_refusal(config):
+    say("\n".join([*answer(str(parse(settings.name)), config, settings.context), *remarks(folder, config)]))
+    refused = eagle3_refusal(config) if describes_eagle3(config) else refusal(config) and vllm_refusal(config)
+    if refused:
         raise SystemExit(1)
+
+
+def remarks(folder: Path, config: Config) -> Iterator[str]:
+    """Lines on what our engine warns of, or refuses, in the other files of a checkpoint folder."""
+    vocab_size = text_config(config).get("vocab_size")
+    try:
+        ends = end_tokens(folder, config.get("eos_token_id"), vocab_size if isinstance(vocab_size, int) else 2**31)
+    except ConfigError as error:
+        yield f"our engine  no: {error}"
+        return
+    if ends.ignored:
+        yield f"warning     {IGNORED.format(list(ends.ignored), vocab_size, folder)}"
 
 
 def answer(name: str, config: Config, context: int | None = None) -> Iterator[str]:
@@ -122,8 +155,13 @@ def answer(name: str, config: Config, context: int | None = None) -> Iterator[st
         config: Its config.json.
         context: Length of a session whose KV is counted, beside that of the longest.
     """
+    if describes_eagle3(config):
+        refused = eagle3_refusal(config)
+        yield f"{name}  an EAGLE-3 head"
+        yield f"our engine  {'no: ' + refused if refused else 'drafts with it, beside its target'}"
+        return
     family, sizes = family_of(config), sizes_of(config)
-    yield f"{name}  {', '.join(config.get('architectures') or ('no architecture',))}{_size(sizes)}"
+    yield f"{name}  {', '.join(architectures(config) or ('no architecture',))}{_size(sizes)}"
     why, vllm_why = refusal(config), vllm_refusal(config)
     trial = DECODERS[family.decoder] if family is not None and family.decoder else DECODERS[GENERIC]
     yield f"our engine  {'no: ' + why if why else trial}"
@@ -167,6 +205,8 @@ def _limits(sizes: Sizes, *, ours: bool) -> str:
     context = (
         "a context that config.json does not tell" if sizes.context_len is None else f"{sizes.context_len:,} tokens"
     )
+    if sizes.context_len and sizes.longest_context_len and sizes.longest_context_len > sizes.context_len:
+        context += f", {sizes.longest_context_len:,} where --max-model-len asks for them (YaRN)"
     if not sizes.window_layers:
         return context
     if ours:

@@ -20,6 +20,7 @@ from paceline.checkpoints.source import Repository
 from paceline.cluster.health import HealthCheck, grpc_health, http_health, store_health
 from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import server_command
+from paceline.core.addresses import check_host, host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.service.config import setting
@@ -31,7 +32,7 @@ PORT_STRIDE = 10
 UNCLAIMED = range(10_240, 32_768)
 TRIES = 100
 # Engines of a verifier.
-PACELINE, VLLM = "paceline", "vllm"
+PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 # Share of the time to end in that running requests get; the rest is for shutting down.
 GRACE_SHARE = 0.75
 # Settings of `FleetSpec` for a fleet beside others.
@@ -112,6 +113,17 @@ class FleetSpec:
     verifier_engine: str = setting(
         PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM)
     )
+    simulate: str = setting(
+        "",
+        help="Serve simulated devices, which take their time and compute nothing: a profile's file, or a name such as "
+        "70b+1b@4xh100+l4.",
+    )
+    acceptance: float | None = setting(
+        None, help="With --simulate: chance that a first guess is right; without it the profile's law.", low=0, high=1
+    )
+    mean_output_tokens: float = setting(
+        0.0, help="With --simulate: mean length of texts; 0: only max_tokens ends them.", unit="tokens", low=0
+    )
     verifier_python: Path | None = setting(
         None, help="Python of the verifiers, where vLLM and this package are installed; without it this one."
     )
@@ -119,7 +131,9 @@ class FleetSpec:
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
@@ -129,6 +143,10 @@ class FleetSpec:
     grace_s: float = setting(
         20.0, help="Time to end in; running requests get three quarters of it.", unit="seconds", low=0.0
     )
+
+    def __post_init__(self) -> None:
+        """Checks the address."""
+        check_host("--host", self.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +175,12 @@ class Endpoint:
     @property
     def address(self) -> str:
         """`host:port` of the first port."""
-        return f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     @property
     def second_address(self) -> str:
         """`host:port` of the second port."""
-        return f"{self.host}:{self.second_port}"
+        return host_port(self.host, self.second_port)
 
 
 class Ports:
@@ -192,7 +210,7 @@ class Ports:
         return self._listen(0)
 
     def _listen(self, port: int) -> int:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        family = socket.AF_INET6 if is_ipv6(self._host) else socket.AF_INET
         probe = self._held.enter_context(socket.socket(family))
         # Connections of an earlier fleet that linger do not hold the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -263,11 +281,12 @@ def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare
     left = len(available) - num_drafters * drafter_threads
     verifier_threads = spec.verifier_threads or max(1, left // spec.num_verifiers)
     needed = spec.num_verifiers * verifier_threads + num_drafters * drafter_threads
-    pinned = iter(available if spec.pin and num_drafters and needed <= len(available) else ())
+    pin = spec.pin and not spec.simulate and num_drafters and needed <= len(available)
+    pinned = iter(available if pin else ())
     own = [tuple(islice(pinned, verifier_threads)) for _ in range(spec.num_verifiers)]
     drafting = [tuple(islice(pinned, drafter_threads)) for _ in range(num_drafters)]
-    # vLLM's threads stay where they are.
-    lend = spec.lend and spec.verifier_engine == PACELINE
+    # vLLM's threads stay where they are, and simulated devices have none.
+    lend = spec.lend and spec.verifier_engine == PACELINE and not spec.simulate
     lent = [cpu for cpus in drafting for cpu in cpus] if lend else []
     verifiers = [
         CpuShare(num_threads=verifier_threads, cpus=cpus, spare_cpus=tuple(lent[index :: spec.num_verifiers]))
@@ -288,7 +307,7 @@ def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Map
         name="valkey",
         argv=tuple(server_command(server, host=host, port=port, data_dir=work_dir)),
         env=child_environment(environ),
-        is_healthy=store_health(f"redis://{host}:{port}"),
+        is_healthy=store_health(f"redis://{host_port(host, port)}"),
         log_path=work_dir / "valkey.log",
     )
 
@@ -346,11 +365,20 @@ class Launch:
             spare_cpus=",".join(map(str, share.spare_cpus)),
             idle_priority=share.lends,
             speculative_config=spec.speculative_config if verifies else "",
-            engine=spec.verifier_engine if verifies and spec.verifier_engine != PACELINE else "",
+            engine=self._engine(endpoint.role),
+            profile=spec.simulate,
+            mean_output_tokens=spec.mean_output_tokens or None,
+            acceptance=None if verifies else spec.acceptance,
         )
         is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))
         more = spec.verifier_arg if verifies else spec.drafter_arg
         return self._child(endpoint, (*own, *more), is_healthy, share.num_threads + len(share.spare_cpus))
+
+    def _engine(self, role: str) -> str:
+        """The engine of a service; empty: its default."""
+        if self.spec.simulate:
+            return SIMULATED
+        return self.spec.verifier_engine if role == VERIFIER and self.spec.verifier_engine != PACELINE else ""
 
     def gateway(self, endpoint: Endpoint, tokenizer: Path | Repository) -> ChildSpec:
         """Returns the process of a gateway."""

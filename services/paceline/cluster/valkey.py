@@ -11,6 +11,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from paceline.core.addresses import is_ipv6
 from paceline.core.errors import ConfigError
 
 SYSTEM_SERVERS = ("valkey-server", "redis-server")
@@ -56,7 +57,7 @@ def server_command(server: Path, *, host: str, port: int, data_dir: Path) -> lis
 
 def free_port(host: str) -> int:
     """Returns a port that was free a moment ago."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 

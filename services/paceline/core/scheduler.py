@@ -16,6 +16,7 @@ from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.planned_step import Part, SessionT, StepPlan
+from paceline.core.session import num_accepted_of
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_time import StepMode
 from paceline.core.suspects_turn import Turns, pause_s
@@ -260,18 +261,19 @@ class Scheduler(Generic[SessionT]):
         self.moves += [(part.slots[id(node)], session.pages.slot(node.position)) for node in accepted]
         self.free_scratch(part)
         session.pages.mark_computed(base_len + len(accepted))
+        num_accepted = num_accepted_of(accepted, verdict.token_ids)
         session.tally.count(
-            num_draft_tokens=len(part.nodes), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
+            num_draft_tokens=len(part.nodes), num_accepted=num_accepted, hit=pruning.hit, batch_size=batch_size
         )
         if was_decoding:
-            self.report.count_round(part.nodes, accepted, hit=pruning.hit)
+            self.report.count_round(part.nodes, accepted, num_accepted=num_accepted, hit=pruning.hit)
         outcome = session.hand_out(base_len, now_s)
         if outcome.result is not None:
             self.drop(session)
         else:
             self.tier.update(session, now_s)
         if session.traced:
-            round_ = session.round(len(part.nodes), len(accepted), batch_size) if was_decoding else session.start()
+            round_ = session.round(len(part.nodes), num_accepted, batch_size) if was_decoding else session.start()
             self.report.traced.append(round_)
         return session.serial, outcome
 

@@ -177,18 +177,21 @@ class StepReport:
         self.unverified_by.update(node.first_source for node in gone)
         return [node for node in pruning.matched if id(node) in members]
 
-    def count_round(self, verified: Collection[Node], accepted: Collection[Node], *, hit: bool) -> None:
+    def count_round(
+        self, verified: Collection[Node], accepted: Collection[Node], *, num_accepted: int, hit: bool
+    ) -> None:
         """Counts a step of a session that decodes.
 
         Args:
             verified: Nodes that the step has verified.
             accepted: Those of them that matched.
+            num_accepted: As `num_accepted_of` gives it.
             hit: Whether the tree held all tokens that were committed.
         """
         self.gammas.append(len(verified))
         if not verified:
             return
-        self.accepted.append(len(accepted))
+        self.accepted.append(num_accepted)
         # Those still alive lie beyond the end of the text: nothing was chosen in their place.
         judged = [node for node in verified if node.state is not NodeState.LIVE]
         self.verified_by.update(node.first_source for node in judged)

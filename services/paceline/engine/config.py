@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from paceline.checkpoints.families import refusal
+from paceline.checkpoints.families import context_lens, refusal
 from paceline.checkpoints.identity import eos_token_ids
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
@@ -28,13 +28,15 @@ class DecoderConfig:
         architecture: Class named in config.json, e.g. "LlamaForCausalLM".
         vocab_size: Rows of the head, padding included.
         context_len: Longest sequence; a sliding window shortens it, since beyond it results would differ.
-        eos_token_ids: From generation_config.json, or otherwise from config.json; may be empty.
+        longest_context_len: With the scaling of positions that config.json has, where that is asked for.
+        eos_token_ids: See `eos_token_ids`; may be empty.
     """
 
     model_type: str
     architecture: str
     vocab_size: int
     context_len: int
+    longest_context_len: int
     eos_token_ids: tuple[int, ...]
     num_layers: int
     num_heads: int
@@ -53,14 +55,16 @@ class DecoderConfig:
     @classmethod
     def from_transformers(cls, config: PretrainedConfig, folder: Path) -> DecoderConfig:
         """Takes what is needed from a config that transformers has read."""
-        num_heads = _size(config, "num_attention_heads")
+        num_heads, vocab_size = _size(config, "num_attention_heads"), _size(config, "vocab_size")
+        context_len, longest = _context_lens(config)
         head_dim = getattr(config, "head_dim", None) or _size(config, "hidden_size") // num_heads
         return cls(
             model_type=config.model_type,
             architecture=next(iter(config.architectures or ()), "unknown"),
-            vocab_size=_size(config, "vocab_size"),
-            context_len=_context_len(config),
-            eos_token_ids=eos_token_ids(folder, config.eos_token_id),
+            vocab_size=vocab_size,
+            context_len=context_len,
+            longest_context_len=longest,
+            eos_token_ids=eos_token_ids(folder, config.eos_token_id, vocab_size),
             num_layers=_size(config, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
@@ -85,11 +89,17 @@ class LlamaShape:
         Raises:
             ConfigError: An option that the lean decoder does not compute; names the field.
         """
-        if config.hidden_act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}")
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise ConfigError(
+                f"config.json: num_key_value_heads must divide the {config.num_attention_heads} heads, got "
+                f"{config.num_key_value_heads}"
+            )
         rope = rope_frequencies(config, head_dim)
         if 2 * len(rope.inverse) != head_dim:
-            raise ConfigError(f"partial_rotary_factor: {config.model_type} is served with full rotary heads only")
+            raise ConfigError(
+                f"config.json: {config.model_type} is served with full rotary heads of an even size only (head_dim, "
+                f"num_attention_heads, partial_rotary_factor), got {head_dim}, of which {2 * len(rope.inverse)} turn"
+            )
         return cls(
             hidden_size=int(config.hidden_size),
             intermediate_size=int(config.intermediate_size),
@@ -111,7 +121,8 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
         raise ConfigError(f"{refused} ({folder})")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    # Each family has checks of its own, which raise what they like.
+    except Exception as error:
         raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
     return config
 
@@ -123,10 +134,13 @@ def _size(config: PretrainedConfig, name: str) -> int:
     return size
 
 
-def _context_len(config: PretrainedConfig) -> int:
+def _context_lens(config: PretrainedConfig) -> tuple[int, int]:
+    """How far the model reads, and how far at most."""
     limit = _size(config, "max_position_embeddings")
+    scaling = getattr(config, "rope_parameters", None) or {}
+    lens = context_lens(limit, config.model_type, scaling)
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if window and (layer_types is None or "sliding_attention" in layer_types):
-        return min(limit, int(window))
-    return limit
+        return min(lens[0], int(window)), min(lens[1], int(window))
+    return lens

@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig
 from typing_extensions import override
 
-from paceline.checkpoints.families import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
+from paceline.checkpoints.families import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3, eagle3_refusal
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
@@ -31,14 +31,12 @@ from paceline.engine.hidden_states import StateLayout
 from paceline.engine.identity import model_identity
 from paceline.engine.linear import Head
 from paceline.engine.llama import FeatureInput, LlamaWeights
-from paceline.engine.llama_reader import LlamaReader
+from paceline.engine.llama_reader import HEAD, LlamaReader
 from paceline.engine.loading import choose_dtype, warm_up
 from paceline.engine.rope import rope_frequencies
 
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32
-# Options of some checkpoints that change what is computed and are not served.
-_UNSERVED: Final = ("norm_before_fc", "norm_output", "fc_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class EagleConfig:
     Attributes:
         folder: Where it lies.
         sizes: Of its layer, as a Llama's config.json has them.
-        draft_vocab_size: Ids that it can guess.
+        draft_vocab_size: Ids that it can guess; None: all of its target's.
         layer_ids: Layers of the target whose outputs are fused; None: those of the paper.
         prefix: Of its layer's tensors.
         normed_residual: Whether its residual stream starts from the normalised feature.
@@ -56,7 +54,7 @@ class EagleConfig:
 
     folder: Path
     sizes: dict[str, Any]
-    draft_vocab_size: int
+    draft_vocab_size: int | None
     layer_ids: tuple[int, ...] | None
     prefix: str
     normed_residual: bool
@@ -73,9 +71,8 @@ class EagleConfig:
             raise ConfigError(
                 f"{folder} is no EAGLE-3 head: its config.json names neither {EAGLE3_ARCHITECTURE} nor speculators"
             )
-        unserved = [name for name in _UNSERVED if config.get(name)]
-        if unserved:
-            raise ConfigError(f"{unserved[0]}: EAGLE-3 heads with this option are not served ({folder})")
+        if refused := eagle3_refusal(config, folder / "config.json"):
+            raise ConfigError(refused)
         from_speculators = "transformer_layer_config" in config
         sizes = config["transformer_layer_config"] if from_speculators else config
         found = config if from_speculators else config.get("eagle_config") or {}
@@ -85,8 +82,8 @@ class EagleConfig:
         return cls(
             folder=folder,
             sizes=sizes,
-            draft_vocab_size=int(config.get("draft_vocab_size") or sizes["vocab_size"]),
-            layer_ids=None if ids is None else tuple(int(layer) - shift for layer in ids),
+            draft_vocab_size=config.get("draft_vocab_size") or sizes.get("vocab_size"),
+            layer_ids=None if ids is None else tuple(layer - shift for layer in ids),
             prefix="layers.0" if from_speculators else "midlayer",
             normed_residual=bool(config.get("norm_before_residual")),
         )
@@ -107,17 +104,18 @@ class EagleConfig:
 
     def decoder_config(self, target: DecoderConfig) -> DecoderConfig:
         """Sizes of the head as a decoder of one layer over the target's vocabulary."""
-        heads = int(self.sizes["num_attention_heads"])
+        heads = self.sizes["num_attention_heads"]
         return DecoderConfig(
             model_type=SPECULATORS_TYPE,
             architecture=EAGLE3_ARCHITECTURE,
             vocab_size=target.vocab_size,
             context_len=target.context_len,
+            longest_context_len=target.longest_context_len,
             eos_token_ids=target.eos_token_ids,
             num_layers=1,
             num_heads=heads,
-            num_kv_heads=int(self.sizes.get("num_key_value_heads") or heads),
-            head_dim=int(self.sizes.get("head_dim") or int(self.sizes["hidden_size"]) // heads),
+            num_kv_heads=self.sizes.get("num_key_value_heads") or heads,
+            head_dim=self.sizes.get("head_dim") or self.sizes["hidden_size"] // heads,
         )
 
 
@@ -152,7 +150,7 @@ def load_fusion(folder: Path, target: Decoder) -> StateLayout:
     """
     config, hidden = EagleConfig.from_folder(folder), target.hidden_size
     layers = config.taps(target.config.num_layers)
-    weight = Checkpoint(folder).tensor("fc.weight", (int(config.sizes["hidden_size"]), NUM_TAPS * hidden))
+    weight = Checkpoint(folder).tensor("fc.weight", (config.sizes["hidden_size"], NUM_TAPS * hidden))
     fuse = target.platform.linear(weight.to(device=target.device, dtype=target.dtype))
     return replace(target.states, hidden_size=hidden, layers=layers, fuse=fuse)
 
@@ -188,11 +186,17 @@ def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> D
     kind = choose_dtype(dtype, target_checkpoint, platform)
     hidden = shape.hidden_size
     reader = LlamaReader(checkpoint, config, shape, kind, platform)
-    embeddings = LlamaReader(target_checkpoint, config, shape, kind, platform)
+    of_the_target = LlamaReader(target_checkpoint, config, shape, kind, platform)
+    embedding = of_the_target.weight("model.embed_tokens.weight", (config.vocab_size, hidden))
     draft_ids = _draft_ids(checkpoint, eagle, config.vocab_size)
-    head = platform.head(reader.weight("lm_head.weight", (eagle.draft_vocab_size, hidden)))
+    if checkpoint.has(HEAD):
+        head_weight = reader.weight(HEAD, (eagle.draft_vocab_size or config.vocab_size, hidden))
+    else:
+        head_weight = of_the_target.head_weight(embedding)
+        head_weight = head_weight if draft_ids is None else head_weight[draft_ids.to(head_weight.device)]
+    head = platform.head(head_weight)
     weights = LlamaWeights(
-        embedding=embeddings.weight("model.embed_tokens.weight", (config.vocab_size, hidden)),
+        embedding=embedding,
         layers=(reader.layer(eagle.prefix, 2 * hidden),),
         final_norm=reader.norm("norm.weight", hidden),
         head=head if draft_ids is None else DraftHead(head, draft_ids.to(platform.device), config.vocab_size),
@@ -210,10 +214,10 @@ def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> D
 def _shape(eagle: EagleConfig, target: PretrainedConfig, head_dim: int) -> LlamaShape:
     """Sizes of the head's layer; rotary frequencies are the target's, since configs of heads carry wrong ones."""
     return LlamaShape(
-        hidden_size=int(eagle.sizes["hidden_size"]),
-        intermediate_size=int(eagle.sizes["intermediate_size"]),
+        hidden_size=eagle.sizes["hidden_size"],
+        intermediate_size=eagle.sizes["intermediate_size"],
         rms_norm_eps=float(eagle.sizes["rms_norm_eps"]),
-        tied_head=False,
+        tied_head=bool(target.tie_word_embeddings),
         rope=rope_frequencies(target, head_dim),
     )
 
@@ -225,11 +229,12 @@ def _draft_ids(checkpoint: Checkpoint, eagle: EagleConfig, vocab_size: int) -> t
         ConfigError: The maps contradict one another, or lead out of the vocabulary.
     """
     if not checkpoint.has("d2t"):
-        if eagle.draft_vocab_size != vocab_size:
+        if eagle.draft_vocab_size not in (None, vocab_size):
             raise ConfigError(f"{eagle.folder} lacks d2t, and guesses {eagle.draft_vocab_size} of {vocab_size} ids")
         return None
-    offsets = checkpoint.tensor("d2t", (eagle.draft_vocab_size,)).to(torch.int64)
-    draft_ids = torch.arange(eagle.draft_vocab_size) + offsets
+    size = eagle.draft_vocab_size
+    offsets = checkpoint.tensor("d2t", (size,) if size else None).to(torch.int64)
+    draft_ids = torch.arange(len(offsets)) + offsets
     if int(draft_ids.min()) < 0 or int(draft_ids.max()) >= vocab_size:
         raise ConfigError(f"d2t: leads to ids outside the vocabulary of {vocab_size} ({eagle.folder})")
     if checkpoint.has("t2d"):

@@ -14,7 +14,9 @@ from paceline.engine.config import DecoderConfig
 from paceline.engine.loading import choose_dtype
 
 
-def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: str = "auto") -> ModelIdentity:
+def model_identity(
+    folder: Path, name: str = "", dtype: str = "auto", device: str = "auto", *, max_model_len: int = 0
+) -> ModelIdentity:
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
@@ -22,6 +24,7 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: st
         name: Name for users; empty: see `served_name`.
         dtype: Weight type asked for, see `load_decoder`.
         device: Where, see `load_decoder`.
+        max_model_len: Longest session asked for; stretches the context as far as YaRN in config.json does.
 
     Raises:
         ConfigError: The folder is missing, or is no checkpoint that can be served.
@@ -34,7 +37,7 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: st
         name=name or served_name(path),
         vocab_hash=vocab_hash(path),
         vocab_size=config.vocab_size,
-        context_len=config.context_len,
+        context_len=max(config.context_len, min(max_model_len, config.longest_context_len)),
         eos_token_ids=config.eos_token_ids,
         weights_hash=weights_hash(path, dtype, device),
         arithmetic=choose_platform(device).arithmetic,

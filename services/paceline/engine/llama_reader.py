@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Final
+
 import torch
 
 from paceline.engine.backends.interface import Platform
@@ -9,6 +12,10 @@ from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.linear import Head, Linear
 from paceline.engine.llama import LlamaLayer, LlamaWeights
+
+logger = logging.getLogger(__name__)
+
+HEAD: Final = "lm_head.weight"
 
 
 class LlamaReader:
@@ -47,8 +54,19 @@ class LlamaReader:
         )
 
     def _head(self, embedding: torch.Tensor) -> Head:
-        tied = self._shape.tied_head
-        return self._platform.head(embedding if tied else self.weight("lm_head.weight", tuple(embedding.shape)))
+        return self._platform.head(self.head_weight(embedding))
+
+    def head_weight(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The weight [vocab, hidden] of the head: the embedding's where they are tied and the file has no other."""
+        if self._shape.tied_head and not self._checkpoint.has(HEAD):
+            return embedding
+        head = self.weight(HEAD, tuple(embedding.shape))
+        if not self._shape.tied_head:
+            return head
+        if torch.equal(head, embedding):
+            return embedding
+        logger.warning("tie_word_embeddings: config.json ties the head, but the file has another: that is used")
+        return head
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One matrix, in kind and place."""

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paceline.checkpoints.families import LENGTH_DEPENDENT
+from paceline.checkpoints.families import SERVED_SCALINGS
 from paceline.core.errors import ConfigError
 
 _CHUNK: Final = 1024
@@ -36,15 +36,18 @@ def rope_frequencies(config: PretrainedConfig, head_dim: int) -> RopeFrequencies
         ConfigError: The scaling is unknown, or depends on the length of the sequence.
     """
     parameters: dict[str, Any] = dict(config.rope_parameters or {})
-    kind = parameters.get("rope_type", "default")
+    kind = parameters.get("rope_type") or "default"
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         inverse = 1.0 / (float(parameters["rope_theta"]) ** exponents)
         return RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=1.0)
-    if kind in LENGTH_DEPENDENT or kind not in ROPE_INIT_FUNCTIONS:
-        served = sorted({"default", *ROPE_INIT_FUNCTIONS} - LENGTH_DEPENDENT)
-        raise ConfigError(f"rope_parameters.rope_type: {kind!r} is not served, one of {served} is")
-    inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if kind not in SERVED_SCALINGS:
+        served = sorted(SERVED_SCALINGS)
+        raise ConfigError(f"config.json: rope_parameters.rope_type: {kind!r} is not served, one of {served} is")
+    try:
+        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"config.json: rope_parameters: {parameters} cannot be computed: {error!r}") from error
     return RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=float(scaling))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
 from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
+from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 from paceline.service.config import setting
@@ -69,6 +71,10 @@ class GatewayConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), help="Origins whose pages may call the HTTP door (CORS), such as https://chat.example.com; * for all."
     )
+    forwarded_allow_ips: tuple[str, ...] = setting(
+        (),
+        help="Proxies, as addresses or networks, whose X-Forwarded-For names the client in the access log; * for all.",
+    )
     access_log: bool = setting(False, help="Log a line for each HTTP request when its answer has ended.")
     max_body_bytes: int = setting(
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
@@ -96,7 +102,9 @@ class GatewayConfig:
         high=3600,
     )
     otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+        "",
+        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
@@ -124,9 +132,21 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks what goes together."""
+        check_host("--host", self.host)
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")
+        for proxy in self.forwarded_allow_ips:
+            _check_proxy(proxy, alone=len(self.forwarded_allow_ips) == 1)
+
+
+def _check_proxy(proxy: str, *, alone: bool) -> None:
+    """Refuses what would never be the address of a proxy, such as a name."""
+    try:
+        if proxy != "*" or not alone:
+            ip_network(proxy)
+    except ValueError as error:
+        raise ConfigError(f"--forwarded-allow-ips must be addresses, networks, or * alone: {error}") from None
 
 
 def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:

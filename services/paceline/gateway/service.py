@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.gateway.access.doors import Access, guarded, load_door_tls
+from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.api.console.frames import OwnCounts
@@ -40,6 +41,7 @@ from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.credentials import load_tls, show_days_left
+from paceline.service.open_files import open_files_limit
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
@@ -99,6 +101,7 @@ async def _serve(
     workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
+    keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
     door_tls = load_door_tls(config.tls_cert, config.tls_key)
     show_days_left(registry, {name: pem for each in (tls, door_tls) if each for name, pem in each.files.items()})
     fleet = _fleet(config, store, codecs, defaults, Probe(tls))
@@ -106,11 +109,13 @@ async def _serve(
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
     metrics = GatewayMetrics(registry, codecs)
+    if keys is not None:
+        metrics.api_keys_bad_lines.set_function(lambda: keys.num_problems)
     placer = _placer(config, fleet, client, metrics, tracer)
     sessions = Sessions(
         fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
     )
-    limits = DoorLimits.of(config)
+    limits = DoorLimits.of(config, open_files_limit())
     console = _console(config, replica_id, fleet, sessions, placer, registry)
     resumption = Resumption(store, fleet, replica_id)
     shelf = ResponseShelf(store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes)
@@ -125,13 +130,14 @@ async def _serve(
         console=console,
         tracer=tracer,
         supervisor=supervisor,
+        keys=keys,
     )
     servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     async with (
         _background(config, fleet, client, records, shelf.writer, follow_fleet, supervisor),
-        _guarded(config, sessions, supervisor) as access,
+        _guarded(config, keys, sessions, supervisor) as access,
         open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
         supervisor.kept(
             {
@@ -150,10 +156,10 @@ async def _serve(
 
 
 def _guarded(
-    config: GatewayConfig, sessions: Sessions, supervisor: Supervisor
+    config: GatewayConfig, keys: KeyRing | None, sessions: Sessions, supervisor: Supervisor
 ) -> AbstractAsyncContextManager[Access | None]:
     plain_text = config.tls_cert is None and config.host not in LOOPBACK
-    return guarded(config.api_keys_file, config.redis_url, sessions.count_error, supervisor, plain_text=plain_text)
+    return guarded(keys, config.redis_url, sessions.count_error, supervisor, plain_text=plain_text)
 
 
 def _fleet(

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client import values as metric_values
 from prometheus_client.metrics import MetricWrapperBase
 
 from paceline import __version__
@@ -23,6 +31,8 @@ def service_registry(role: str) -> CollectorRegistry:
     """Returns the registry of a process, with its memory, CPU time, file descriptors and version."""
     # Otherwise each counter and histogram has a second series with its creation time, which nothing reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
+    # Each service shows its own numbers. PROMETHEUS_MULTIPROC_DIR, set for other programs, would put them into files.
+    metric_values.ValueClass = metric_values.MutexValue
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     build = Gauge("paceline:build_info", "Version of this process; always 1.", ("role", "version"), registry=registry)

@@ -16,6 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from paceline.core.addresses import host_port, is_ipv6
 from paceline.core.errors import (
     ConfigError,
     EndsEnginesError,
@@ -262,6 +263,10 @@ class GatewayMetrics:
         self.registry_bad_entries = meter.gauge(
             "paceline:registry_bad_entries", "Registry entries left out as they cannot be read; the log says why."
         )
+        self.api_keys_bad_lines = meter.gauge(
+            "paceline:api_keys_bad_lines",
+            "Lines of the file of API keys that are not in force, 1 if the file cannot be read; /health says why.",
+        )
         self.store_up = meter.gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.")
 
     def of(self, model_name: str) -> ModelMetrics:
@@ -318,12 +323,12 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
     Raises:
         ConfigError: The port is in use.
     """
-    server_class = _Ipv6Server if ":" in host else ThreadingWSGIServer
+    server_class = _Ipv6Server if is_ipv6(host) else ThreadingWSGIServer
     try:
         server = make_server(host, port, _text_only(make_wsgi_app(registry)), server_class, _SilentHandler)
     except OSError as error:
         raise ConfigError(
-            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another with --metrics-port"
+            f"cannot serve metrics on {host_port(host, port)} ({error.strerror}); choose another with --metrics-port"
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

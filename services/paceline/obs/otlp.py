@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
+from opentelemetry.exporter.otlp.proto.grpc.exporter import InvalidCompressionValueException
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
@@ -22,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 import paceline
 from paceline.core.errors import ConfigError
+from paceline.obs.collector_environment import check
 
 # Spans that wait to be sent, some kilobytes each; a batch at a time.
 MAX_QUEUE, MAX_BATCH = 4096, 256
@@ -41,21 +44,20 @@ async def sending_spans(
     endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
     """Does the work of `paceline.obs.tracing.open_tracing`; spans that take too long at the end are dropped."""
+    check(os.environ)
     dropped = spans_dropped(registry)
-    exporter = _PatientExporter(endpoint, dropped)
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
-        resource=Resource.create(
-            {
-                "service.name": f"paceline-{role}",
-                "service.version": paceline.__version__,
-                "service.instance.id": replica_id,
-                **({"cloud.availability_zone": zone} if zone else {}),
-            }
-        ),
-        span_limits=SpanLimits(max_events=MAX_EVENTS, max_span_attribute_length=MAX_ATTRIBUTE_CHARS),
-        shutdown_on_exit=False,
-    )
+    who = {
+        "service.name": f"paceline-{role}",
+        "service.version": paceline.__version__,
+        "service.instance.id": replica_id,
+        **({"cloud.availability_zone": zone} if zone else {}),
+    }
+    try:
+        exporter = _PatientExporter(endpoint, dropped)
+        provider = _provider(sample_ratio, who)
+    except (InvalidCompressionValueException, ValueError, KeyError) as error:
+        # The SDK has read its variables; its messages name them.
+        raise ConfigError(f"OpenTelemetry's variables: {error}") from error
     provider.add_span_processor(_BoundedProcessor(exporter, dropped))
     try:
         yield provider.get_tracer("paceline", paceline.__version__)
@@ -65,6 +67,15 @@ async def sending_spans(
         if not closing.done():
             exporter.give_up()
         await closing
+
+
+def _provider(sample_ratio: float, who: Mapping[str, str]) -> TracerProvider:
+    return TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+        resource=Resource.create(who),
+        span_limits=SpanLimits(max_events=MAX_EVENTS, max_span_attribute_length=MAX_ATTRIBUTE_CHARS),
+        shutdown_on_exit=False,
+    )
 
 
 class _BoundedProcessor(BatchSpanProcessor):
@@ -146,6 +157,7 @@ def _address_of(endpoint: str) -> tuple[str, bool]:
         port = None
     if parts.scheme not in SCHEMES or not parts.hostname or port is None or parts.path.strip("/"):
         raise ConfigError(
-            f"--otlp-traces-endpoint must be http://host:port, or https://host:port for TLS, got {endpoint!r}"
+            "--otlp-traces-endpoint, or else OTEL_EXPORTER_OTLP_ENDPOINT, must be http://host:port, or "
+            f"https://host:port for TLS, got {endpoint!r}"
         )
     return parts.netloc.rpartition("@")[2], parts.scheme != "https"

@@ -7,6 +7,8 @@ the event loop: engine threads report times, and never call anything here.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -23,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError, shortened
 from paceline.obs.attributes import CANCELLED, ERROR_TYPE
+from paceline.obs.collector_environment import collector
 from paceline.obs.log import current_trace_id
 
 # Header and gRPC metadata of the W3C trace context.
@@ -33,6 +36,7 @@ MAX_MESSAGE_CHARS = 1024
 Attributes = Mapping[str, AttributeValue]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
+_log = logging.getLogger(__name__)
 
 
 def incoming(call: Any) -> str:
@@ -111,7 +115,8 @@ async def open_tracing(
     """Records and sends spans while a block runs; those left at its end are sent within a deadline.
 
     Args:
-        endpoint: Where an OTLP collector takes spans over gRPC: `http://host:port`, or https; empty: off.
+        endpoint: Where an OTLP collector takes spans over gRPC: `http://host:port`, or https; empty: what
+            OpenTelemetry's variables name, or off.
         sample_ratio: Share of traces that begin here, from 0 to 1; others follow their origin.
         role: Of the service.
         replica_id: Of the service.
@@ -119,18 +124,24 @@ async def open_tracing(
         zone: Where the service runs; empty: unknown.
 
     Raises:
-        ConfigError: The endpoint cannot be right, or OpenTelemetry's SDK is not installed.
+        ConfigError: The endpoint or one of OpenTelemetry's variables cannot be right, or its SDK is not installed.
     """
-    if not endpoint:
+    named = endpoint or collector(os.environ)
+    if not named:
         yield OFF
         return
     try:
         from paceline.obs.otlp import sending_spans
     except ImportError as error:
+        if not endpoint:
+            # The variable may be meant for the other programs of a machine.
+            _log.warning("no traces: OTEL_EXPORTER_OTLP_ENDPOINT is set, and paceline[otel] is not installed")
+            yield OFF
+            return
         raise ConfigError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with paceline[otel]"
         ) from error
     async with sending_spans(
-        endpoint, sample_ratio, role=role, replica_id=replica_id, zone=zone, registry=registry
+        named, sample_ratio, role=role, replica_id=replica_id, zone=zone, registry=registry
     ) as tracer:
         yield tracer

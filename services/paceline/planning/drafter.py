@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierMessages
-from paceline.core.drafter_growth import Guesses
+from paceline.core.draft_plan import DraftPlan, Offer
+from paceline.core.draft_scheduler import DraftLimits, DraftScheduler, VerifierMessages
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import DrafterCandidate
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
-from paceline.core.tree import Node, NodeState
+from paceline.forest import ROOT
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
-from paceline.planning.profile import DrafterFacts, Profile
+from paceline.simulated.guesses import RIGHT, STRIDE, GuessSource
+from paceline.simulated.profile import DrafterFacts, Profile
 
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
@@ -56,7 +56,8 @@ class SimulatedDrafter:
             scratch=scratch,
             limits=limits,
             vocab_size=STRIDE,
-            open_session=lambda opened: ScheduledDraftSession(opened, pool, scratch, context_len=CONTEXT_LEN),
+            context_len=CONTEXT_LEN,
+            open_session=lambda opened: ScheduledDraftSession(opened, pool, context_len=CONTEXT_LEN),
         )
 
     def handle(self, messages: Sequence[ToDrafter], now_s: float) -> None:
@@ -68,7 +69,11 @@ class SimulatedDrafter:
         """Plans a step; when it ends, `then` gets its drafts."""
         plan = self.scheduler.plan(self._events.now_s)
         seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
-        self._events.after(seconds, lambda: then(self._finish(plan)))
+
+        def end() -> None:
+            then(self.drafts(self.guesses(plan)))
+
+        self._events.after(seconds, end)
 
     def seconds(self, plan: DraftPlan[ScheduledDraftSession]) -> float:
         """Expected time of a step."""
@@ -76,24 +81,27 @@ class SimulatedDrafter:
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
         return self._facts.step_s(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def _finish(self, plan: DraftPlan[ScheduledDraftSession]) -> Sequence[DraftNodes]:
-        for part in plan.catching_up:
-            if part.expands:
-                self._expand(part.session, part.session.tree.root)
-        for each in plan.growing:
-            self._expand(each.session, each.node)
+    def guesses(self, plan: DraftPlan[ScheduledDraftSession]) -> list[Offer]:
+        """What the draft model finds in a step."""
+        roots = [self._offer(part.session, ROOT, ()) for part in plan.catching_up if part.expands]
+        return roots + [self._offer(each.session, each.slot, each.path) for each in plan.growing]
+
+    def _offer(self, session: ScheduledDraftSession, slot: int, path: Sequence[int]) -> Offer:
+        # Position 0 is the prompt's last token.
+        position = len(session.tokens) + len(path) + 1 - session.prompt_len
+        if any(token_id != RIGHT for token_id in path):
+            # Some hundred places stand for all that lie off the text.
+            place = self.scheduler.trees.node_id(session, slot)
+            position = STRIDE * (1 + place % 8) + position % 32
+        ranked = self._truth.guesses(int(session.session_id), position)[: self._facts.draft_width]
+        return Offer(session, slot, *zip(*ranked, strict=True))
+
+    def drafts(self, offers: Sequence[Offer]) -> Sequence[DraftNodes]:
+        """The step is over: what it has for verifiers."""
+        self.scheduler.trees.grow(offers)
         self.scheduler.end_step()
         to_verifiers, _ = self.scheduler.take()
         return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
-
-    def _expand(self, session: ScheduledDraftSession, node: Node) -> None:
-        # Position 0 is the prompt's last token.
-        position = node.position + 2 - session.prompt_len
-        if not is_right(node):
-            # Some hundred places stand for all that lie off the text.
-            position = STRIDE * (1 + node.node_id % 8) + position % 32
-        ranked = self._truth.guesses(int(session.session_id), position)
-        session.offer(node, Guesses(ranked=list(ranked[: self._facts.draft_width])))
 
 
 class DrafterProcess:
@@ -151,13 +159,3 @@ class DrafterProcess:
         for verifier, messages in by_verifier.items():
             self._events.after(self._link_s, partial(verifier.receive, self.address, messages))
         self._go_on()
-
-
-def is_right(node: Node) -> bool:
-    """Whether all tokens from the root down to the node are the target's."""
-    step: Node | None = node
-    while step is not None and step.state is not NodeState.COMMITTED:
-        if step.token_id != RIGHT:
-            return False
-        step = step.parent
-    return True

@@ -29,7 +29,6 @@ ENVIRONMENT_PREFIX = "PACELINE_"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 EXIT_STATUS_CONFIG = 2
-MAX_PORT = 65535
 REQUIRED: Any = dataclasses.MISSING
 
 _METADATA_KEY = "paceline.setting"
@@ -151,27 +150,6 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
     return config_class(
         **{name: options[name].convert_value(value, source=f"{where}{name}") for name, value in values.items()}
     )
-
-
-def is_address(address: str) -> bool:
-    """Whether this is `host:port` with a name, an IPv4 address or a bracketed IPv6 address."""
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})", address)
-    return match is not None and 0 < int(match[2]) <= MAX_PORT
-
-
-def check_address(name: str, address: str) -> None:
-    """Refuses what is not `host:port`.
-
-    gRPC takes more (`dns:///host`, a list), but an address in the registry must mean the same to every reader.
-
-    Raises:
-        ConfigError: Names the setting and the value.
-    """
-    if not is_address(address):
-        raise ConfigError(
-            f"{name} must be host:port with a port from 1 to {MAX_PORT}, such as 10.0.0.7:8201 or [fd00::7]:8201, "
-            f"got {address!r}"
-        )
 
 
 def parse_cpus(name: str, text: str) -> frozenset[int]:
@@ -391,8 +369,15 @@ def _to_type(base_type: type, raw: str | bool | float) -> Any:
     if base_type is Path:
         if not text:
             raise ValueError("empty path")
-        return Path(text).expanduser()
+        return _path(text)
     return base_type(text)
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{text}: {error} HOME is not set, or there is no such user") from None
 
 
 def _to_bool(text: str) -> bool:

@@ -136,8 +136,8 @@ class FairThreads:
         self._num_free -= 1
         owner.num_running += 1
         working = self._executor.submit(job.context.run, job.function)
-        call = asyncio.get_running_loop().call_soon_threadsafe
-        working.add_done_callback(partial(call, self._ended, owner, job, now_s))
+        loop, ended = asyncio.get_running_loop(), partial(self._ended, owner, job, now_s)
+        working.add_done_callback(lambda done: loop.call_soon_threadsafe(ended, done))
 
     def _ended(self, owner: _Owner, job: _Job, begun_s: float, working: Future[Any]) -> None:
         now_s = self._clock()

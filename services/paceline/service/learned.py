@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import __version__
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError
+from paceline.user_cache import NothingWritableError, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Learner(Protocol):
         ...
 
     def resume(self, learned: Learned) -> None:
-        """Starts where a predecessor ended; broken content raises any of the errors in `LearnedFile.give_to`."""
+        """Starts where a predecessor ended; broken content raises any error."""
         ...
 
 
@@ -55,12 +56,15 @@ class LearnedFile:
 
     def give_to(self, learner: Learner) -> None:
         """Lets a learner start with the content, if it exists and is usable."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return
         before = learner.learned()
         try:
             learner.resume(json.loads(self.path.read_text(encoding="utf-8")))
-        except (OSError, PacelineError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except FileNotFoundError:
+            return
+        # Nothing that a file may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
+        except Exception as error:  # noqa: BLE001
             learner.resume(before)
             logger.warning("what was learned cannot be used", extra={"path": str(self.path), "error": repr(error)})
         else:
@@ -101,8 +105,10 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> Learne
     """
     if learned_dir == NOWHERE:
         return FORGOTTEN
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "learned"
-    folder = Path(learned_dir).expanduser() if learned_dir else cache
+    try:
+        folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
+    except NothingWritableError as error:
+        raise ConfigError(str(error)) from None
     key = repr((__version__, _machine(), *facts))
     return LearnedFile(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 

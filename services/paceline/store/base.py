@@ -212,12 +212,13 @@ def yields_to(stored: SessionRecord, *, epoch: int, owner: str) -> bool:
 
 
 async def require(store: Store) -> None:
-    """Returns when the store answers. For the start of a service; later the store may come and go.
+    """Returns when the store shows its registry. For the start of a service; later the store may come and go.
 
     Raises:
-        ConfigError: It cannot be reached; says what to do.
+        ConfigError: It cannot be used; says what to do.
     """
     try:
-        await store.ping()
+        # More than a ping: a server may answer that, and refuse scripts, our keys, or several keys at once.
+        await store.replicas()
     except UnavailableError as error:
         raise ConfigError(f"{error}; start Redis or Valkey there or give another --redis-url") from error

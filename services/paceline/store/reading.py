@@ -14,13 +14,13 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from paceline.core.addresses import is_address
 from paceline.core.messages import REPLICA_ROLES
 from paceline.store.base import Replica, SessionRecord, SessionState
 
 MAX_CHARS = 1024
 MAX_ITEMS = 1024
 MAX_INTEGER = 2**64 - 1
-MAX_PORT = 65_535
 
 ValueT = TypeVar("ValueT")
 
@@ -134,16 +134,7 @@ def _check_range(name: str, value: Any) -> None:
 
 
 def _check_address(name: str, value: str) -> None:
-    host, _, port = value.rpartition(":")
-    fits = (
-        bool(host)
-        and not set(host) & set(" /")
-        and port.isascii()
-        and port.isdigit()
-        and len(port) <= 5
-        and 1 <= int(port) <= MAX_PORT
-    )
-    _demand(fits, name, "must be host:port", value)
+    _demand(is_address(value), name, "must be host:port", value)
 
 
 def _demand(holds: bool, name: str, what: str, got: object) -> None:

@@ -25,10 +25,20 @@ import numpy as np
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.addresses import host_port
+from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, UnavailableError, shortened
 from paceline.service.config import public_url
 from paceline.store.base import (
     AdvanceSession,
@@ -184,7 +194,7 @@ class RedisStore:
                 pipe.hdel(DRAIN_MARKS, replica_id)
                 await pipe.execute()
 
-        await self._call(delete)
+        await self._call(delete, "DEL")
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
         """Marks a replica as draining, or takes the mark back."""
@@ -235,7 +245,7 @@ class RedisStore:
                 results: list[Any] = await pipe.execute(raise_on_error=False)
                 return results
 
-        return _logged(session_id, await self._call(read))
+        return _logged(session_id, await self._call(read, "HMGET"))
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
         """Makes `owner` the owner of a session.
@@ -256,7 +266,7 @@ class RedisStore:
 
     async def ping(self) -> None:
         """Returns when the server answers."""
-        await self._call(self._client.ping)
+        await self._call(self._client.ping, "PING")
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -269,10 +279,11 @@ class RedisStore:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _call(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def _call(self, call: Callable[[], Awaitable[Any]], command: str = "EVALSHA") -> Any:
+        """Makes a call; `command` names it in errors. Scripts are called by EVALSHA."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await command()
+                return await call()
         except AuthenticationError as error:
             raise UnavailableError(f"the store at {self._place} refuses our user or password") from error
         except (TimeoutError, RedisTimeoutError) as error:
@@ -287,6 +298,14 @@ class RedisStore:
             raise UnavailableError(
                 f"the store at {self._place} is a read-only copy of another; let --redis-url name the primary"
             ) from error
+        except (ClusterCrossSlotError, ClusterDownError, AskError) as error:
+            raise UnavailableError(
+                f"the store at {self._place} runs in cluster mode, which is not served; let --redis-url name a server "
+                "with cluster-enabled no"
+            ) from error
+        except ResponseError as error:
+            sentence = shortened(" ".join(str(error).split()), MAX_PROBLEM_CHARS)
+            raise UnavailableError(f"the store at {self._place} refuses {command}: {sentence}") from error
         except (RedisError, OSError, RuntimeError) as error:
             # uvloop raises RuntimeError for a write to a closed socket.
             reason = type(error).__name__
@@ -298,7 +317,7 @@ def _place(url: str) -> str:
     if parts.scheme == "unix":
         return parts.path
     try:
-        return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
+        return host_port(parts.hostname or "localhost", parts.port or 6379)
     except ValueError:
         raise ConfigError(f"the port of the store's URL {public_url(url)!r} is not from 1 to 65535") from None
 

@@ -16,6 +16,7 @@ from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ToDrafter
 from paceline.core.params import TIER_METHODS
+from paceline.core.session import num_accepted_of
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
@@ -157,10 +158,11 @@ class ChainScheduler:
         verified, session.verifies = session.verifies[: row.num_verified], ()
         pruning = session.commit(row.token_ids)
         accepted = self.report.count_pruned(verified, pruning)
+        num_accepted = num_accepted_of(accepted, row.token_ids)
         session.tally.count(
-            num_draft_tokens=len(verified), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
+            num_draft_tokens=len(verified), num_accepted=num_accepted, hit=pruning.hit, batch_size=batch_size
         )
-        self.report.count_round(verified, accepted, hit=pruning.hit)
+        self.report.count_round(verified, accepted, num_accepted=num_accepted, hit=pruning.hit)
 
     def _close(self, session: ChainSession | None) -> None:
         if session is None:

@@ -31,7 +31,7 @@ from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import LearnedFile, kept_in
-from paceline.service.process import run, settle_heap
+from paceline.service.process import collect_rarely, run, settle_heap
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
@@ -222,6 +222,7 @@ async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
         await stack.enter_async_context(Supervisor(registry).kept(helper.background(store)))
         helper.begin()
         settle_heap()
+        collect_rarely()
         logger.info("the helper is ready", extra={"model": str(job.model), "drafters": ",".join(job.settings.drafters)})
         await helper.ended.wait()
 

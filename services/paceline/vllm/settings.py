@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.addresses import check_address
 from paceline.core.errors import ConfigError
-from paceline.service.config import check_address, from_mapping, setting
+from paceline.service.config import from_mapping, setting
 
 SECTION = "paceline"
 # Versions of vLLM that were tested: the interface of proposers is marked experimental there.

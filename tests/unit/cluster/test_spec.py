@@ -17,7 +17,6 @@ import paceline
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     HEADS,
-    cache_folder,
     check_checkpoint,
     facts_of,
     num_parameters,
@@ -312,11 +311,6 @@ def test_parameters_are_counted_without_loading_them(checkpoint: Path) -> None:
     ).encode()
     (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert num_parameters(checkpoint) == 17
-
-
-def test_the_cache_follows_the_xdg_rule() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/paceline")
-    assert cache_folder({}) == Path("~/.cache/paceline").expanduser()
 
 
 def test_a_named_server_that_is_not_there_is_refused() -> None:

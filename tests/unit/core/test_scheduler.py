@@ -122,6 +122,24 @@ def test_right_guesses_are_committed_with_the_token_after_them() -> None:
     assert loop.tokens("s") == text(5, 30)
 
 
+def test_a_guess_that_ends_the_text_takes_the_place_of_the_token_after_the_guesses() -> None:
+    """A round commits `1 + accepted` tokens, so that the mean acceptance length is that of what was committed."""
+    loop = VerifierLoop()
+    loop.drafter()
+    sampling = SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(8,))
+    session = loop.submit("s", sampling=sampling)
+    session._stop_ids = frozenset({8})
+    loop.step()
+    loop.draft(session, right=4)
+    loop.step()
+    last = loop.heard["s"][-1]
+    assert last.token_ids == (6, 7, 8)
+    assert last.result is not None
+    assert last.result.speculation.mean_acceptance_length == 3
+    assert last.result.speculation.acceptance_histogram == (0, 0, 1)
+    assert loop.report.accepted == [2]
+
+
 def test_a_drafter_is_told_of_a_prompt_before_the_step_that_reads_it_and_of_every_commit() -> None:
     loop = VerifierLoop()
     loop.drafter()

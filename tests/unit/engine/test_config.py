@@ -45,6 +45,7 @@ def test_sizes_come_from_config_json(tmp_path):
         architecture="LlamaForCausalLM",
         vocab_size=97,
         context_len=256,
+        longest_context_len=256,
         eos_token_ids=(1,),
         num_layers=3,
         num_heads=4,

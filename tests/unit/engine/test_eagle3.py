@@ -72,6 +72,24 @@ def test_prompt_rows_and_drafted_rows_equal_an_independent_forward(layout, platf
     assert bool((found[:, unknown] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("layout", ["safeailab", "whole_vocabulary"])
+def test_a_head_without_a_matrix_of_its_own_takes_its_targets(layout, tiny, tmp_path):
+    """sglang #27908: heads of the hub without `lm_head.weight`; with d2t, the rows of the ids that they guess."""
+    model = tiny(FAMILY)
+    folder = save_eagle3(tmp_path / "head", model.folder, **LAYOUTS[layout])
+    tensors = load_file(folder / "model.safetensors")
+    vocab = model.oracle.get_output_embeddings().weight.detach()
+    draft_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"] if "d2t" in tensors else slice(None)
+    logits = []
+    for head in ({"lm_head.weight": vocab[draft_ids].contiguous()}, {}):
+        rest = {name: value for name, value in tensors.items() if name != "lm_head.weight"}
+        save_file({**rest, **head}, folder / "model.safetensors")
+        decoder = load_eagle3(folder, model.folder, "float32", "cpu")
+        batch = with_features(pack(chain(PROMPT[1:31]), [TABLE]), features_of(model, folder, PROMPT)[:30])
+        logits.append(decoder.forward(batch, decoder.new_cache(NUM_BLOCKS)))
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_the_verifier_keeps_the_fused_states_of_the_layers_that_the_head_names(layout, tiny, tmp_path):
     model = tiny(FAMILY)

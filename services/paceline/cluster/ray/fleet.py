@@ -34,6 +34,7 @@ from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, read_
 from paceline.cluster.spec import FleetSpec, plan_store_port, store_child
 from paceline.cluster.supervisor import Supervisor, until_all
 from paceline.cluster.valkey import find_server
+from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.service.config import public_url
@@ -254,7 +255,7 @@ async def shared_store(
         return
     host = own_address()
     port, password = plan_store_port(replace(services, host=host)), secrets.token_urlsafe(24)
-    url = f"redis://:{password}@{host}:{port}"
+    url = f"redis://:{password}@{host_port(host, port)}"
     supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as work_dir:
         child = store_child(find_server(services.redis_server), host, port, Path(work_dir), environ)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,8 +23,6 @@ from paceline.service.supervision import Supervisor
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
-# Goes on with a session that was counted when it began.
-RESUME = "/paceline.rpc.v1.Gateway/Resume"
 
 _log = logging.getLogger(__name__)
 
@@ -76,30 +75,29 @@ class Access:
         self._rate_limit = rate_limit
         self._on_refused = on_refused
 
-    async def admit(self, authorization: str | None, *, counts: bool = True) -> None:
-        """Makes the sender of an `Authorization` header the current caller.
+    async def admit(self, authorization: str | None) -> None:
+        """Makes the sender of an `Authorization` header the current caller, and counts its request.
 
         Args:
             authorization: The header; None: there is none.
-            counts: Whether the request is counted against the rate of its key.
 
         Raises:
             UnauthenticatedError: There is no such header, or no such key.
             OverloadedError: The key has used up its requests of the last minute.
         """
         try:
-            become(await self._caller(authorization, counts=counts))
+            become(await self._caller(authorization))
         except PacelineError as error:
             self._on_refused(error)
             raise
 
-    async def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None, method: str) -> None:
-        """Does the same for a gRPC call; one that resumes a session costs no rate."""
+    async def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Does the same for a gRPC call."""
         values = [value for name, value in metadata or () if name == AUTHORIZATION]
         presented = values[0] if len(values) == 1 and isinstance(values[0], str) else None
-        await self.admit(presented, counts=method != RESUME)
+        await self.admit(presented)
 
-    async def _caller(self, authorization: str | None, *, counts: bool) -> Caller:
+    async def _caller(self, authorization: str | None) -> Caller:
         if authorization is None:
             raise UnauthenticatedError("an API key is required: send Authorization: Bearer KEY")
         scheme, _, presented = authorization.strip().partition(" ")
@@ -108,36 +106,33 @@ class Access:
         key = self._ring.find(presented.strip())
         if key is None:
             raise UnauthenticatedError("the API key is not known here")
-        if counts:
-            await self._rate_limit.count(key)
-        return Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring))
+        caller = Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring))
+        if not await self._rate_limit.count(key):
+            return caller
+        return replace(caller, give_back=partial(self._rate_limit.give_back, key))
 
 
 @asynccontextmanager
 async def guarded(
-    keys_file: Path | None,
+    ring: KeyRing | None,
     redis_url: str,
     on_refused: Callable[[PacelineError], None],
     supervisor: Supervisor,
     *,
     plain_text: bool,
 ) -> AsyncIterator[Access | None]:
-    """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None without a file of keys.
+    """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None if callers need none.
 
     Args:
-        keys_file: The keys; None: callers need none.
+        ring: The keys; None: callers need none.
         redis_url: Where requests are counted.
         on_refused: Called with the reason for every request that is refused.
         supervisor: Runs the task that rereads the file.
         plain_text: Whether keys cross a network unencrypted.
-
-    Raises:
-        ConfigError: The file of keys cannot be read, or a line of it is wrong.
     """
-    if keys_file is None:
+    if ring is None:
         yield None
         return
-    ring = KeyRing(keys_file)
     rate_limit = RateLimit(redis_url)
     if plain_text:
         _log.warning("API keys and prompts cross the network in plain text; use --tls-cert, or a proxy that does TLS")

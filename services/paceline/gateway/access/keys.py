@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import os
 import re
@@ -68,45 +67,58 @@ class KeyConfig:
 
 
 class KeyRing:
-    """The keys of a file."""
+    """The keys of a file, as far as it can be read."""
 
     def __init__(self, path: Path) -> None:
         """Reads the file.
 
         Raises:
-            ConfigError: It cannot be read, or a line is wrong; names the line.
+            ConfigError: It cannot be read, holds no key, or a line is wrong; names the line.
         """
         self._path = path
         self._version = _version(path)
-        self._keys = _read(path)
-        self._problem = ""
+        self._take(_read(path))
+        if self._problems:
+            raise self._problems[0]
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._by_digest)
+
+    @property
+    def num_problems(self) -> int:
+        """How many lines are not in force; 1 if the file cannot be read at all."""
+        return len(self._problems)
+
+    @property
+    def problem(self) -> str:
+        """What is not in force, and why; empty: nothing."""
+        more = f" (and {self.num_problems - 1} more)" if self.num_problems > 1 else ""
+        return f"{self._problems[0]}{more}" if self._problems else ""
 
     def find(self, presented: str) -> ApiKey | None:
-        """Returns the key that was presented; None if it is unknown. The time does not depend on which key it is."""
-        digest = _digest(presented)
-        found = None
-        for key in self._keys:
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+        """Returns the key that was presented; None if it is unknown.
+
+        The time reveals nothing: keys are looked up by a hash of what was presented.
+        """
+        return self._by_digest.get(_digest(presented))
 
     def refresh(self) -> None:
-        """Reads the file again if it has changed; if it is wrong, a warning is logged and the old keys stay valid."""
-        try:
-            version = _version(self._path)
-            if version == self._version:
-                return
-            keys = _read(self._path)
-        except ConfigError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                _log.warning("API keys cannot be read again, the old ones stay in force", extra={"error": error})
+        """Reads the file again if it has changed. What cannot be read is not in force: a key that is gone is gone."""
+        # Before it is read: a change in between is seen the next time.
+        version = _version(self._path)
+        changed, before = version != self._version, self.problem
+        # A file that could not be read may be readable now, though it is the same.
+        if not changed and not before:
             return
-        self._version, self._keys, self._problem = version, keys, ""
-        _log.info("API keys read again", extra={"num_keys": len(self._keys)})
+        self._version = version
+        self._take(_read(self._path))
+        if not changed and self.problem == before:
+            return
+        if self._problems:
+            told = {"problem": self.problem, "num_keys": len(self)}
+            _log.warning("the file of API keys is not wholly in force", extra=told)
+        else:
+            _log.info("API keys read again", extra={"num_keys": len(self)})
 
     async def keep_fresh(self, interval_s: float = REREAD_S) -> None:
         """Refreshes without end, once per interval in seconds."""
@@ -114,25 +126,44 @@ class KeyRing:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.refresh)
 
+    def _take(self, read: KeyLines) -> None:
+        self._by_digest = {key.digest: key for key in read.keys}
+        self._problems = read.problems
 
-def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Returns the keys of a file's text.
 
-    Raises:
-        ConfigError: A line is wrong, a name or key appears twice, or there is no key; names the line.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLines:
+    """What a file of keys says.
+
+    Attributes:
+        keys: In the order of the lines.
+        problems: Why the other lines, or all, count for nothing.
     """
-    keys: list[ApiKey] = []
+
+    keys: Sequence[ApiKey] = ()
+    problems: Sequence[ConfigError] = ()
+
+
+def parse_keys(text: str) -> KeyLines:
+    """Returns the keys of a file's text, without the lines that are wrong or repeat a name or a key."""
+    keys: dict[str, ApiKey] = {}
+    digests: set[bytes] = set()
+    problems: list[ConfigError] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
-        if not content:
-            continue
-        key = _parse_line(content, number)
-        if any(key.name == other.name or key.digest == other.digest for other in keys):
-            raise ConfigError(f"{FLAG}: line {number}: the name or the key appears twice; give each its own")
-        keys.append(key)
-    if not keys:
-        raise ConfigError(f"{FLAG}: holds no key, so no client could be served; make one with paceline key NAME")
-    return tuple(keys)
+        try:
+            if content:
+                key = _parse_line(content, number)
+                if key.name in keys or key.digest in digests:
+                    raise ConfigError(f"{FLAG}: line {number}: the name or the key appears twice; give each its own")
+                keys[key.name] = key
+                digests.add(key.digest)
+        except ConfigError as error:
+            problems.append(error)
+    if not keys and not problems:
+        nobody = f"{FLAG}: holds no key, so no client could be served; make one with paceline key NAME"
+        problems.append(ConfigError(nobody))
+    return KeyLines(keys=tuple(keys.values()), problems=problems)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -182,7 +213,7 @@ def _limit(text: str, what: str, most: int, number: int) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
-        raise ConfigError(f"{FLAG}: line {number}: {what} must be a whole number from 1 to {most}, got {text[:20]!r}")
+        raise ConfigError(f"{FLAG}: line {number}: {what} must be a whole number from 1 to {most}")
     return int(text)
 
 
@@ -190,19 +221,18 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
-def _version(path: Path) -> tuple[int, int, int]:
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """Returns what changes with a file; None if it cannot be reached."""
     try:
         status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{FLAG}: {path} cannot be read ({error.strerror})") from None
+    except OSError:
+        return None
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: Path) -> tuple[ApiKey, ...]:
+def _read(path: Path) -> KeyLines:
     try:
-        text = path.read_text(encoding="utf-8")
+        # Bytes that are no text spoil their own line only.
+        return parse_keys(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
-        raise ConfigError(f"{FLAG}: {path} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{FLAG}: {path} is not UTF-8 text") from None
-    return parse_keys(text)
+        return KeyLines(problems=[ConfigError(f"{FLAG}: {path} cannot be read ({error.strerror})")])

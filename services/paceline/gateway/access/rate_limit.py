@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -46,6 +47,8 @@ redis.call('PEXPIRE', KEYS[1], window_ms)
 return 0
 """
 
+ResultT = TypeVar("ResultT")
+
 _log = logging.getLogger(__name__)
 
 
@@ -67,33 +70,47 @@ class RateLimit:
         in_memory = urlsplit(redis_url).scheme == "memory"
         self._window = _MemoryWindow(clock) if in_memory else _StoreWindow(redis_url, timeout_s)
 
-    async def count(self, key: ApiKey) -> None:
+    async def count(self, key: ApiKey) -> bool:
         """Counts one request; free for keys without a limit.
+
+        Returns:
+            Whether it was counted, and so can be given back.
 
         Raises:
             OverloadedError: The key has used up its requests of the last minute; names the wait.
         """
-        left_alone = self._rests_until_s is not None and self._clock() < self._rests_until_s
-        if key.requests_per_minute is None or left_alone:
-            return
+        if key.requests_per_minute is None:
+            return False
+        wait_s = await self._answered(self._window.wait_s, key.name, key.requests_per_minute)
+        if wait_s:
+            raise OverloadedError(
+                f"API key {key.name!r} has had its {key.requests_per_minute} requests per minute",
+                retry_after_s=wait_s,
+            )
+        return wait_s is not None
+
+    async def give_back(self, key: ApiKey) -> None:
+        """Counts one request less, which was counted before."""
+        await self._answered(self._window.give_back, key.name)
+
+    async def _answered(self, ask: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT | None:
+        """Returns what the store answers; None: it does not, or is left alone since it did not."""
+        if self._rests_until_s is not None and self._clock() < self._rests_until_s:
+            return None
         try:
             async with asyncio.timeout(self._timeout_s):
-                wait_s = await self._window.wait_s(key.name, key.requests_per_minute)
+                answer = await ask(*arguments)
         except (TimeoutError, RedisError, OSError, RuntimeError) as error:
             # uvloop raises RuntimeError for a write to a socket that has gone.
             if self._rests_until_s is None:
                 reason = type(error).__name__
                 _log.warning("requests are not counted, the store does not answer", extra={"reason": reason})
             self._rests_until_s = self._clock() + REST_S
-            return
+            return None
         if self._rests_until_s is not None:
             _log.info("requests are counted again")
             self._rests_until_s = None
-        if wait_s > 0:
-            raise OverloadedError(
-                f"API key {key.name!r} has had its {key.requests_per_minute} requests per minute",
-                retry_after_s=wait_s,
-            )
+        return answer
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -118,6 +135,10 @@ class _StoreWindow:
             await self._client.connection_pool.disconnect(inuse_connections=False)
             raise
 
+    async def give_back(self, name: str) -> None:
+        """Forgets the newest time; which one of a minute makes little difference."""
+        await self._client.ltrim(KEY_PREFIX + name, 1, -1)
+
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -138,6 +159,10 @@ class _MemoryWindow:
             return passed_s[len(passed_s) - limit] + WINDOW_S - now_s
         passed_s.append(now_s)
         return 0.0
+
+    async def give_back(self, name: str) -> None:
+        if self._passed_s.get(name):
+            self._passed_s[name].pop()
 
     async def close(self) -> None:
         """Has no connections."""

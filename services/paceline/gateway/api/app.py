@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
+from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.anthropic.endpoint import ERRORS as MESSAGE_ERRORS
 from paceline.gateway.api.anthropic.endpoint import MessagesApi, count_tokens
 from paceline.gateway.api.console.feed import ConsoleFeed
@@ -58,6 +59,7 @@ def create_app(
     console: ConsoleFeed | None = None,
     tracer: Tracer = OFF,
     supervisor: Supervisor,
+    keys: KeyRing | None = None,
 ) -> Starlette:
     """Returns the application.
 
@@ -72,6 +74,7 @@ def create_app(
         console: Figures of the console; None: it is not served.
         tracer: Records spans of requests, if tracing is on.
         supervisor: Knows which background tasks fail.
+        keys: Knows which API keys are in force; None: callers need none.
     """
     serve = partial(Endpoint, count_error=sessions.count_error)
     traced = partial(serve, tracer=tracer)
@@ -95,13 +98,13 @@ def create_app(
         Route(f"{RESPONSES}/{{response_id}}", serve(kept.delete, errors=RESPONSE_ERRORS), methods=["DELETE"]),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
-        *_status_routes(sessions, fleet, registry, supervisor),
+        *_status_routes(sessions, fleet, registry, supervisor, keys),
     ]
     return Starlette(routes=routes, exception_handlers={PacelineError: _on_error, HTTPException: _on_http_exception})
 
 
 def _status_routes(
-    sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor
+    sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor, keys: KeyRing | None
 ) -> list[BaseRoute]:
     """Health, load, version and metrics."""
 
@@ -109,7 +112,7 @@ def _status_routes(
         return JSONResponse({"status": "alive"})
 
     async def health(_: Request) -> Response:
-        now = readiness(sessions, fleet, supervisor.failing)
+        now = readiness(sessions, fleet, supervisor.failing, "" if keys is None else keys.problem)
         return JSONResponse(now.report, status_code=200 if now.ready else 503)
 
     async def metrics(_: Request) -> Response:
@@ -165,6 +168,7 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
         "owned_by": OWNER,
         "max_model_len": None if identity is None else identity.context_len,
         "exact": None if identity is None else identity.exact,
+        **({"simulated": True} if identity is not None and identity.simulated else {}),
     }
 
 

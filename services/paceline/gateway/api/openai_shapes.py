@@ -30,7 +30,7 @@ LIFE = shape("Life", status=Literal["alive"])
 HEALTH = shape(
     "Health",
     status=Literal["ok", "degraded", "draining", "no verifier"],
-    **dict.fromkeys(("store", "tasks"), str),
+    **dict.fromkeys(("store", "tasks", "keys"), str),
     models=str | dict[str, str],
     **dict.fromkeys(("verifiers", "drafters", "sessions"), Count),
 )

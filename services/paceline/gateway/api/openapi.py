@@ -23,7 +23,7 @@ from paceline.gateway.api.openai.bodies import (
     TokenizeTextBody,
 )
 from paceline.gateway.api.responses.bodies import ResponsesBody
-from paceline.gateway.http.response import IGNORED_FIELDS, REQUEST_ID
+from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, REQUEST_ID
 from paceline.gateway.sessions.request import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
 
 Json = dict[str, Any]
@@ -47,7 +47,9 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * `return_token_ids` adds `prompt_token_ids` and `token_ids`; in a stream, the first once, with the first tokens.
 * `continue_final_message` ends a chat's prompt with the last message, which the answer continues; it excludes
   `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
-* Images, audio and video in messages are refused by the name of their field.
+* Messages of the system and of developers may stand anywhere in a chat. They are
+  [arranged as the model's template demands](bring-your-own-model.md#chat-templates).
+* Images, audio and video in messages of a user are refused by the name of their field.
 * `bad_words` are not generated, neither at the beginning of a text nor after a space, as the tokenizer writes them.
 * `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
   `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. A grammar that cannot
@@ -59,6 +61,21 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
   token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   is listed once, even without text of its own; text then waits for the end of its token.
+* Agents may send back what models have written, at all doors. Served: arguments of calls as JSON text or as an object,
+  broken ones as an empty object; calls and results without ids, a result then answering the oldest call that has none;
+  results twice, or without a call, as far as the template takes them; no content of the assistant or of a tool;
+  reasoning as `reasoning`, `reasoning_content` or `thinking`; the older `function_call` and role `function`. A
+  user's or a system's message needs content. What a template refuses is a 400 that names the message and what to
+  change.
+* The model gets functions only. Tools of other kinds (`web_search`, `custom`, `mcp`, `local_shell`, `image_generation`,
+  `bash_20250124`, `mcp_servers`...) are ignored, and named in the answer's header `{ignored_tools}`; a `tool_choice`
+  that requires one is refused by name. Functions in a `namespace` are served under both names, joined by `__`.
+* Items and blocks of such tools: a call with a `call_id`, and what it gave, are read as those of a function. What a
+  server has run itself (`web_search_call`, `mcp_call`, `server_tool_use`...), `item_reference`, and reasoning without
+  text are left out. In what a tool has answered, the text of a document is read, and an image is left out, with its
+  kind in its place. What is left out is named in `{ignored_fields}`, but for reasoning. `--strict-fields` refuses
+  all of it.
+* With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends after its first call.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them, or some with
   `allowed_tools`: the model sees these alone. Calls that have to be made are enforced by a grammar of the schemas
   of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
@@ -122,6 +139,7 @@ def openapi_document() -> Json:
         max_choices=MAX_CHOICES,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
         ignored_fields=IGNORED_FIELDS,
+        ignored_tools=IGNORED_TOOLS,
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
     posts = {
@@ -231,6 +249,7 @@ def _with_body(operation: Json, content: Json) -> Json:
     text = {"type": "string"}
     operation["responses"]["200"]["headers"] = {
         IGNORED_FIELDS: {"schema": text, "description": "Unknown fields of the body, if there are any."},
+        IGNORED_TOOLS: {"schema": text, "description": "Kinds of tools that are no functions, if there are any."},
         REQUEST_ID: {"schema": text, "description": "As the request has it; otherwise one of ours."},
     }
     return {**operation, "requestBody": {"required": True, "content": content}}

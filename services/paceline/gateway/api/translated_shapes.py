@@ -23,7 +23,13 @@ _MESSAGE = shape(
 _REASONING = shape(
     "ReasoningItemTold", type=Literal["reasoning"], summary=list[Any], content=conlist(_REASONING_TEXT), **_ITEM
 )
-_CALL = shape("FunctionCallItem", type=Literal["function_call"], call_id=str, name=str, arguments=str, **_ITEM)
+_CALL = shape(
+    "FunctionCallItem",
+    type=Literal["function_call"],
+    **dict.fromkeys(("call_id", "name", "arguments"), str),
+    namespace=maybe(str, "That of the function, where `tools` has it in one."),
+    **_ITEM,
+)
 _Item: Any = _MESSAGE | _REASONING | _CALL
 _RESPONSE_USAGE = shape(
     "ResponseUsage",

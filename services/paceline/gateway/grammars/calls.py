@@ -1,4 +1,4 @@
-"""Grammars of answers in which calls, once begun, follow the schemas of strict tools; all other text is free.
+"""Grammars of answers whose calls, once begun, follow the schemas of strict tools; other text is free, or has a format.
 
 Each family of models writes calls in its own way (`paceline.gateway.message.tool_calls`). gpt-oss is missing, because
 no engine that follows grammars serves it.
@@ -13,16 +13,19 @@ from keyword import iskeyword
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.grammars.compiling import LAYOUT, LOOSE
-from paceline.gateway.grammars.partial import Opening, joined, pattern, up_to
-from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
+from paceline.gateway.grammars.compiling import LAYOUT, LOOSE, grammar_of_json_schema, loosened
+from paceline.gateway.grammars.partial import Opening, joined, named, pattern, up_to
+from paceline.gateway.message.form import CALL_MARKERS, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
+from paceline.gateway.message.schemas import TYPES, Json, enumerated, followed, type_of, types_of, whole
 from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from paceline.gateway.message.tools import Toolbox
 
-Json = dict[str, Any]
 _GUIDANCE = {"x-guidance": {**LAYOUT, **LOOSE}}
-# The targets of references within a schema.
-_DEFINITIONS = ("$defs", "definitions")
+# Name of the grammar of text that has a format.
+_FORMAT = "format"
+# Behind a bare value; the rule of a bare string holds most of it.
+_VALUE_END = f"\n{qwen3_coder.PARAMETER_END}\n"
+_ANY_TEXT = r'any_text "\n"'
 # How a list of calls may begin.
 _LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
 
@@ -33,22 +36,23 @@ class Family:
 
     Attributes:
         schemas: Yields names and JSON schemas that the rules refer to.
-        rules: Yields the rules of an answer.
+        rules: Yields the rules of an answer; the last argument says whether text other than calls has a format.
         can_write: Whether the family can write the name of a tool or of an argument.
     """
 
     schemas: Callable[[Toolbox], Iterator[tuple[str, Json]]]
-    rules: Callable[[Toolbox, Opening], Iterator[str]]
+    rules: Callable[[Toolbox, Opening, bool], Iterator[str]]
     can_write: Callable[[str], bool] = lambda _: True
 
 
-def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
-    """Returns the grammar of an answer.
+def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening, content: str = "") -> str:
+    """Returns the grammar of an answer: free text with calls in it, or either text of a format or calls.
 
     Args:
         toolbox: The tools; arguments of those that are not strict may have any form.
         family: How the model writes calls, one of `FAMILIES`.
         opening: The beginning of the answer.
+        content: Grammar of the format; empty: text is free.
 
     Raises:
         InvalidRequestError: A schema cannot be compiled, or has a form that the family's calls cannot follow.
@@ -56,7 +60,26 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
     writes = FAMILIES[family]
     _check_names(toolbox, writes)
     parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in writes.schemas(toolbox)]
-    return joined(lambda opening: [*opening.rules("answer"), *writes.rules(toolbox, opening)], parts, opening, "tools")
+    parts += named(content, _FORMAT) if content else []
+
+    def rules(opening: Opening) -> list[str]:
+        return [*opening.rules("answer", CALL_MARKERS.get(family, "")), *writes.rules(toolbox, opening, bool(content))]
+
+    return joined(rules, parts, opening, "tools")
+
+
+def enforced_calls(toolbox: Toolbox) -> str:
+    """Returns the grammar of calls that have to be made, in the one form for all families.
+
+    What no grammar can hold is ignored where a tool is not strict.
+
+    Raises:
+        InvalidRequestError: A schema cannot be compiled.
+    """
+    loose = [schema for schema, strict in toolbox.parameters if not strict]
+    left = iter(loosened(loose, field="tools"))
+    given = [schema if strict else next(left) for schema, strict in toolbox.parameters]
+    return grammar_of_json_schema(toolbox.with_parameters(given).schema, field="tools", exact=False)
 
 
 def _check_names(toolbox: Toolbox, writes: Family) -> None:
@@ -77,19 +100,51 @@ def _of_arguments(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
 def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
     """Yields one schema per argument, for families that write each argument by itself."""
     yield "any", {}
-    for at, (schema, strict) in enumerate(toolbox.parameters):
-        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
-        for number, (_, argument, _) in enumerate(_arguments(toolbox, at) if strict else ()):
-            yield f"tool_{at}_{number}", {**shared, **argument}
+    for at, strict in enumerate(toolbox.strict):
+        for number, argument in enumerate(_arguments(toolbox, at) if strict else ()):
+            yield f"tool_{at}_{number}", whole(argument.schema, argument.defined)
 
 
-def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
-    """Yields the name and schema of each argument of a tool, and whether the argument is required.
+def _of_each_bare_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
+    """Yields the same for a family whose strings are bare: in these schemas they are left out, if there is more."""
+    yield "any", {}
+    for at, strict in enumerate(toolbox.strict):
+        for number, argument in enumerate(_arguments(toolbox, at) if strict else ()):
+            others = sorted(argument.types - {"string"})
+            bare = others and argument.types != TYPES and "string" in argument.types
+            schema = {"allOf": [argument.schema, {"type": others}]} if bare else argument.schema
+            yield f"tool_{at}_{number}", whole(schema, argument.defined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Argument:
+    """One argument of a tool.
+
+    Attributes:
+        name: Its name.
+        schema: Its schema.
+        defined: What the schema refers to; see `definitions`.
+        required: Whether every call has it.
+    """
+
+    name: str
+    schema: Json
+    defined: Mapping[str, Json]
+    required: bool
+
+    @property
+    def types(self) -> frozenset[str]:
+        return types_of(self.schema, self.defined)
+
+
+def _arguments(toolbox: Toolbox, at: int) -> Iterator[_Argument]:
+    """Yields the arguments of a tool.
 
     Raises:
         InvalidRequestError: The schema lists no arguments.
     """
-    schema, _ = toolbox.parameters[at]
+    defined = toolbox.defined(at)
+    schema = followed(defined[f"tool_{at}"], defined)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list)
     if not known or not schema.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
@@ -98,15 +153,24 @@ def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
             "tools", f"the parameters of {name!r}, which is strict, must be an object with properties"
         )
     for name, argument in properties.items():
-        yield name, argument if isinstance(argument, dict) else {}, name in required
+        given = argument if isinstance(argument, dict) else {}
+        yield _Argument(name=name, schema=given, defined=defined, required=name in required)
 
 
-def _calls(toolbox: Toolbox, key: str) -> str:
-    """Returns the rule of one call as a JSON object."""
+def _calls(toolbox: Toolbox, key: str, *, cut: bool = False) -> str:
+    """Returns the rule of one call as a JSON object.
+
+    Args:
+        toolbox: The tools.
+        key: Of the arguments.
+        cut: Whether the call is cut as JSON is, because text that may be JSON begins alike: of several terminals that
+            fit, the longest wins, even if the text does not go on as it does.
+    """
     forms: list[str] = []
     for at, name in enumerate(toolbox.names):
-        head = f'{{"name": {_literal(name)}, "{key}": '
-        forms.append(f"{_literal(head)} @tool_{at} {_literal('}')}")
+        head = ["{", '"name"', ": ", _literal(name), ", ", f'"{key}"', ": "]
+        written = " ".join(map(_literal, head if cut else ["".join(head)]))
+        forms.append(f"{written} @tool_{at} {_literal('}')}")
     return f"call: {' | '.join(forms)}"
 
 
@@ -115,16 +179,16 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _hermes(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
-    yield _amid_text("to_call GAP call GAP call_end", toolbox)
-    yield from opening.text_up_to("call", hermes.BEGIN)
+def _hermes(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
+    yield from _marked("GAP call GAP call_end", toolbox, bound)
+    yield from _to_call("call", opening, bound, hermes.BEGIN)
     yield opening.marker("call_end", hermes.END)
     yield _calls(toolbox, "arguments")
 
 
-def _mistral(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
-    yield _amid_text("to_call GAP calls", toolbox)
-    yield from opening.text_up_to("call", mistral.BEGIN)
+def _mistral(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
+    yield from _marked("GAP calls", toolbox, bound)
+    yield from _to_call("call", opening, bound, mistral.BEGIN)
     further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
     listed = f"{_literal('[')} call{further} {_literal(']')}"
     yield " | ".join([f"calls: {listed}", *(f"{_literal(n)} args? @tool_{at}" for at, n in enumerate(toolbox.names))])
@@ -132,85 +196,154 @@ def _mistral(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield _calls(toolbox, "arguments")
 
 
-def _amid_text(call: str, toolbox: Toolbox) -> str:
-    several = "answer: ({})* WITHOUT_CALL"
-    one = "answer: WITHOUT_CALL | {} GAP"
-    return (several if toolbox.parallel else one).format(call)
+def _marked(call: str, toolbox: Toolbox, bound: bool, other: str = "") -> Iterator[str]:
+    """Yields the rules of an answer whose calls have a marker, and of what follows a call that has begun.
+
+    Args:
+        call: What follows the marker.
+        toolbox: The tools.
+        bound: Whether text has a format.
+        other: Another form of a call, its marker included.
+    """
+    whole_call = f"(to_call {call}{f' | {other}' if other else ''})"
+    if bound:
+        yield f"answer: @{_FORMAT} | {whole_call} further"
+    elif toolbox.parallel:
+        yield f"answer: {whole_call}* WITHOUT_CALL"
+    else:
+        yield f"answer: WITHOUT_CALL | {whole_call} further"
+    yield f"begun: {call} {'answer' if toolbox.parallel and not bound else 'further'}"
+    yield f"further: (GAP {whole_call})* GAP" if toolbox.parallel and bound else "further: GAP"
 
 
-def _llama3(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+def _to_call(name: str, opening: Opening, bound: bool, marker: str, *others: str) -> Iterator[str]:
+    """Yields the rules up to a call: its marker, behind free text if text has no format."""
+    if bound:
+        yield opening.marker(f"to_{name}", marker)
+    else:
+        yield from opening.text_up_to(name, marker, *others)
+
+
+def _llama3(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     further = f" (GAP {_literal(';')} GAP call)*" if toolbox.parallel else ""
-    yield f"answer: OTHER | GAP tag? GAP call{further} GAP"
-    yield r'OTHER: /(.|\n)*/ & ~/\s*\{\s*"name"(.|\n)*/'
+    yield f"answer: {f'@{_FORMAT} |' if bound else 'OTHER | GAP'} (tag GAP)? call{further} GAP"
+    if not bound:
+        yield r'OTHER: /(.|\n)*/ & ~/\s*\{\s*"name"(.|\n)*/'
     yield opening.marker("tag", llama3_json.BEGIN)
-    yield _calls(toolbox, "parameters")
+    yield _calls(toolbox, "parameters", cut=bound)
 
 
-def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+def _qwen3_coder(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     """The outer tag may be missing."""
-    yield _amid_text(f"(to_call GAP {_literal(qwen3_coder.BEGIN)} call GAP call_end | to_function call)", toolbox)
-    yield from opening.text_up_to("call", qwen3_coder.OUTER, qwen3_coder.BEGIN)
-    yield "to_function: function_spelled"
-    yield up_to("function_spelled", qwen3_coder.BEGIN)
+    yield from _marked(f"GAP {_literal(qwen3_coder.BEGIN)} call GAP call_end", toolbox, bound, "to_function call")
+    yield from _to_call("call", opening, bound, qwen3_coder.OUTER, qwen3_coder.BEGIN)
+    if bound:
+        yield f"to_function: {_literal(qwen3_coder.BEGIN)}"
+    else:
+        yield "to_function: function_spelled"
+        yield up_to("function_spelled", qwen3_coder.BEGIN)
     yield opening.marker("call_end", qwen3_coder.OUTER_END)
     yield "call: " + " | ".join(f"call_{at}" for at in range(len(toolbox.names)))
     yield up_to("any_arguments", qwen3_coder.END)
     # As for its reader, a value ends with the first such tag.
     yield up_to("any_text", qwen3_coder.PARAMETER_END)
-    for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
-        arguments = list(_arguments(toolbox, at)) if strict else []
-        members = [f"argument_{at}_{number}{'' if due else '?'}" for number, (_, _, due) in enumerate(arguments)]
-        rest = [*members, _literal(qwen3_coder.END)] if strict else ["any_arguments"]
-        yield " ".join([f"call_{at}: {_literal(f'{name}>' + chr(10))}", *rest])
-        for number, (key, argument, _) in enumerate(arguments):
-            value = _bare_value(argument, f"@tool_{at}_{number}")
-            yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{key}>' + chr(10))} {value}"
+    for at, strict in enumerate(toolbox.strict):
+        yield from _coder_call(toolbox, at) if strict else [f"call_{at}: {_coder_head(toolbox, at)} any_arguments"]
+
+
+def _coder_head(toolbox: Toolbox, at: int) -> str:
+    return _literal(f"{toolbox.names[at]}>\n")
+
+
+def _coder_call(toolbox: Toolbox, at: int) -> Iterator[str]:
+    """Yields the rules of a call of a strict tool, behind its first tag's beginning."""
+    arguments = list(_arguments(toolbox, at))
+    members = [f"argument_{at}_{n}{'' if each.required else '?'}" for n, each in enumerate(arguments)]
+    yield f"call_{at}: {' '.join([_coder_head(toolbox, at), *members, _literal(qwen3_coder.END)])}"
+    for number, each in enumerate(arguments):
+        value = _bare_value(each, f"@tool_{at}_{number}")
+        yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{each.name}>' + chr(10))} {value}"
 
 
 def _fits_into_a_tag(name: str) -> bool:
     return name == name.strip() and 0 < len(name) <= qwen3_coder.MAX_NAME_CHARS and not set(name) & set(">\n")
 
 
-def _bare_value(argument: Json, reference: str) -> str:
+def _bare_value(argument: _Argument, reference: str) -> str:
     """Returns the form of a value and the end of its tag: strings are bare, other values are JSON."""
-    end = f"\n{qwen3_coder.PARAMETER_END}\n"
-    if argument.get("type") != "string":
-        return f"{reference} {_literal(end)}"
-    some = [argument["const"]] if "const" in argument else argument.get("enum")
-    if not isinstance(some, list):
-        return r'any_text "\n"'
-    return f"({' | '.join(_literal(each + end) for each in some if isinstance(each, str))})"
+    as_json = f"{reference} {_literal(_VALUE_END)}"
+    forms = dict.fromkeys(_bare_values(argument.schema, argument.defined, TYPES, as_json, set())) or [as_json]
+    return _ANY_TEXT if _ANY_TEXT in forms else f"({' | '.join(forms)})"
 
 
-def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+def _bare_values(
+    schema: Any, defined: Mapping[str, Json], types: frozenset[str], as_json: str, seen: set[int]
+) -> Iterator[str]:
+    """Yields the forms of a value that is one of these types as well as one of the schema's.
+
+    Args:
+        schema: A schema of `definitions`, or one within.
+        defined: All of them.
+        types: Those that a value may have.
+        as_json: The form of a value that is no bare string.
+        seen: Schemas that were looked at: one may refer to itself.
+    """
+    schema = followed(schema, defined)
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return
+    seen.add(id(schema))
+    types &= types_of(schema, defined)
+    values = enumerated(schema)
+    several = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    if values is not None:
+        allowed = [each for each in values if type_of(each) in types]
+        yield from (_literal((each if isinstance(each, str) else json.dumps(each)) + _VALUE_END) for each in allowed)
+    elif several:
+        for each in several:
+            yield from _bare_values(each, defined, types, as_json, seen)
+    else:
+        yield _ANY_TEXT if "string" in types and types != TYPES else as_json
+
+
+def _pythonic(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
-    yield f'answer: OTHER | first_call{further} "]" GAP list_end? GAP'
-    yield rf"OTHER: /(.|\n)*/ & ~/{_LIST}[A-Za-z_][\w.]*\s*\((.|\n)*/"
+    if bound:
+        yield f'answer: @{_FORMAT} | (list_begin GAP)? "[" call{further} "]" GAP list_end? GAP'
+        yield opening.marker("list_begin", pythonic.BEGIN)
+    else:
+        yield f'answer: OTHER | first_call{further} "]" GAP list_end? GAP'
+        yield from _first_pythonic_call(toolbox, opening)
     yield opening.marker("list_end", pythonic.END)
-    yield "first_call: " + " | ".join(f"head_{at} rest_{at}" for at in range(len(toolbox.names)))
     yield "call: " + " | ".join(f"{_literal(f'{name}(')} rest_{at}" for at, name in enumerate(toolbox.names))
     yield 'any_argument: /[A-Za-z_]\\w*/ "=" @any'
     yield 'any_arguments: (any_argument (", " any_argument)*)?'
-    token_id = opening.token_of(pythonic.BEGIN)
-    for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
-        # One pattern up to where it is no other text: the longest match wins.
-        begun = "" if token_id is None else f" | GAP <[{token_id}]> GAP {_literal(f'[{name}(')}"
-        yield rf"head_{at}: /{_LIST}{pattern(f'{name}(')}/{begun}"
+    for at, strict in enumerate(toolbox.strict):
         yield f'rest_{at}: {f"first_{at}_0" if strict else "any_arguments"} ")"'
         if strict:
             yield from _keywords(list(_arguments(toolbox, at)), at)
+
+
+def _first_pythonic_call(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+    """Yields the rules of free text, and of a list of calls up to the arguments of its first one."""
+    yield rf"OTHER: /(.|\n)*/ & ~/{_LIST}[A-Za-z_][\w.]*\s*\((.|\n)*/"
+    yield "first_call: " + " | ".join(f"head_{at} rest_{at}" for at in range(len(toolbox.names)))
+    token_id = opening.token_of(pythonic.BEGIN)
+    for at, name in enumerate(toolbox.names):
+        # One pattern up to where it is no other text: the longest match wins.
+        begun = "" if token_id is None else f" | GAP <[{token_id}]> GAP {_literal(f'[{name}(')}"
+        yield rf"head_{at}: /{_LIST}{pattern(f'{name}(')}/{begun}"
 
 
 def _is_python_name(name: str) -> bool:
     return name.isascii() and name.isidentifier() and not iskeyword(name)
 
 
-def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:
+def _keywords(arguments: list[_Argument], at: int) -> Iterator[str]:
     """Yields the rules of the arguments in order, each as the first one written and as a further one."""
-    for number, (key, _, due) in enumerate(arguments):
+    for number, each in enumerate(arguments):
         for place, comma in (("first", ""), ("further", ", ")):
-            written = f"{_literal(f'{comma}{key}=')} @tool_{at}_{number} further_{at}_{number + 1}"
-            yield f"{place}_{at}_{number}: {written}" + ("" if due else f" | {place}_{at}_{number + 1}")
+            written = f"{_literal(f'{comma}{each.name}=')} @tool_{at}_{number} further_{at}_{number + 1}"
+            yield f"{place}_{at}_{number}: {written}" + ("" if each.required else f" | {place}_{at}_{number + 1}")
     yield f'first_{at}_{len(arguments)}: ""'
     yield f'further_{at}_{len(arguments)}: ""'
 
@@ -219,6 +352,6 @@ FAMILIES: Mapping[str, Family] = {
     HERMES: Family(schemas=_of_arguments, rules=_hermes),
     LLAMA3_JSON: Family(schemas=_of_arguments, rules=_llama3),
     MISTRAL: Family(schemas=_of_arguments, rules=_mistral),
-    QWEN3_CODER: Family(schemas=_of_each_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
+    QWEN3_CODER: Family(schemas=_of_each_bare_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
     PYTHONIC: Family(schemas=_of_each_argument, rules=_pythonic, can_write=_is_python_name),
 }

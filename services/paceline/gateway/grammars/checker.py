@@ -1,7 +1,8 @@
 """A process that compiles the grammars of clients: `python -m paceline.gateway.grammars.checker SECONDS`.
 
-It reads one JSON object per line, `{"kind", "value", "options"}`, and answers with `{"grammar"}` or `{"error"}`. It
-dies if a grammar takes more than SECONDS of processor time, because nothing else bounds the time of every grammar.
+It reads one JSON object per line, `{"kind", "value", "options"}`, and answers with `{"grammar"}`, `{"schemas"}` or
+`{"error"}`, and with the processor time that it took in `"seconds"`. It dies if an answer takes more than SECONDS of
+processor time, because nothing else bounds the time of every grammar.
 """
 
 from __future__ import annotations
@@ -10,27 +11,28 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from paceline.engine.grammar import LIMITS
+from paceline.gateway.message.schemas import BY_NAME, HOLDERS, definitions, whole, without
 
 MOST_BYTES = 2 * 1024**3
-# Keywords of JSON schema that contain other schemas: by name, in a list, or a single one.
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "contains", "not")
 # All models share only the vocabulary of bytes.
 _BYTES = LLTokenizer("byte")
 
 
-def answer(question: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the grammar of a question, or why there is none."""
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the grammar of a question, or the schemas, or why there is none."""
     kind, value = question["kind"], question["value"]
     try:
+        if kind == "loosened":
+            return {"schemas": list(map(_loosened, value))}
         if kind == "json_schema":
             return _of_schema(value, question["options"])
         grammar = LLMatcher.grammar_from_regex(value) if kind == "regex" else _as_it_is(value) or any_to_lark(value)
@@ -76,15 +78,25 @@ def _place(schema: Any, problem: str, options: Any) -> str:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for keyword in _BY_NAME:
-        named = schema.get(keyword)
-        if isinstance(named, dict):
-            yield from ((f"{keyword}.{name}", part) for name, part in named.items())
-    for keyword in _LISTED:
-        listed = schema.get(keyword)
-        if isinstance(listed, list):
-            yield from ((f"{keyword}[{index}]", part) for index, part in enumerate(listed))
-    yield from ((keyword, schema[keyword]) for keyword in _SINGLE if keyword in schema)
+    for keyword, value in schema.items():
+        if keyword in BY_NAME and isinstance(value, dict):
+            yield from ((f"{keyword}.{name}", part) for name, part in value.items())
+        elif keyword in HOLDERS and isinstance(value, list):
+            yield from ((f"{keyword}[{index}]", part) for index, part in enumerate(value))
+        elif keyword in HOLDERS:
+            yield keyword, value
+
+
+def _loosened(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema without what no grammar can hold even if it is lenient."""
+
+    @cache
+    def unfit(pattern: str) -> bool:
+        return bool(_problem(LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})))
+
+    defined = definitions(schema, "schema", field="schema")
+    defined = {name: without(each, unfit, defined) for name, each in defined.items()}
+    return whole(defined["schema"], defined)
 
 
 def main() -> None:
@@ -94,7 +106,8 @@ def main() -> None:
     for line in sys.stdin.buffer:
         # Processor time, not wall-clock time: on a busy machine every grammar would be too slow.
         signal.setitimer(signal.ITIMER_PROF, most_s)
-        answered = json.dumps(answer(json.loads(line))).encode() + b"\n"
+        begun_s = time.process_time()
+        answered = json.dumps({**answer(json.loads(line)), "seconds": time.process_time() - begun_s}).encode() + b"\n"
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answered)
         sys.stdout.buffer.flush()

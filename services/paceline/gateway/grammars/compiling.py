@@ -21,12 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.core.params import MAX_GRAMMAR_CHARS
+from paceline.gateway.access.allowance import Allowance
+from paceline.gateway.access.callers import current_caller
+from paceline.gateway.message.schemas import REFERENCES
 
 MAX_CHOICES = 1024
 # Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
 MOST_S, PATIENCE_S, START_S = 0.8, 5.0, 20.0
+# Processor time that a key may use for new grammars: a burst, such as all schemas of a client that has just started,
+# then a tenth of a core. A verifier compiles each of them again, and holds its interpreter meanwhile. Without keys
+# there is no bound.
+BURST_S, SECONDS_PER_S = 10.0, 0.1
 # Answers that are cached: the same schema comes with every request of a client.
 MOST_KEPT = 64
 # As Python's `json.dumps` writes it: with a fixed layout, most of the syntax of an answer is forced.
@@ -43,20 +50,24 @@ class Checker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._allowance = Allowance(burst=BURST_S, per_s=SECONDS_PER_S)
         self._process: subprocess.Popen[bytes] | None = None
-        self._kept: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._kept: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         atexit.register(self.close)
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a question, as `paceline.gateway.grammars.checker` gives it.
 
+        What is new costs the current caller processor time; what is known is free.
+
         Raises:
+            OverloadedError: The caller has used up its processor time; names the wait.
             UnavailableError: The machine is too busy to answer in time.
         """
         line = json.dumps(question).encode() + b"\n"
         key = hashlib.sha256(line).digest()
         with self._lock:
-            known = self._kept.get(key) or self._answer(line)
+            known = self._kept.get(key) or self._new(line, current_caller().name)
             self._kept[key] = known
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
@@ -70,18 +81,35 @@ class Checker:
             process.kill()
             process.communicate()
 
-    def _answer(self, line: bytes) -> dict[str, str]:
+    def _new(self, line: bytes, caller: str) -> dict[str, Any]:
+        if caller and (wait_s := self._allowance.wait_s(caller)):
+            raise OverloadedError(
+                f"API key {caller!r} has had its {BURST_S:g} s of compiling grammars, and gets {SECONDS_PER_S:g} s "
+                "more each second; grammars that were asked for lately are free",
+                retry_after_s=wait_s,
+            )
+        begun_s = time.monotonic()
+        try:
+            answer = self._answer(line)
+        except UnavailableError:
+            # Nobody knows how long it computed, at most as long as it may.
+            self._allowance.use(caller, min(MOST_S, time.monotonic() - begun_s))
+            raise
+        self._allowance.use(caller, answer.pop("seconds"))
+        return answer
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             if self._process is None:
                 self._process = _start()
                 self._exchange(b'{"kind": "regex", "value": "a"}\n', START_S)
-            answer: dict[str, str] = json.loads(self._exchange(line, PATIENCE_S))
+            answer: dict[str, Any] = json.loads(self._exchange(line, PATIENCE_S))
         except TimeoutError:
             self.close()
             raise UnavailableError("the machine is too busy to compile a grammar; try again") from None
         except (_DiedError, OSError):
             self.close()
-            return {"error": f"takes more than {MOST_S:g} s, or too much memory, to be compiled"}
+            return {"error": f"takes more than {MOST_S:g} s, or too much memory, to be compiled", "seconds": MOST_S}
         return answer
 
     def _exchange(self, line: bytes, most_s: float) -> bytes:
@@ -145,6 +173,22 @@ def grammar_of_json_schema(
     return _grammar("json_schema", schema, field, {**layout, **({} if exact else LOOSE)})
 
 
+def loosened(schemas: Sequence[Mapping[str, Any]], *, field: str) -> list[Any]:
+    """Returns JSON schemas without patterns that no grammar can hold and without references that lead nowhere.
+
+    Args:
+        schemas: As JSON.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: It takes too long.
+    """
+    text = _text(schemas, field)
+    if '"pattern' not in text and not any(f'"{each}"' in text for each in REFERENCES):
+        return list(schemas)
+    return list(_asked({"kind": "loosened", "value": schemas}, field)["schemas"])
+
+
 def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:
     """Returns the grammar of the texts that a regular expression matches as a whole.
 
@@ -179,16 +223,24 @@ def grammar_of_lark(text: str, *, field: str = "grammar") -> str:
 
 
 def _grammar(kind: str, value: Any, field: str, options: Mapping[str, Any] | None = None) -> str:
-    try:
-        length = len(value if isinstance(value, str) else json.dumps(value))
-        if length > MAX_GRAMMAR_CHARS:
-            raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}")
-        answer = _CHECKER.ask({"kind": kind, "value": value, "options": options})
-    except (RecursionError, ValueError) as error:
-        raise InvalidRequestError(field, f"cannot be read: {type(error).__name__}") from None
-    grammar = answer.get("grammar")
-    if grammar is None:
-        raise InvalidRequestError(field, answer["error"])
+    grammar: str = _asked({"kind": kind, "value": value, "options": options}, field)["grammar"]
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, compiled {len(grammar)}")
     return grammar
+
+
+def _asked(question: Mapping[str, Any], field: str) -> dict[str, Any]:
+    length = len(_text(question["value"], field))
+    if length > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(field, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}")
+    answer = _CHECKER.ask(question)
+    if "error" in answer:
+        raise InvalidRequestError(field, answer["error"])
+    return answer
+
+
+def _text(value: Any, field: str) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except (RecursionError, ValueError) as error:
+        raise InvalidRequestError(field, f"cannot be read: {type(error).__name__}") from None

@@ -41,14 +41,26 @@ class Opening:
         """Whether the answer is within reasoning, or may begin it."""
         return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(THINK_END)
 
-    def rules(self, part: str) -> list[str]:
-        """Returns rules from `start` to the bound part."""
+    def rules(self, part: str, call: str = "") -> list[str]:
+        """Returns rules from `start` to the bound part.
+
+        Args:
+            part: Its rule.
+            call: Marker with which a call may begin in the midst of reasoning, which it ends; the rule `begun` goes
+                on from there. Empty: none may.
+        """
         if not self.may_reason:
             return [f"start: {part}", _GAP]
         within = begins_thinking(self.reasoning, self.prompt_end)
-        begun = f"start: to_thought GAP {part}"
-        maybe = [f"start: {part} | GAP thinking to_thought GAP {part}", self.marker("thinking", THINK)]
-        return [*([begun] if within else maybe), _GAP, *self.text_up_to("thought", THINK_END)]
+        ends = [f"to_thought GAP {part}", *(["to_call_in_thought begun"] if call else [])]
+        begun = [f"start: {' | '.join(ends)}"]
+        maybe = [f"start: {part} | GAP thinking ({' | '.join(ends)})", self.marker("thinking", THINK)]
+        called = [
+            self._up_to_token("to_call_in_thought", "call_in_thought", "WITHOUT_THOUGHT", call),
+            up_to("call_in_thought", call),
+        ]
+        thought = self.text_up_to("thought", THINK_END, *([call] if call else []))
+        return [*(begun if within else maybe), _GAP, *thought, *(called if call else [])]
 
     def marker(self, name: str, text: str) -> str:
         """Returns the rule of a marker."""
@@ -63,11 +75,14 @@ class Opening:
             marker: The marker.
             others: Further markers that text without the marker must not hold.
         """
-        token_id = self.token_of(marker)
         without = f"WITHOUT_{name.upper()}"
-        yield f"to_{name}: {name}_spelled" + ("" if token_id is None else f" | {without} <[{token_id}]>")
+        yield self._up_to_token(f"to_{name}", f"{name}_spelled", without, marker)
         yield up_to(f"{name}_spelled", marker)
         yield rf"{without}: /(.|\n)*/ & ~/(.|\n)*({'|'.join(map(pattern, (marker, *others)))})(.|\n)*/"
+
+    def _up_to_token(self, name: str, spelled: str, without: str, marker: str) -> str:
+        token_id = self.token_of(marker)
+        return f"{name}: {spelled}" + ("" if token_id is None else f" | {without} <[{token_id}]>")
 
 
 def up_to(name: str, ending: str) -> str:
@@ -93,10 +108,15 @@ def after_reasoning(grammar: str, opening: Opening, *, field: str) -> str:
     """
     if not opening.may_reason:
         return grammar
+    parts = named(grammar, _ANSWER)
+    return joined(lambda opening: opening.rules(f"@{_ANSWER}"), parts, opening, field)
+
+
+def named(grammar: str, name: str) -> list[Json]:
+    """Returns a grammar, as sessions carry it, as one that rules refer to by a name, with those that it refers to."""
     given = json.loads(grammar) if grammar.lstrip().startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
     first, *others = given["grammars"]
-    parts = [{**first, "name": _ANSWER}, *others]
-    return joined(lambda opening: opening.rules(f"@{_ANSWER}"), parts, opening, field)
+    return [{**first, "name": name}, *others]
 
 
 def joined(make: Callable[[Opening], Sequence[str]], others: Sequence[Json], opening: Opening, field: str) -> str:

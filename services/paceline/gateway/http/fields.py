@@ -5,9 +5,10 @@ It knows no field by itself; each kind of object declares its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from reprlib import Repr
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,19 +28,22 @@ _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.ma
 
 
 class UnknownFields:
-    """The unknown fields of one request: ignored, or refused.
+    """What a request has and this server does not know: fields, entries of lists, tools. Ignored, or refused.
 
     Args:
         strict: Whether they are refused.
 
     Attributes:
-        counts: How many there are, by the label that they are counted under.
+        counts: How many fields and entries there are, by the label that they are counted under.
+        ignored_tools: Kinds of the tools that are left out, by their kinds and their names.
     """
 
     def __init__(self, *, strict: bool) -> None:
         self.counts: dict[str, int] = {}
+        self.ignored_tools: dict[str, str] = {}
         self._strict = strict
-        self._named: list[str] = []
+        self._fields = _Names()
+        self._tools = _Names()
 
     def add(self, path: str, name: str) -> None:
         """Notes a field.
@@ -53,16 +57,71 @@ class UnknownFields:
         """
         if self._strict:
             raise InvalidRequestError(_joined(path, name), "is not a field of this endpoint")
-        label = name if name in FIELDS_OF_OTHERS else UNHEARD_OF_FIELD
+        self._count(_joined(path, name), name if name in FIELDS_OF_OTHERS else UNHEARD_OF_FIELD)
+
+    def leave_out(self, path: str, kind: Any) -> str:
+        """Notes an entry of a list, which is left out as its kind is not served; returns the name of the kind.
+
+        Args:
+            path: Of the entry.
+            kind: Its `type`, a JSON value.
+
+        Raises:
+            InvalidRequestError: What is unknown is refused.
+        """
+        if self._strict:
+            raise InvalidRequestError(f"{path}.type", f"is not served, got {_shown(kind)}")
+        name = _shown(kind)
+        self._count(_joined(path, name), UNHEARD_OF_FIELD)
+        return name
+
+    def leave_out_tool(self, path: str, kind: str, name: Any) -> None:
+        """Notes a tool that is left out, as the model may call functions only.
+
+        Args:
+            path: Of the tool.
+            kind: Its `type`.
+            name: Its name; a JSON value.
+
+        Raises:
+            InvalidRequestError: What is unknown is refused.
+        """
+        if self._strict:
+            raise InvalidRequestError(f"{path}.type", f"is not served, as it is no function, got {_shown(kind)}")
+        self.ignored_tools |= dict.fromkeys((kind, name) if isinstance(name, str) else (kind,), kind)
+        self._tools.add(kind)
+
+    def _count(self, path: str, label: str) -> None:
         self.counts[label] = self.counts.get(label, 0) + 1
-        if len(self._named) < MAX_NAMED_FIELDS:
-            self._named.append(_in_header(_joined(path, name)))
+        self._fields.add(path)
 
     @property
     def header(self) -> str:
-        """Their paths, as far as a header should name them, and how many others there are; empty: there are none."""
-        others = sum(self.counts.values()) - len(self._named)
-        return ", ".join([*self._named, *([f"{others} more"] if others else [])])
+        """Paths of fields and entries, as far as a header should name them; empty: there are none."""
+        return self._fields.header
+
+    @property
+    def tools_header(self) -> str:
+        """Kinds of tools, likewise."""
+        return self._tools.header
+
+
+class _Names:
+    """Names for a header: the first of them, and how many others there are."""
+
+    def __init__(self) -> None:
+        self._named: list[str] = []
+        self._others = 0
+
+    def add(self, name: str) -> None:
+        if len(self._named) < MAX_NAMED_FIELDS:
+            self._named.append(_in_header(name))
+        else:
+            self._others += 1
+
+    @property
+    def header(self) -> str:
+        return ", ".join([*self._named, *([f"{self._others} more"] if self._others else [])])
 
 
 class Fields(BaseModel):
@@ -123,6 +182,52 @@ def read_text(kind: type[TextFields], given: Any, unknown: UnknownFields, where:
     if not isinstance(given, list):
         raise InvalidRequestError(where, "must be a string or a list of text parts")
     return "\n".join(read_fields(kind, each, unknown, f"{where}[{at}]").text for at, each in enumerate(given))
+
+
+def read_result(kind: type[TextFields], given: Any, unknown: UnknownFields, where: str) -> str:
+    """Returns what a tool has answered, as text.
+
+    Of parts that are no text, the text inside is taken; those without any are left out, and named in the text. What is
+    neither text nor a list of parts is written as JSON.
+
+    Args:
+        kind: Of its parts.
+        given: The JSON value; None: nothing.
+        unknown: Collects fields that the kind does not have, and parts that are left out.
+        where: Path of the answer.
+
+    Raises:
+        InvalidRequestError: A part of text is wrong.
+    """
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        return json.dumps(given, ensure_ascii=False)
+    return "\n".join(_result_part(kind, each, unknown, f"{where}[{at}]") for at, each in enumerate(given))
+
+
+def _result_part(kind: type[TextFields], part: Any, unknown: UnknownFields, where: str) -> str:
+    name = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(name, str):
+        return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+    if name in get_args(kind.model_fields["type"].annotation):
+        return read_fields(kind, part, unknown, where).text
+    text = text_within(part)
+    return f"[{unknown.leave_out(where, name)}]" if text is None else text
+
+
+def text_within(part: Any) -> str | None:
+    """Returns the text of a part that is none itself, such as a document; None: it has no text."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, list):
+        texts = [text for each in part if (text := text_within(each)) is not None]
+        return "\n".join(texts) if texts else None
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") == "text" and "data" in part:
+        return text_within(part["data"])
+    return text_within(next((part[name] for name in ("text", "content", "source") if name in part), None))
 
 
 def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields, where: str) -> dict[str, Any]:

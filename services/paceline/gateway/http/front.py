@@ -13,12 +13,12 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.gateway.http.response import IGNORED_FIELDS, REQUEST_ID
+from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
 # What pages of other origins may read of an answer, beside its body.
-EXPOSED = (REQUEST_ID, IGNORED_FIELDS, "retry-after")
+EXPOSED = (REQUEST_ID, IGNORED_FIELDS, IGNORED_TOOLS, "retry-after")
 
 
 def with_front(app: ASGIApp, *, allowed_origins: Sequence[str], access_log: bool) -> ASGIApp:

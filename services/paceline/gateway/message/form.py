@@ -53,6 +53,8 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     DEEPSEEK_R1: (THINK, THINK_END),
     GPT_OSS: CHANNEL_TOKENS,
 }
+# Markers with which a call may begin amid text, in the midst of reasoning, too.
+CALL_MARKERS: Mapping[str, str] = {HERMES: hermes.BEGIN, MISTRAL: mistral.BEGIN, QWEN3_CODER: qwen3_coder.OUTER}
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
 REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
 
@@ -113,6 +115,9 @@ class MessageForm:
         enforced: Whether a grammar enforces calls, as JSON of a form that no family has.
         named: The one tool that is called then; empty: any.
         types: Types of parameters by tool, for the family that needs them.
+        short_ids: Whether ids of calls have nine letters or digits, as the model's template takes no others back.
+        parallel: Whether it may hold several calls; otherwise the message ends after its first one.
+        only: Tools that alone are called, as a grammar writes calls, where other text may look like a call; empty: any.
     """
 
     reasoning: str = ""
@@ -120,7 +125,10 @@ class MessageForm:
     tool_calls: str = ""
     enforced: bool = False
     named: str = ""
-    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    types: qwen3_coder.Types = field(default_factory=dict)
+    short_ids: bool = False
+    parallel: bool = True
+    only: Sequence[str] = ()
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -152,26 +160,32 @@ class MessageForm:
         """
         if not self.reasoning:
             return None
-        begin, end = (ANALYSIS, MESSAGE_END) if self.reasoning == GPT_OSS else (THINK, THINK_END)
-        return ReasoningCount(begin, end, decode, begun=self.thinks)
+        if self.reasoning == GPT_OSS:
+            return ReasoningCount(ANALYSIS, (MESSAGE_END,), decode, begun=self.thinks)
+        call = CALL_MARKERS.get(self.tool_calls)
+        return ReasoningCount(THINK, (THINK_END, *([call] if call else [])), decode, begun=self.thinks)
 
     def _reasoning_reader(self) -> StatefulReader | None:
         if self.reasoning == GPT_OSS:
             return ChannelReader()
-        return ThinkReader(open_already=self.thinks) if self.reasoning else None
+        if not self.reasoning:
+            return None
+        call = CALL_MARKERS.get(self.tool_calls, "")
+        return ThinkReader(open_already=self.thinks, call=call, calls=self._call_reader)
 
     def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
             return NamedCall(self.named) if self.named else ListOnly()
         if self.tool_calls == QWEN3_CODER:
             return qwen3_coder.Qwen3CoderCalls(self.types)
+        if self.tool_calls == LLAMA3_JSON:
+            return llama3_json.Llama3Calls(self.only)
         made = _CALL_READERS.get(self.tool_calls)
         return None if made is None else made()
 
 
 _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     HERMES: hermes.HermesCalls,
-    LLAMA3_JSON: llama3_json.Llama3Calls,
     MISTRAL: mistral.MistralCalls,
     PYTHONIC: pythonic.PythonicCalls,
 }
@@ -209,9 +223,10 @@ class MessageReader:
         return out
 
 
-def call_id(session_id: str, index: int) -> str:
+def call_id(session_id: str, index: int, *, short: bool) -> str:
     """Returns the id of a call; it is the same wherever and however often the session runs."""
-    return "call_" + hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()
+    return digest[:9] if short else f"call_{digest[:24]}"
 
 
 def begins_thinking(reasoning: str, prompt_end: str) -> bool:

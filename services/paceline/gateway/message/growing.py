@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from paceline.gateway.message.form import MessageForm, call_id
@@ -29,29 +31,29 @@ class Call:
 
 
 class Message:
-    """What a reader has found so far.
+    """What its parts make so far.
 
     Args:
-        form: How the text is read; None: all of it is content.
+        form: How its text was read; None: all of it is content.
         session_id: What ids of calls are made of.
+
+    Attributes:
+        call_id: Returns the id of the call with that index.
+        over: Whether it has ended after its first call, though its text goes on.
     """
 
     def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = (form or MessageForm()).reader()
-        self._session_id = session_id
+        self.over = False
+        form = form or MessageForm()
+        self._parallel = form.parallel
+        self.call_id = partial(call_id, session_id, short=form.short_ids)
 
-    def read(self, text: str) -> list[Part]:
-        """Takes further text; returns what is certain by now."""
-        return self._keep(self._reader.feed(text))
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back."""
-        return self._keep(self._reader.finish())
-
-    def _keep(self, parts: list[Part]) -> list[Part]:
+    def take(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Takes further parts; returns those that belong to the message."""
+        parts = self._until_over(parts)
         for part in parts:
             match part:
                 case Content():
@@ -59,12 +61,24 @@ class Message:
                 case Reasoning():
                     self.reasoning.append(part.text)
                 case CallBegin():
-                    self.calls.append(Call(id=call_id(self._session_id, len(self.calls)), name=part.name))
+                    self.calls.append(Call(id=self.call_id(len(self.calls)), name=part.name))
                 case CallArguments():
                     self.calls[-1].arguments.append(part.text)
         return parts
 
-    def delta(self, parts: list[Part]) -> Json:
+    def _until_over(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Returns the parts that belong to the message, where it may hold one call only."""
+        if self._parallel:
+            return parts
+        called = bool(self.calls)
+        for at, part in enumerate(parts):
+            self.over |= called and not isinstance(part, CallArguments)
+            if self.over:
+                return parts[:at]
+            called |= isinstance(part, CallBegin)
+        return parts
+
+    def delta(self, parts: Sequence[Part]) -> Json:
         """Returns the newest parts as one delta, so that a client which resumes has all of them or none."""
         delta: Json = {}
         calls: list[Json] = []

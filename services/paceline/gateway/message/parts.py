@@ -5,6 +5,7 @@ Arguments belong to the last call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -37,6 +38,11 @@ class CallArguments:
 
 
 Part = Content | Reasoning | CallBegin | CallArguments
+
+
+def content_of(parts: Iterable[Part]) -> str:
+    """Returns the content alone."""
+    return "".join(part.text for part in parts if isinstance(part, Content))
 
 
 def joined(parts: list[Part]) -> list[Part]:

@@ -33,10 +33,18 @@ class ThinkReader(StatefulReader):
 
     Args:
         open_already: Whether the answer begins within the reasoning, because the prompt ends with its tag.
+        call: Marker with which a call may begin before the end of reasoning, which it ends; empty: none may.
+        calls: Makes a reader that tells whether what begins with the marker is a call.
     """
 
-    def __init__(self, *, open_already: bool) -> None:
+    def __init__(
+        self, *, open_already: bool, call: str = "", calls: Callable[[], StatefulReader | None] = lambda: None
+    ) -> None:
         super().__init__(self._inside_begin if open_already else self._begin)
+        self._ends = (THINK_END, call) if call else (THINK_END,)
+        self._calls = calls
+        self._trial: StatefulReader | None = None
+        self._num_tried = 0
 
     def _begin(self) -> bool:
         bare = self.held.lstrip()
@@ -59,17 +67,38 @@ class ThinkReader(StatefulReader):
         return bool(self.held)
 
     def _reasoning(self) -> bool:
-        at = self.held.find(THINK_END)
-        if at >= 0:
-            self.parts.append(Reasoning(self.take(at).rstrip("\n")))
+        found = first_marker(self.held, self._ends)
+        if found is None:
+            length = len(self.held)
+            if not self.final:
+                length = len(self.held[: certain_len(self.held, self._ends)].rstrip("\n"))
+            self.parts.append(Reasoning(self.take(length)))
+            return False
+        bare = self.held[: found[0]].rstrip("\n")
+        self.parts.append(Reasoning(self.take(len(bare))))
+        if found[1] == THINK_END:
+            self.held = self.held.lstrip("\n")
             self.take(len(THINK_END))
             self.state = self._after
-            return True
-        length = len(self.held)
-        if not self.final:
-            length = len(self.held[: certain_len(self.held, (THINK_END,))].rstrip("\n"))
-        self.parts.append(Reasoning(self.take(length)))
-        return False
+        else:
+            self._trial, self._num_tried = self._calls(), len(self.held) - len(self.held.lstrip("\n"))
+            self.state = self._maybe_call
+        return True
+
+    def _maybe_call(self) -> bool:
+        """Behind the marker of a call, which is kept until it is clear whether a call follows."""
+        assert self._trial is not None, "it is there before this state"
+        parts = self._trial.feed(self.held[self._num_tried :])
+        self._num_tried = len(self.held)
+        if parts and isinstance(parts[0], CallBegin):
+            self.held = self.held.lstrip("\n")
+            self.state = self.rest_is_content
+        elif parts or self.final:
+            self.parts.append(Reasoning(self.take(self.held.index(self._ends[-1]) + len(self._ends[-1]))))
+            self.state = self._reasoning
+        else:
+            return False
+        return True
 
     def _after(self) -> bool:
         self.held = self.held.lstrip("\n")
@@ -124,14 +153,14 @@ class ReasoningCount:
 
     Args:
         begin: What it begins with.
-        end: What it ends with.
+        ends: What may end it.
         decode: Text of tokens, special ones spelled out.
         begun: Whether the answer begins within it.
     """
 
-    def __init__(self, begin: str, end: str, decode: Callable[[Sequence[int]], str], *, begun: bool) -> None:
+    def __init__(self, begin: str, ends: Sequence[str], decode: Callable[[Sequence[int]], str], *, begun: bool) -> None:
         self._begin = begin
-        self._end = end
+        self._end_marks = ends
         self._decode = decode
         self._begun = begun
         self._over = False
@@ -161,4 +190,5 @@ class ReasoningCount:
         return self._begun
 
     def _ends(self, count: int) -> bool:
-        return self._end in self._decode(self._last[:count])
+        text = self._decode(self._last[:count])
+        return any(mark in text for mark in self._end_marks)

@@ -5,11 +5,10 @@ It knows JSON values only: no models, no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-Json = dict[str, Any]
+from paceline.gateway.message.schemas import TYPES, Json, definitions, followed, types_of
 
 MAX_TOOLS = 1024
 
@@ -51,34 +50,59 @@ class Toolbox:
         """The JSON schema of each tool's arguments, and whether calls must follow it."""
         return [(each["function"]["parameters"], strict) for each, strict in zip(self.tools, self.strict, strict=True)]
 
+    def with_parameters(self, given: Sequence[Json]) -> Toolbox:
+        """Returns the same with other schemas of the tools' arguments."""
+        tools = (
+            {**each, "function": {**each["function"], "parameters": schema}}
+            for each, schema in zip(self.tools, given, strict=True)
+        )
+        return replace(self, tools=tuple(tools))
+
+    def defined(self, at: int) -> dict[str, Json]:
+        """Returns the schema of one tool's arguments as `tool_AT`, and what it refers to; see `definitions`.
+
+        Raises:
+            InvalidRequestError: It is nested too deeply.
+        """
+        return definitions(self.tools[at]["function"]["parameters"], f"tool_{at}", field="tools")
+
     @property
-    def types(self) -> dict[str, dict[str, str]]:
-        """Types of parameters, by tool and name."""
-        return {each["function"]["name"]: _types(each["function"]["parameters"]) for each in self.tools}
+    def types(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Types that parameters may have, by tool and name; empty: any.
+
+        Raises:
+            InvalidRequestError: A schema is nested too deeply.
+        """
+        return {name: _types(self.defined(at), f"tool_{at}") for at, name in enumerate(self.names)}
 
     @property
     def schema(self) -> Json:
-        """The JSON schema of enforced calls: the arguments of the named tool, or an array of calls."""
-        functions = [each["function"] for each in self.tools]
+        """The JSON schema of enforced calls: the arguments of the named tool, or an array of calls.
+
+        Raises:
+            InvalidRequestError: A schema is nested too deeply.
+        """
+        names = self.names
         if self.named:
-            return next(each["parameters"] for each in functions if each["name"] == self.named)
-        calls = [_call_schema(each["name"], f"#/$defs/tool_{at}") for at, each in enumerate(functions)]
+            named: Json = self.tools[names.index(self.named)]["function"]["parameters"]
+            return named
+        defined = [self.defined(at) for at in range(len(names))]
         return {
             "type": "array",
             "minItems": 1,
             **({} if self.parallel else {"maxItems": 1}),
-            "items": {"anyOf": calls},
-            "$defs": {f"tool_{at}": _moved(each["parameters"], at) for at, each in enumerate(functions)},
+            "items": {"anyOf": [_call_schema(name, f"#/$defs/tool_{at}") for at, name in enumerate(names)]},
+            "$defs": {name: schema for each in defined for name, schema in each.items()},
         }
 
 
-def _types(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the types of parameters; a value whose schema allows several types is read as what it looks like."""
-    properties = parameters.get("properties")
+def _types(defined: Mapping[str, Json], name: str) -> dict[str, tuple[str, ...]]:
+    """Returns the types of the parameters of a tool."""
+    properties = followed(defined[name], defined).get("properties")
     if not isinstance(properties, dict):
         return {}
-    kinds = {name: each.get("type", "any") if isinstance(each, dict) else "any" for name, each in properties.items()}
-    return {name: kind if isinstance(kind, str) else "any" for name, kind in kinds.items()}
+    found = {key: types_of(each, defined) for key, each in properties.items()}
+    return {key: () if types == TYPES else tuple(sorted(types)) for key, types in found.items()}
 
 
 def _call_schema(name: str, parameters: str) -> Json:
@@ -88,16 +112,3 @@ def _call_schema(name: str, parameters: str) -> Json:
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _moved(value: Any, at: int) -> Any:
-    """Returns a schema of a tool with its references adapted to its place among the definitions."""
-    if isinstance(value, list):
-        return [_moved(each, at) for each in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: _moved(each, at) for key, each in value.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/tool_{at}{reference[1:]}"
-    return moved

@@ -18,12 +18,14 @@ from paceline.core.messages import (
     Timings,
     TokenFate,
 )
+from paceline.gateway.message.form import MessageForm
+from paceline.gateway.message.parts import Content, Part, content_of, joined
+from paceline.gateway.message.stopping import StoppingReader
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.gateway.text.detokenizer import Detokenizer
-from paceline.gateway.text.stops import StopMatcher
 from paceline.gateway.text.token_texts import TokenText, TokenTexts
 
 
@@ -60,7 +62,7 @@ class Answer:
         self._result = step.result
         offset, num_known = self._num_generated, self._client.take(step.token_ids)
         known = self._stream.feed(step.token_ids[:num_known])
-        new = Fed(text="", num_tokens=0)
+        new = Fed()
         if not (known.stopped or self._request.prompt_only):
             new = self._stream.feed(step.token_ids[num_known:], step.fates[num_known:])
             if step.result is not None and not new.stopped:
@@ -70,13 +72,13 @@ class Answer:
         taken = slice(num_known, num_known + new.num_tokens)
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return Piece(
-            text=new.text,
+            parts=new.parts,
             token_ids=step.token_ids[taken],
             logprobs=step.logprobs[taken],
             tokens=new.tokens,
             offset=offset + num_known,
             digest=self._client.digest,
-            known_text=known.text if num_known else "",
+            known_parts=known.parts,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -87,6 +89,8 @@ class Answer:
             ResumeMismatchError: The client has more tokens than the session.
         """
         self._client.end(self._num_generated)
+        parts = self._stream.end()
+        self.stopped |= self._stream.stop is not None
         result, record = self._result, trail.speculation
         if record is None and result is not None:
             record = result.speculation
@@ -103,6 +107,7 @@ class Answer:
             speculation=record,
             timings=Timings() if result is None else result.timings,
             stop=self._stream.stop,
+            parts=parts,
         )
 
 
@@ -111,21 +116,21 @@ class Fed:
     """What one step added.
 
     Attributes:
-        text: New text that is certain to belong to the answer.
+        parts: New parts that are certain to belong to the answer.
         num_tokens: Tokens of the step that belong to the answer; fewer than were fed only when `stopped`.
         stopped: A stop string was completed; the session is over for the client.
-        tokens: Where the request asks for them, the tokens behind `text`, whose texts join to it.
+        tokens: Where the request asks for them, the tokens behind the text.
     """
 
-    text: str
-    num_tokens: int
+    parts: tuple[Part, ...] = ()
+    num_tokens: int = 0
     stopped: bool = False
     tokens: tuple[TokenText, ...] = ()
 
     def joined(self, rest: Fed) -> Fed:
         """Returns this and what followed as one."""
         return Fed(
-            text=self.text + rest.text,
+            parts=tuple(joined([*self.parts, *rest.parts])),
             num_tokens=self.num_tokens + rest.num_tokens,
             stopped=rest.stopped,
             tokens=self.tokens + rest.tokens,
@@ -135,29 +140,33 @@ class Fed:
 class TextStream:
     """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it.
 
-    Attributes:
-        stop: The stop string that ended it; None if there is none so far.
+    If the request asks for tokens, text waits for the end of its token, and the texts of tokens join to it. The tokens
+    of a message with a form are whole, as the model wrote them.
     """
 
     def __init__(self, request: SessionRequest) -> None:
         """Starts an empty answer."""
         sampling = request.sampling
         eos_token_ids = () if sampling.ignore_eos else request.model.identity.eos_token_ids
-        self._include_stop = request.include_stop_str_in_output
-        hidden = () if self._include_stop else (*sampling.stop_token_ids, *eos_token_ids)
+        include_stop = request.include_stop_str_in_output
+        hidden = () if include_stop else (*sampling.stop_token_ids, *eos_token_ids)
         self._hidden_ids = frozenset(hidden)
         codec = request.model.codec
-        shown = () if request.form is None else request.form.shown
-        decodes = codec.showing(shown if request.skip_special_tokens else None)
+        form = request.form or MessageForm()
+        self._has_form = request.form is not None
+        decodes = codec.showing(form.shown if request.skip_special_tokens else None)
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
-        self._matcher = StopMatcher(request.stops)
+        self._reader = StoppingReader(form.reader(), request.stops, include=include_stop)
         self._token_texts = TokenTexts() if request.token_fates else None
-        decode = partial(codec.decode, special_tokens=True)
-        self._reasoning = None if request.form is None else request.form.reasoning_count(decode)
+        self._reasoning = form.reasoning_count(partial(codec.decode, special_tokens=True))
         self._one_by_one = bool(request.stops) or request.token_fates
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
-        self.stop: str | None = None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it; None if there is none so far."""
+        return self._reader.stop
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -166,47 +175,52 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
         """Takes the tokens of one step, and their fates if these are known: one per token, or none."""
-        pieces: list[str] = []
-        num_tokens, stopped = 0, False
+        parts: list[Part] = []
+        num_tokens = 0
         for group in [(each,) for each in token_ids] if self._one_by_one else [token_ids]:
             num_tokens += len(group)
             self._num_tokens += len(group)
             decoded = self._detokenizer.feed([each for each in group if each not in self._hidden_ids])
-            text, stopped = self._pass(decoded)
-            pieces.append(text)
+            found = self._reader.feed(decoded, may_stop=self._may_stop)
+            parts += found
             if self._token_texts is not None:
-                self._token_texts.add(fates[num_tokens - 1] if fates else None, decoded, text)
-            if stopped:
+                self._token_texts.add(fates[num_tokens - 1] if fates else None, decoded, self._shown(decoded, found))
+            if self.stop is not None:
                 break
         if self._reasoning is not None:
             self._reasoning.take(token_ids[:num_tokens])
         tokens: tuple[TokenText, ...] = ()
-        if self._token_texts is not None and stopped:
+        if self._token_texts is not None and self.stop is not None:
             tokens = self._token_texts.finish("", "")
         elif self._token_texts is not None:
             tokens = self._token_texts.take(keep_last=self._detokenizer.holds_text)
-        return self._fed("".join(pieces), tokens, num_tokens=num_tokens, stopped=stopped)
+        return self._fed(parts, tokens, num_tokens)
 
     def finish(self) -> Fed:
         """Returns what was held back; the verifier has ended the session."""
         decoded = self._detokenizer.flush()
-        text, stopped = self._pass(decoded)
-        if not stopped:
-            text += self._matcher.flush()
-        tokens = () if self._token_texts is None else self._token_texts.finish(decoded, text)
-        return self._fed(text, tokens, num_tokens=0, stopped=stopped)
+        parts = self._reader.feed(decoded, may_stop=self._may_stop)
+        if self.stop is None and not self._has_form:
+            parts += self._reader.finish()
+        shown = self._shown(decoded, parts)
+        return self._fed(parts, () if self._token_texts is None else self._token_texts.finish(decoded, shown))
 
-    def _fed(self, text: str, tokens: tuple[TokenText, ...], *, num_tokens: int, stopped: bool = False) -> Fed:
-        # If the request asks for tokens, text waits for the end of its token.
-        shown = text if self._token_texts is None else "".join(each.text for each in tokens)
-        return Fed(text=shown, num_tokens=num_tokens, stopped=stopped, tokens=tokens)
+    def end(self) -> tuple[Part, ...]:
+        """Returns what was uncertain up to the end of a message with a form; it comes after all tokens."""
+        if self.stop is not None or not self._has_form:
+            return ()
+        return tuple(self._reader.finish(may_stop=self._may_stop))
 
-    def _pass(self, text: str) -> tuple[str, bool]:
-        # Like stop tokens, stop strings have no effect before min_tokens tokens.
-        if self._num_tokens < self._min_tokens:
-            return text, False
-        passed, stop = self._matcher.feed(text)
-        if stop is None:
-            return passed, False
-        self.stop = stop
-        return passed + (stop if self._include_stop else ""), True
+    @property
+    def _may_stop(self) -> bool:
+        """Like stop tokens, stop strings do not end a text of fewer than `min_tokens` tokens."""
+        return self._num_tokens >= self._min_tokens
+
+    def _shown(self, decoded: str, parts: Sequence[Part]) -> str:
+        """Returns the text that has become certain; see `TokenTexts`."""
+        return decoded if self._has_form else content_of(parts)
+
+    def _fed(self, parts: list[Part], tokens: tuple[TokenText, ...], num_tokens: int = 0) -> Fed:
+        if self._token_texts is not None and not self._has_form:
+            parts = [Content("".join(each.text for each in tokens))]
+        return Fed(parts=tuple(joined(parts)), num_tokens=num_tokens, stopped=self.stop is not None, tokens=tokens)

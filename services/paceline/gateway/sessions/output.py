@@ -6,29 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord, Timings
+from paceline.gateway.message.parts import Part, content_of
 from paceline.gateway.text.token_texts import TokenText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
+    """New parts of the message and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
     Attributes:
-        tokens: Those behind the text, if the request asks for them; their texts join to it.
+        parts: What the new text is; without a form of the message, content alone.
+        tokens: Those behind the text, if the request asks for them; see `TextStream`.
         offset: Generated tokens before these.
         digest: Of all tokens up to these; see `paceline.core.token_digest`.
-        known_text: Text of the tokens that a client which resumes the stream has already.
+        known_parts: What a client which resumes the stream has already.
         prompt_logprobs: In the first piece, if asked for: of all tokens of the prompt but the first.
     """
 
-    text: str
+    parts: tuple[Part, ...] = ()
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     tokens: tuple[TokenText, ...] = ()
     offset: int = 0
     digest: str = ""
-    known_text: str = ""
+    known_parts: tuple[Part, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The new content."""
+        return content_of(self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,7 @@ class Ending:
             promised in law only; None if no verifier reported it and none of these holds.
         timings: Where the time went, as far as the verifier reported it.
         stop: The stop string that ended it; None if there was none.
+        parts: Of a message with a form, what was uncertain up to its end.
     """
 
     finish_reason: FinishReason
@@ -55,6 +63,7 @@ class Ending:
     speculation: SpeculationRecord | None = None
     timings: Timings = field(default_factory=Timings)
     stop: str | None = None
+    parts: tuple[Part, ...] = ()
 
 
 Event = Piece | Ending

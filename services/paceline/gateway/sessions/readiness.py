@@ -31,8 +31,15 @@ class Readiness:
     report: dict[str, object]
 
 
-def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Readiness:
-    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway."""
+def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str], keys_problem: str = "") -> Readiness:
+    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway.
+
+    Args:
+        sessions: Those of the gateway.
+        fleet: As the gateway knows it.
+        failing: Names of failing tasks.
+        keys_problem: Which API keys are not in force, and why; empty: all are.
+    """
     problems = {name: problem for name in fleet.own_names if (problem := _problem(fleet, name)) is not None}
     served = len(problems) < len(fleet.own_names)
     if sessions.draining:
@@ -40,12 +47,13 @@ def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Readi
     elif not served:
         status = UNREACHABLE if _UNREACHED in problems.values() else "no verifier"
     else:
-        status = "degraded" if problems or fleet.store_error or failing else "ok"
+        status = "degraded" if problems or fleet.store_error or failing or keys_problem else "ok"
     roles = [replica.role for replica in fleet.replicas if not replica.draining]
     report: dict[str, object] = {
         "status": status,
         "store": fleet.store_error or "ok",
         "tasks": ", ".join(failing) or "ok",
+        "keys": keys_problem or "ok",
         "models": problems or "ok",
         "verifiers": roles.count(VERIFIER),
         "drafters": roles.count(DRAFTER),

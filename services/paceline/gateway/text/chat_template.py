@@ -17,14 +17,25 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.gateway.text.arranging import arranged
+from paceline.gateway.text.demands import Message, demands_of
 
-Message = Mapping[str, Any]
-# The role of system messages in newer APIs; templates that do not know it would drop the message.
-DEVELOPER, SYSTEM = "developer", "system"
 # Marks the end of a text in a rendered chat. The characters mean nothing in any text; the space behind them shows
 # whether the template trims texts.
 _MARK = "\ufdd4end-of-text\ufdd5"
 _MARK_AND_SPACE = f"{_MARK} "
+
+
+class TemplateRefusalError(InvalidRequestError):
+    """The chat template refuses the messages.
+
+    Attributes:
+        reason: Its own words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("messages", f"the chat template refuses them: {reason}")
+        self.reason = reason
 
 
 class ChatTemplate:
@@ -32,6 +43,7 @@ class ChatTemplate:
 
     Attributes:
         source: The Jinja source.
+        demands: What it demands of messages.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -42,7 +54,7 @@ class ChatTemplate:
             special_tokens: `bos_token` and the like.
 
         Raises:
-            ConfigError: The template has a syntax error.
+            ConfigError: The template has a syntax error, or loses what users say.
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
@@ -50,28 +62,27 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot be compiled: {error}") from error
+        self.demands = demands_of(self._rendered, source)
 
     def render(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> str:
         """Returns the prompt that asks for the next message of the assistant.
 
         Args:
-            messages: Each with `role` and `content`, and maybe calls and reasoning.
+            messages: Each with `role`, `content` as a string, and maybe calls and reasoning; arranged here as the
+                template demands.
             extra: Further variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: The template refuses the messages.
+            TemplateRefusalError: The template refuses the messages.
         """
+        return self._rendered(arranged(messages, self.demands), extra)
+
+    def _rendered(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> str:
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            known = [self._with_known_role(message) for message in messages]
-            return self._template.render({**self._special_tokens, **variables, **extra, "messages": known})
+            return self._template.render({**self._special_tokens, **variables, **extra, "messages": messages})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
-
-    def _with_known_role(self, message: Message) -> Message:
-        if message["role"] != DEVELOPER or DEVELOPER in self.source:
-            return message
-        return {**message, "role": SYSTEM}
+            raise TemplateRefusalError(str(error)) from error
 
 
 def with_end_marked(messages: Sequence[Message], field: str) -> list[Message]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from tokenizers import Tokenizer
 
 from paceline.checkpoints.identity import vocab_hash
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.text.chat_template import ChatTemplate, Message, up_to_mark, with_end_marked
+from paceline.gateway.text.chat_template import ChatTemplate, up_to_mark, with_end_marked
+from paceline.gateway.text.demands import Message
 from paceline.gateway.text.detokenizer import Decodes
 from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
+from paceline.gateway.text.template_files import read_templates
 
 TOKENIZER_FILE = "tokenizer.json"
-SETTINGS_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-NAMED_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
+# Requests that bring templates of their own mostly bring the same one.
+_NUM_TEMPLATES = 16
 
 
 class TextCodec:
@@ -29,6 +31,7 @@ class TextCodec:
 
     Attributes:
         chat_template: How messages become a prompt; None if the folder holds no template.
+        tool_template: How they do where the request has tools; mostly the same.
         vocab_size: Ids that the tokenizer knows; the model's own vocabulary may be padded beyond it.
         vocab_hash: The hash that a verifier of the same model announces; empty if the tokenizer came from no folder.
     """
@@ -39,6 +42,7 @@ class TextCodec:
         chat_template: ChatTemplate | None,
         vocab_hash: str = "",
         special_tokens: Mapping[str, str] | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         """Takes over a tokenizer, and switches its truncation and padding off.
 
@@ -47,13 +51,15 @@ class TextCodec:
             chat_template: How messages become a prompt; None: chats are not served.
             vocab_hash: The hash that a verifier of the same model announces.
             special_tokens: Those that chat templates may name, `bos_token` and the like.
+            tool_template: How messages become a prompt where there are tools; None: no other way.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
         self.vocab_hash = vocab_hash
         self._tokenizer = tokenizer
-        self._special_tokens = dict(special_tokens or {})
+        self._compiled = lru_cache(_NUM_TEMPLATES)(partial(ChatTemplate, special_tokens=dict(special_tokens or {})))
         self._spellings = SpecialSpellings(tokenizer)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
@@ -67,21 +73,30 @@ class TextCodec:
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
+    def own_template(self, *, with_tools: bool) -> ChatTemplate | None:
+        """Returns the model's chat template; None: it has none."""
+        return self.tool_template if with_tools else self.chat_template
+
     @property
     def template_source(self) -> str:
-        """Source of the chat template; empty: there is none."""
-        return "" if self.chat_template is None else self.chat_template.source
+        """Source of the chat template that calls are written by; empty: there is none."""
+        return "" if self.tool_template is None else self.tool_template.source
+
+    @property
+    def has_short_call_ids(self) -> bool:
+        """Whether the chat template takes no other ids of calls than those of nine letters or digits."""
+        return self.tool_template is not None and self.tool_template.demands.short_ids
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: Path | None = None) -> TextCodec:
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a checkpoint folder.
+        """Reads the tokenizer and the chat templates of a checkpoint folder.
 
         Args:
             folder: The folder.
             chat_template: File of a template that replaces the folder's own; None: the folder's own is used.
 
         Raises:
-            ConfigError: The folder holds no tokenizer, or the tokenizer or the template cannot be read.
+            ConfigError: The folder holds no tokenizer, or the tokenizer or a template cannot be read or used.
         """
         path = folder / TOKENIZER_FILE
         if not path.is_file():
@@ -90,19 +105,20 @@ class TextCodec:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing more precise
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        settings = _settings(folder)
-        source = _own_template(folder, settings) if chat_template is None else _read_template(chat_template)
-        special_tokens = _special_tokens(settings)
-        template = None if source is None else ChatTemplate(source, special_tokens)
-        return cls(tokenizer, template, vocab_hash(folder), special_tokens)
+        sources = read_templates(folder, chat_template)
+        template, tool_template = (
+            None if source is None else ChatTemplate(source, sources.special_tokens)
+            for source in (sources.default, sources.tool_use)
+        )
+        return cls(tokenizer, template, vocab_hash(folder), sources.special_tokens, tool_template)
 
     def template(self, source: str) -> ChatTemplate:
         """Returns another chat template with the special tokens of this tokenizer.
 
         Raises:
-            ConfigError: It has a syntax error.
+            ConfigError: It has a syntax error, or loses what users say.
         """
-        return ChatTemplate(source, self._special_tokens)
+        return self._compiled(source)
 
     def encode(
         self, text: str, *, field: str, special_tokens: bool, context_len: int, keep_last: int | None = None
@@ -153,7 +169,7 @@ class TextCodec:
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
         """
-        template = template or self.chat_template
+        template = template or self.own_template(with_tools=bool(extra.get("tools")))
         assert template is not None, "callers check that there is one"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
         num_bytes += sum(_num_bytes(f"{field}[{index}]", _beside_content(each)) for index, each in enumerate(messages))
@@ -289,42 +305,3 @@ def _byte_alphabet() -> dict[str, bytes]:
     table = {chr(byte): bytes([byte]) for byte in printable}
     table.update({chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)})
     return table
-
-
-def _settings(folder: Path) -> Mapping[str, Any]:
-    path = folder / SETTINGS_FILE
-    try:
-        settings: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return settings
-
-
-def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    path = folder / TEMPLATE_FILE
-    return _read_template(path) if path.is_file() else _template_source(settings.get("chat_template"))
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {path} cannot be read: {error}") from error
-
-
-def _template_source(given: object) -> str | None:
-    """Returns the one template, or the one named "default" of several."""
-    if isinstance(given, list):
-        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for name in NAMED_SPECIAL_TOKENS:
-        value = settings.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            tokens[name] = content
-    return tokens

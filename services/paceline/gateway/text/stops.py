@@ -17,15 +17,19 @@ class StopMatcher:
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, *, may_match: bool = True) -> tuple[str, str | None]:
         """Takes new text; returns what is certain not to belong to a stop string, and the stop string that ended it.
 
         After a stop string was found nothing may be fed.
+
+        Args:
+            text: The text.
+            may_match: Whether a stop string that ends in this text counts.
         """
         if not self._stops:
             return text, None
-        text = self._held + text
-        match = self._first_match(text)
+        num_held, text = len(self._held), self._held + text
+        match = self._first_match(text, num_held) if may_match else None
         if match is not None:
             start, stop = match
             self._held = ""
@@ -39,18 +43,18 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        """Returns start and stop string of the match that ends first, of several the longest."""
+    def _first_match(self, text: str, num_held: int) -> tuple[int, str] | None:
+        """Returns start and stop string of the match that ends first behind what was held, of several the longest."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, num_held - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else best[1:]
 
 
 def certain_len(text: str, markers: tuple[str, ...]) -> int:
-    """Returns how much of a text, which holds no whole marker, cannot be the beginning of one."""
+    """Returns how much of a text cannot be the beginning of a marker that further text completes."""
     return min((_possible_start(text, marker) for marker in markers), default=len(text))
 
 

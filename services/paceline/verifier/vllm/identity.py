@@ -35,12 +35,13 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
     # Models that read more than text have it.
     text = config.get("text_config")
     arithmetic = f"{VLLM_ARITHMETIC}{versions}, {precision}"
+    vocab_size = _vocab_size(path, [config, *([text] if isinstance(text, dict) else [])])
     return ModelIdentity(
         name=name or served_name(path),
         vocab_hash=vocab_hash(path),
-        vocab_size=_vocab_size(path, [config, *([text] if isinstance(text, dict) else [])]),
+        vocab_size=vocab_size,
         context_len=context_len,
-        eos_token_ids=eos_token_ids(path, config.get("eos_token_id")),
+        eos_token_ids=eos_token_ids(path, config.get("eos_token_id"), vocab_size),
         weights_hash=fingerprint([arithmetic.encode(), (path / "config.json").read_bytes()], _weights(path)),
         arithmetic=arithmetic,
         methods=(DRAFT_MODEL,),

@@ -14,7 +14,13 @@ from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api.openai.tools import read_toolbox
-from paceline.gateway.grammars.calls import FAMILIES, calls_amid_text
+from paceline.gateway.grammars.calls import FAMILIES, calls_amid_text, enforced_calls
+from paceline.gateway.grammars.compiling import (
+    grammar_of_choices,
+    grammar_of_json_schema,
+    grammar_of_lark,
+    grammar_of_regex,
+)
 from paceline.gateway.grammars.partial import Opening
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3, QWEN3_CODER, MessageForm
@@ -231,3 +237,224 @@ def test_a_strict_tool_whose_call_could_not_be_read_is_refused(family: str, name
         with pytest.raises(InvalidRequestError, match=f"tools: this model cannot write a call with the name '{name}'"):
             calls_amid_text(tools, family, NO_OPENING)
         assert calls_amid_text(tools, HERMES, NO_OPENING)
+
+
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "value": {"type": "integer", "minimum": 0, "maximum": 9},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["value", "next"],
+    "additionalProperties": False,
+}
+SIZED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"size": {"enum": ["S", "L"]}, "other": {"$ref": "#/properties/size"}},
+    "required": ["size", "other"],
+    "additionalProperties": False,
+}
+NAMED: dict[str, Any] = {
+    "$id": "https://example.org/named",
+    "type": "object",
+    "properties": {"a": {"$ref": "#size"}, "b": {"$ref": "other"}, "c": {"$ref": "https://example.org/named#/$defs/n"}},
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+    "$defs": {
+        "s": {"$anchor": "size", "enum": [1, 2]},
+        "o": {"$id": "other", "type": "boolean", "default": {"$ref": "#/nowhere"}},
+        "n": {"type": "null"},
+    },
+}
+
+
+@pytest.mark.parametrize("schema", [NODE, SIZED, NAMED])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_references_of_every_kind_bind_calls_of_every_family(family: str, schema: dict[str, Any], tmp_path) -> None:
+    """llama.cpp #16790 and xgrammar #800: a tool whose schema refers to itself."""
+    tokenizer = byte_tokenizer(SPELLED)
+    vocabulary = grammar_vocabulary(tokenizer, tmp_path)
+    tools = toolbox(True, True, parameters=schema, parallel=False)
+    grammar = calls_amid_text(tools, family, opening(tokenizer))
+    seen: set[str] = set()
+    for seed in range(12):
+        text = any_text(tokenizer, vocabulary, grammar, BEGUN[family], random.Random(seed))
+        form = MessageForm(tool_calls=family, types=tools.types if family == QWEN3_CODER else {})
+        reader = form.reader()
+        parts = [*reader.feed(text), *reader.finish()]
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        jsonschema_rs.validate(schema, json.loads(arguments))
+        seen.add(arguments)
+    assert len(seen) > 1
+
+
+def test_calls_that_have_to_be_made_follow_references_of_each_tool(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    given = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in (("node", NODE), ("sized", SIZED), ("named", NAMED))
+    ]
+    grammar = enforced_calls(read_toolbox(given, "required", True, UnknownFields(strict=False)))
+    for name, arguments, right in (
+        ("node", {"value": 1, "next": {"value": 2, "next": None}}, True),
+        ("node", {"value": 1, "next": {"value": "x"}}, None),
+        ("sized", {"size": "S", "other": "L"}, True),
+        ("sized", {"size": "S", "other": "M"}, None),
+        ("named", {"a": 1, "b": True, "c": None}, True),
+        ("named", {"a": 3}, None),
+    ):
+        text = json.dumps([{"name": name, "parameters": arguments}])
+        assert whole(tokenizer, vocabulary, grammar, text) is right, text
+
+
+BEYOND: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^(?!x).*$"},
+        "b": {"type": "string", "pattern": r"\bfoo\b"},
+        "c": {"type": "string", "pattern": "^y$"},
+        "d": {"$ref": "https://example.org/elsewhere"},
+    },
+    "patternProperties": {"^(?=z)": {"type": "string"}},
+    "required": ["a", "c"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_what_no_grammar_holds_is_ignored_in_a_loose_tool_and_refused_in_a_strict_one(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, choice: Any
+) -> None:
+    grammar = enforced_calls(toolbox(False, parameters=BEYOND, choice=choice))
+    for arguments, right in (({"a": "x", "c": "y"}, True), ({"a": "x", "c": "z"}, None)):
+        calls: Any = [{"name": "f", "parameters": arguments}] if choice == "required" else arguments
+        assert whole(tokenizer, vocabulary, grammar, json.dumps(calls)) is right
+    strict = {"type": "object", "properties": {"a": BEYOND["properties"]["a"]}}
+    with pytest.raises(InvalidRequestError, match=r"tools: .*look-around"):
+        enforced_calls(toolbox(True, parameters=strict, choice=choice))
+
+
+UNIONS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "s": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "e": {"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}, {"type": "integer"}]},
+        "r": {"$ref": "#/$defs/text"},
+        "w": {"oneOf": [{"$ref": "#/$defs/word"}, {"type": "boolean"}]},
+    },
+    "required": ["s", "e", "r", "w"],
+    "$defs": {"text": {"type": "string"}, "word": {"const": "or"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "right"),
+    [
+        (("free", "x", "text", "or"), True),
+        (("null", "null", "12", "true"), True),
+        (("1", "7", "", "or"), True),
+        (("1", "z"), None),
+        (("1", '"x"'), None),
+        (("1", "x", "a", "and"), None),
+    ],
+)
+def test_a_union_of_strings_and_others_is_bare_or_json(values: tuple[str, ...], right: bool | None, tmp_path) -> None:
+    tokenizer = byte_tokenizer(SPELLED)
+    tools = toolbox(True, parameters=UNIONS, parallel=False)
+    grammar = calls_amid_text(tools, QWEN3_CODER, opening(tokenizer))
+    written = [f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in zip("serw", values, strict=False)]
+    text = f"<function=f>\n{''.join(written)}</function>"
+    assert whole(tokenizer, grammar_vocabulary(tokenizer, tmp_path), grammar, text) is right
+
+
+# Its first key is that of a call as well.
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"type": "boolean"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+ONE_CALL = {
+    HERMES: '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+    MISTRAL: '[TOOL_CALLS]f{"a": 1}',
+    LLAMA3_JSON: '{"name": "f", "parameters": {"a": 1}}',
+    QWEN3_CODER: "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    PYTHONIC: "[f(a=1)]",
+}
+TWO_CALLS = {
+    **{family: f"{call}\n{call}" for family, call in ONE_CALL.items()},
+    MISTRAL: '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]f{"a": 1}',
+    LLAMA3_JSON: f"{ONE_CALL[LLAMA3_JSON]}; {ONE_CALL[LLAMA3_JSON]}",
+    PYTHONIC: "[f(a=1), f(a=1)]",
+}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_has_the_format_or_is_a_call(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str, parallel: bool
+) -> None:
+    """vLLM #39929: a format beside tools left no room for a call."""
+    content = grammar_of_json_schema(PERSON)
+    grammar = calls_amid_text(toolbox(True, False, parallel=parallel), family, opening(tokenizer), content)
+    bound = ONE_CALL[family].replace("1", '"x"')
+    for text, right in (
+        ('{"name": "f"}', True),
+        ('{"name": "Ada", "n": true}', True),
+        ('{"n": true', None),
+        ("hello", None),
+        (ONE_CALL[family], True),
+        (f"{ONE_CALL[family]}\n", True),
+        ("\n", None),
+        (bound, None),
+        (f'{{"name": "Ada"}}{ONE_CALL[family]}', None),
+        (TWO_CALLS[family], True if parallel else None),
+    ):
+        assert whole(tokenizer, vocabulary, grammar, text) is right, text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formats_of_other_kinds_leave_room_for_a_call(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str
+) -> None:
+    for content, text in (
+        (grammar_of_json_schema({"type": "object"}), '{"title": {"a": [1]}}'),
+        (grammar_of_json_schema({"type": "array", "items": {"type": "boolean"}}), "[false, true]"),
+        (grammar_of_choices(["yes", "no"]), "yes"),
+        (grammar_of_regex(r"[0-9]{3}"), "123"),
+        (grammar_of_lark('start: "ab"+'), "abab"),
+    ):
+        grammar = calls_amid_text(toolbox(True), family, opening(tokenizer, QWEN3, "<think>"), content)
+        assert whole(tokenizer, vocabulary, grammar, f"any <b> thought</think>\n\n{text}") is True
+        assert whole(tokenizer, vocabulary, grammar, f"any thought</think>{ONE_CALL[family]}") is True
+        assert whole(tokenizer, vocabulary, grammar, "any thought</think>hello") is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_parallel_calls_one_is_all_in_every_family(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str
+) -> None:
+    """sglang #9696 and vLLM PR #26233: two calls where one was allowed."""
+    grammar = calls_amid_text(toolbox(True, parallel=False), family, opening(tokenizer))
+    assert whole(tokenizer, vocabulary, grammar, ONE_CALL[family]) is True
+    assert whole(tokenizer, vocabulary, grammar, TWO_CALLS[family]) is None
+    assert whole(tokenizer, vocabulary, calls_amid_text(toolbox(True), family, opening(tokenizer)), TWO_CALLS[family])
+
+
+@pytest.mark.parametrize("content", ["", '{"type": "object"}'])
+@pytest.mark.parametrize("prompt_end", ["<think>\n", ""])
+@pytest.mark.parametrize("family", [HERMES, MISTRAL, QWEN3_CODER])
+def test_a_call_that_begins_in_reasoning_is_bound(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str, prompt_end: str, content: str
+) -> None:
+    """vLLM PR #35687: a model that calls without closing its reasoning."""
+    bound = grammar_of_json_schema(json.loads(content)) if content else ""
+    grammar = calls_amid_text(toolbox(True), family, opening(tokenizer, QWEN3, prompt_end), bound)
+    begun = f"{'' if prompt_end else '<think>'}I call it. "
+    assert whole(tokenizer, vocabulary, grammar, begun + ONE_CALL[family]) is True
+    assert whole(tokenizer, vocabulary, grammar, begun + TWO_CALLS[family]) is True
+    assert whole(tokenizer, vocabulary, grammar, begun + ONE_CALL[family].replace("1", '"x"')) is None
+    # Where the tag is no token, text that begins with it may be content, too.
+    may_be_content = not content and not prompt_end and tokenizer.token_to_id("<think>") is None
+    assert whole(tokenizer, vocabulary, grammar, begun) is may_be_content

@@ -25,7 +25,7 @@ from paceline.gateway.message.form import (
 )
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 
-TYPES = {"f": {"n": "integer", "o": "object", "b": "boolean"}}
+TYPES = {"f": {"n": ("integer",), "o": ("object",), "b": ("boolean",)}}
 ARGUMENTS = '{"a": "}]\\"", "b": [1, {"c": null}]}'
 CALL = [CallBegin("f"), CallArguments(ARGUMENTS)]
 EMPTY = [CallBegin("g"), CallArguments("{}")]
@@ -210,3 +210,47 @@ def test_a_form_goes_into_a_record_and_comes_back() -> None:
     for each in map(form, FAMILIES):
         assert MessageForm.from_json(each.to_json()) == each
     assert MessageForm.from_json(None) is None
+
+
+CODER_CALL = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"
+# Family of calls, text that begins within reasoning, and what it is made of.
+IN_REASONING: list[tuple[str, str, list[Part]]] = [
+    (HERMES, f"I call it.\n{HERMES_CALL}", [Reasoning("I call it."), *CALL]),
+    (HERMES, f"<think>\n\n{HERMES_CALL}\nso", [*CALL, Content("\nso")]),
+    (HERMES, "a\n<tool_call> is how</think>\n\nb", [Reasoning("a\n<tool_call> is how"), Content("b")]),
+    (HERMES, f"a<tool_call>{{1}}</think>{HERMES_CALL}", [Reasoning("a<tool_call>{1}"), *CALL]),
+    (HERMES, "a\n<tool_call>", [Reasoning("a\n<tool_call>")]),
+    (MISTRAL, "a [TOOL_CALLS]g{}", [Reasoning("a "), *EMPTY]),
+    (QWEN3_CODER, f"a\n\n{CODER_CALL}", [Reasoning("a"), CallBegin("f"), CallArguments('{"n": 1}')]),
+    (QWEN3_CODER, "a <function=f> b</think>c", [Reasoning("a <function=f> b"), Content("c")]),
+    (
+        LLAMA3_JSON,
+        'a {"name": "f", "parameters": {}}</think>c',
+        [Reasoning('a {"name": "f", "parameters": {}}'), Content("c")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), IN_REASONING)
+def test_a_call_before_the_end_of_reasoning_is_a_call(family: str, text: str, parts: list[Part]) -> None:
+    """vLLM PR #35687: reasoning, then a call without `</think>`; what only looks like its beginning is reasoning."""
+    thinking = MessageForm(reasoning=QWEN3, thinks=True, tool_calls=family, types=TYPES)
+    assert read(thinking, [text]) == parts
+    assert read(thinking, list(text)) == parts
+    for at in range(len(text)):
+        assert read(thinking, [text[:at], text[at:]]) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"name": "Ada", "parameters": {}}', None),
+        ('{"name": "f"}', None),
+        ('{"title": "f"}', None),
+        ('{"name": "f", "parameters": {}}', [CallBegin("f"), CallArguments("{}")]),
+    ],
+)
+def test_where_content_has_a_format_only_an_offered_tool_is_called(text: str, parts: list[Part] | None) -> None:
+    bound = MessageForm(tool_calls=LLAMA3_JSON, only=("f", "g"))
+    expected = [Content(text)] if parts is None else parts
+    assert read(bound, [text]) == read(bound, list(text)) == expected

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from paceline.core.messages import ModelIdentity, TokenFate
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.message.form import HERMES, QWEN3, MessageForm
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, content_of, joined
 from paceline.gateway.sessions.answer import TextStream
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
@@ -33,6 +35,7 @@ def started(
     min_tokens: int = 0,
     token_fates: bool = False,
     stop_token_ids: tuple[int, ...] = (),
+    form: MessageForm | None = None,
     **of_text: bool,
 ) -> TextStream:
     sampling = SamplingParams(max_tokens=64, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
@@ -44,6 +47,7 @@ def started(
         speculation=SpeculationParams(),
         stops=tuple(stops),
         token_fates=token_fates,
+        form=form,
         **of_text,
     )
     return TextStream(request)
@@ -54,10 +58,10 @@ def run(token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: in
     stream, text, num_tokens, at = started(stops, min_tokens=min_tokens), "", 0, 0
     for size in [*sizes, *[1] * len(token_ids)]:
         fed = stream.feed(token_ids[at : at + size])
-        text, num_tokens, at = text + fed.text, num_tokens + fed.num_tokens, at + size
+        text, num_tokens, at = text + content_of(fed.parts), num_tokens + fed.num_tokens, at + size
         if fed.stopped:
             return text, num_tokens
-    return text + stream.finish().text, num_tokens
+    return text + content_of(stream.finish().parts), num_tokens
 
 
 @given(token_ids=TOKEN_IDS, sizes=st.lists(st.integers(1, 9), max_size=9), stops=STOPS)
@@ -82,13 +86,13 @@ def with_fates(
     text, tokens, num_tokens = "", [], 0
     for size in [*sizes, *[1] * len(token_ids)]:
         fed = stream.feed(token_ids[at : at + size], fates[at : at + size])
-        assert "".join(token.text for token in fed.tokens) == fed.text
-        text, num_tokens, at = text + fed.text, num_tokens + fed.num_tokens, at + size
+        assert "".join(token.text for token in fed.tokens) == content_of(fed.parts)
+        text, num_tokens, at = text + content_of(fed.parts), num_tokens + fed.num_tokens, at + size
         tokens += fed.tokens
         if fed.stopped:
             return text, tokens, num_tokens
     rest = stream.finish()
-    return text + rest.text, [*tokens, *rest.tokens], num_tokens
+    return text + content_of(rest.parts), [*tokens, *rest.tokens], num_tokens
 
 
 @given(
@@ -115,7 +119,7 @@ def spelled(text: str) -> list[int]:
 def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for() -> None:
     stream = started(["cd"], include_stop_str_in_output=True, token_fates=True)
     fed = [stream.feed([token_id], [TokenFate.PLAIN]) for token_id in spelled("abcd")]
-    assert ("".join(each.text for each in fed), fed[-1].stopped) == ("abcd", True)
+    assert ("".join(content_of(each.parts) for each in fed), fed[-1].stopped) == ("abcd", True)
     assert [token.text for each in fed for token in each.tokens] == ["a", "b", "c", "d"]
 
 
@@ -123,7 +127,7 @@ def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for() -> None:
 def test_a_stop_token_has_text_where_it_is_asked_for(include: bool, text: str) -> None:
     token_ids = spelled("abc")
     stream = started([], stop_token_ids=(token_ids[-1],), include_stop_str_in_output=include)
-    assert stream.feed(token_ids).text + stream.finish().text == text
+    assert content_of(stream.feed(token_ids).parts) + content_of(stream.finish().parts) == text
 
 
 def test_special_tokens_are_spelled_out_where_they_are_asked_for_but_the_last() -> None:
@@ -134,7 +138,7 @@ def test_special_tokens_are_spelled_out_where_they_are_asked_for_but_the_last() 
         (False, True, "a<|begin|>b<|end|>"),
     ):
         stream = started([], skip_special_tokens=skipped, include_stop_str_in_output=ending)
-        assert stream.feed(token_ids).text + stream.finish().text == text
+        assert content_of(stream.feed(token_ids).parts) + content_of(stream.finish().parts) == text
 
 
 def test_a_character_belongs_to_the_last_of_its_tokens_and_those_of_a_stop_string_have_no_text() -> None:
@@ -146,3 +150,54 @@ def test_a_character_belongs_to_the_last_of_its_tokens_and_those_of_a_stop_strin
     ):
         _, tokens, _ = with_fates(token_ids, [], stops, 0)
         assert [token.text for token in tokens] == texts
+
+
+THOUGHT_AND_CALL = (
+    '<think>\nmaybe END of it\n</think>\n\nI see.<tool_call>{"name": "f", "arguments": {"a": "END"}}</tool_call>'
+)
+CALLING = MessageForm(reasoning=QWEN3, tool_calls=HERMES)
+
+
+def message(text: str, sizes: list[int], stops: list[str], **more: bool) -> tuple[list[Part], int, str | None]:
+    """Returns the parts of a message whose steps have these sizes, the number of its tokens, and what stopped it."""
+    stream, token_ids, at = started(stops, form=CALLING, **more), spelled(text), 0
+    parts: list[Part] = []
+    num_tokens = 0
+    for size in [*sizes, *[1] * len(token_ids)]:
+        fed = stream.feed(token_ids[at : at + size])
+        parts, num_tokens, at = [*parts, *fed.parts], num_tokens + fed.num_tokens, at + size
+        if fed.stopped:
+            break
+    else:
+        parts += stream.finish().parts
+    return joined([*parts, *stream.end()]), num_tokens, stream.stop
+
+
+@given(sizes=st.lists(st.integers(1, 40), max_size=9), include=st.booleans())
+def test_stop_strings_end_content_and_neither_reasoning_nor_a_call(sizes: list[int], include: bool) -> None:
+    """vLLM #53066: the text of a stop string in the thought, and in the arguments of a call."""
+    whole = [Reasoning("maybe END of it"), Content("I see."), CallBegin("f"), CallArguments('{"a": "END"}')]
+    assert message(THOUGHT_AND_CALL, sizes, ["END"], include_stop_str_in_output=include) == (
+        whole,
+        len(spelled(THOUGHT_AND_CALL)),
+        None,
+    )
+    text = f"{THOUGHT_AND_CALL}so END and more"
+    ended = [*whole, Content("so END" if include else "so ")]
+    num_tokens = len(spelled(text)) - len(" and more")
+    assert message(text, sizes, ["END"], include_stop_str_in_output=include) == (ended, num_tokens, "END")
+
+
+def test_a_stop_string_that_only_the_end_makes_certain_ends_the_message() -> None:
+    parts, _, stop = message("a\n\n", [], ["\n"])
+    assert (parts, stop) == ([Content("a")], "\n")
+
+
+@pytest.mark.parametrize("min_tokens", range(12))
+def test_a_stop_string_across_min_tokens_ends_the_text(min_tokens: int) -> None:
+    """vLLM #22014: a stop string that begins before `min_tokens` and ends at them or later."""
+    token_ids = spelled("0123END78END9")
+    stops = 7 if min_tokens <= 7 else 12
+    for size in (1, 3, 13):
+        text, num_tokens = run(token_ids, [size] * 13, ["END"], min_tokens)
+        assert (text, num_tokens) == ("0123" if stops == 7 else "0123END78", stops)

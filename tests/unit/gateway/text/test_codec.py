@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,17 +48,103 @@ def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(tmp_path: Path,
     assert b"".join(map(codec.token_bytes, token_ids)).decode() == rendered
 
 
-def test_of_several_templates_the_default_one_is_taken_and_one_in_a_file_of_its_own_wins(tmp_path: Path) -> None:
+PRINTS = "{% for message in messages %}{{ message.content }}{% endfor %}"
+NAMED = [{"name": name, "template": f"{PRINTS} {name}"} for name in ("tool_use", "default", "rag")]
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def rendered(folder: Path, **extra: Any) -> str:
+    """Returns the prompt that a folder's own templates make of a chat."""
+    codec = TextCodec.from_folder(folder)
+    return codec.decode(codec.encode_chat(CHAT, extra, field="messages", context_len=100), special_tokens=True)
+
+
+def by_transformers(folder: Path, **extra: Any) -> str:
+    oracle = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(folder)
+    return str(oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **extra))
+
+
+def write(folder: Path, files: Mapping[str, Any]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("files", "plain", "with_tools"),
+    [
+        ({"tokenizer_config.json": {"chat_template": NAMED}}, "hello default", "hello tool_use"),
+        ({"tokenizer_config.json": {"chat_template": NAMED[1:]}}, "hello default", "hello default"),
+        (
+            {
+                "tokenizer_config.json": {"chat_template": NAMED},
+                "chat_template.jinja": f"{PRINTS} own",
+                "chat_template.json": {"chat_template": f"{PRINTS} processor"},
+            },
+            "hello own",
+            "hello own",
+        ),
+        (
+            {
+                "tokenizer_config.json": {"chat_template": f"{PRINTS} old"},
+                "chat_template.jinja": f"{PRINTS} own",
+                "additional_chat_templates/tool_use.jinja": f"{PRINTS} tools",
+                "additional_chat_templates/rag.jinja": f"{PRINTS} rag",
+            },
+            "hello own",
+            "hello tools",
+        ),
+    ],
+)
+def test_of_several_templates_the_one_for_tools_is_taken_with_tools_as_transformers_does(
+    tmp_path: Path, files: Mapping[str, Any], plain: str, with_tools: str
+) -> None:
+    """vLLM #5309, transformers #31429: with `default`, tools never reached the prompt."""
     folder = tiny_tokenizer.save_folder(tmp_path)
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert TextCodec.from_folder(folder).template_source == "plain"
-    (folder / "chat_template.jinja").write_text("own")
-    assert TextCodec.from_folder(folder).template_source == "own"
+    write(folder, files)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert (rendered(folder), rendered(folder, tools=tools)) == (plain, with_tools)
+    assert (by_transformers(folder), by_transformers(folder, tools=tools)) == (plain, with_tools)
+    assert TextCodec.from_folder(folder).template_source.endswith(with_tools.removeprefix("hello"))
+
+
+def test_a_template_of_a_processor_is_taken_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path, chat_template=None)
+    write(folder, {"chat_template.json": {"chat_template": f"{PRINTS} processor"}})
+    assert rendered(folder) == "hello processor"
+
+
+def test_one_template_for_tools_serves_all_chats(tmp_path: Path) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path)
+    write(folder, {"tokenizer_config.json": {"chat_template": NAMED[:1]}})
+    assert rendered(folder) == "hello tool_use"
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, "<|begin|> <|end|>"),
+        ({"bos_token": "<|other|>"}, "<|begin|> <|end|>"),
+        ({"bos_token": "<|end|>", "added_tokens_decoder": {}}, "<|end|> "),
+    ],
+)
+def test_special_tokens_are_read_where_transformers_reads_them(
+    tmp_path: Path, settings: Mapping[str, Any], shown: str
+) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path)
+    template = PRINTS + "{{ bos_token }} {{ eos_token }}"
+    tokens = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>", "lstrip": False}}
+    write(
+        folder,
+        {"tokenizer_config.json": {**settings, "chat_template": template}, "special_tokens_map.json": tokens},
+    )
+    assert rendered(folder) == f"hello{shown}"
+    assert by_transformers(folder) == f"hello{shown}"
 
 
 def test_a_template_runs_in_a_sandbox() -> None:
-    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+    template = ChatTemplate("{{ messages }}{{ messages.__class__.__mro__[0] }}", {})
     with pytest.raises(InvalidRequestError, match="chat template refuses"):
         template.render([], {})
     with pytest.raises(InvalidRequestError):
@@ -65,9 +153,11 @@ def test_a_template_runs_in_a_sandbox() -> None:
 
 @pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
 def test_a_developer_is_the_system_to_templates_that_do_not_know_one(knows: str, role: str) -> None:
-    template = ChatTemplate(knows + "{% for message in messages %}{{ message.role }} {% endfor %}", {})
+    template = ChatTemplate(
+        knows + "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}", {}
+    )
     messages = [{"role": each, "content": "x"} for each in ("developer", "user")]
-    assert template.render(messages, {}) == f"{role} user "
+    assert template.render(messages, {}) == f"{role} x user x "
 
 
 def test_a_folder_with_a_broken_or_missing_file_is_refused(tmp_path: Path) -> None:
@@ -75,7 +165,8 @@ def test_a_folder_with_a_broken_or_missing_file_is_refused(tmp_path: Path) -> No
         TextCodec.from_folder(tmp_path)
     folder = tiny_tokenizer.save_folder(tmp_path)
     for name, content, problem in (
-        ("tokenizer_config.json", b"{", "is not JSON"),
+        ("tokenizer_config.json", b"{", "cannot be read"),
+        ("tokenizer_config.json", b"[]", "must hold a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "cannot be compiled"),
         ("tokenizer.json", b"\xff", "is not a tokenizer"),
     ):

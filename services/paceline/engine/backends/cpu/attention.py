@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.engine.backends.cpu.kernel_cache import njit
 from paceline.engine.backends.cpu.kv import as_array
 from paceline.engine.backends.cpu.layer_kernels import exp32
 from paceline.engine.backends.cpu.openmp import in_parallel
 from paceline.engine.backends.cpu.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32
 from paceline.engine.batch import Batch
+from paceline.kernel_cache import njit
 
 _MOST_ROWS = 4
 """Rows that go through their context side by side: with more, sums and scores would not stay in registers."""

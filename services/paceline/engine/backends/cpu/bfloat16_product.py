@@ -23,9 +23,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from paceline.engine.backends.cpu.kernel_cache import njit
 from paceline.engine.backends.cpu.openmp import in_parallel
 from paceline.engine.backends.cpu.simd import LANES, array_data, fused_multiply_add, load_vector, splat, store_vector
+from paceline.kernel_cache import njit
 
 OUTPUTS = 2 * LANES
 """Outputs that are computed side by side."""

@@ -22,13 +22,13 @@ from numba.extending import intrinsic
 
 from paceline.engine.backends.cpu.attention import attend_rows
 from paceline.engine.backends.cpu.bfloat16_product import OUTPUTS, multiply
-from paceline.engine.backends.cpu.kernel_cache import njit
 from paceline.engine.backends.cpu.kv import CpuKVCache, as_array
 from paceline.engine.backends.cpu.layer_kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.backends.cpu.linear import PackedLinear
 from paceline.engine.backends.cpu.simd import LANES
 from paceline.engine.batch import Batch
 from paceline.engine.llama import LlamaLayer
+from paceline.kernel_cache import njit
 
 # Columns of a layer's addresses: four norms, then weight and bias of four products.
 _INPUT_NORM, _QUERY_NORM, _KEY_NORM, _POST_NORM, _QKV, _OUT, _GATE_UP, _DOWN = 0, 1, 2, 3, 4, 6, 8, 10

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.engine.backends.cpu.kernel_cache import njit
 from paceline.engine.kv import KVCache
+from paceline.kernel_cache import njit
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.backends.cpu.kernel_cache import njit
 from paceline.engine.backends.cpu.openmp import in_parallel
 from paceline.engine.backends.cpu.simd import LANES, encode, to_float32
+from paceline.kernel_cache import njit
 
 _LOG2_E = np.float32(1.4426950408889634)
 # Adding and taking away 1.5 * 2**23 rounds to the nearest integer in plain float32 additions.

@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from paceline.engine.backends.cpu.attention import write_and_attend
 from paceline.engine.backends.cpu.backend import CpuBackend
-from paceline.engine.backends.cpu.kernel_cache import PACKAGE, sources_hash
 from paceline.engine.backends.cpu.kv import CpuKVCache
 from paceline.engine.backends.cpu.linear import PackedHead, PackedLinear, has_native_bfloat16, rows_computed
 from paceline.engine.backends.interface import Attention, Platform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.llama import LlamaWeights
+from paceline.kernel_cache import ARITHMETIC, PACKAGE, sources_hash
 
 
 class CpuPlatform(Platform):
@@ -36,7 +36,7 @@ class CpuPlatform(Platform):
         use, and oneDNN's float32 products had the same bits with AVX2 and with AVX-512 (torch 2.13; not with SSE4.1
         alone).
         """
-        kernels = f"kernels {sources_hash(PACKAGE)}, numba {version('numba')}"
+        kernels = f"kernels {sources_hash(PACKAGE, ARITHMETIC)}, numba {version('numba')}"
         return f"cpu {platform.machine()}, {kernels}, torch {torch.__version__}"
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core import noise
-from paceline.engine.backends.cpu.kernel_cache import njit
+from paceline.kernel_cache import njit
 
 CHUNK = 128
 """Ids a chunk holds: 32 Philox blocks of 4 ids."""

@@ -56,9 +56,9 @@ class ToolUseBlock(Fields):
     no_effect = frozenset({"cache_control", "caller"})
 
     type: Literal["tool_use"]
-    id: str
+    id: str = ""
     name: str
-    input: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+    input: SkipValidation[dict[str, Any]] = {}  # noqa: RUF012 - pydantic copies it
 
 
 class ToolResultBlock(Fields):
@@ -67,7 +67,7 @@ class ToolResultBlock(Fields):
     no_effect = frozenset({"cache_control", "is_error"})
 
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: str = ""
     content: SkipValidation[str | list[TextBlock]] = ""
 
 
@@ -76,12 +76,12 @@ class MessageTurn(Fields):
 
     role: Literal["user", "assistant", "system"]
     content: SkipValidation[
-        str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
-    ]
+        str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock] | None
+    ] = None
 
 
 class MessagesTool(Fields):
-    """A tool that the model may call; those that a server would run are not served."""
+    """A function that the model may call."""
 
     no_effect = frozenset({"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers"})
 
@@ -127,7 +127,7 @@ class CountBody(Fields):
     """Body of /v1/messages/count_tokens."""
 
     no_effect = frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"})
-    not_served = {"container": (), "mcp_servers": ([],), "output_format": (), THREAD: ()}  # noqa: RUF012
+    not_served = {"container": (), "output_format": (), THREAD: ()}  # noqa: RUF012
     objects = {  # noqa: RUF012 - a class variable
         "output_config": OutputConfig,
         "tool_choice": MessagesToolChoice,
@@ -138,6 +138,7 @@ class CountBody(Fields):
     messages: list[SkipValidation[MessageTurn]] = Field(json_schema_extra={"minItems": 1})
     system: SkipValidation[str | list[TextBlock]] = ""
     tools: list[SkipValidation[MessagesTool]] = Field(default=[], json_schema_extra={"maxItems": MAX_TOOLS})
+    mcp_servers: list[Any] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()

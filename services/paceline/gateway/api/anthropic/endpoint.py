@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api.anthropic.answer import MessageAnswer
 from paceline.gateway.api.anthropic.bodies import THREAD, CountBody, MessagesBody
 from paceline.gateway.api.anthropic.requests import generation_of, prompt_of
 from paceline.gateway.api.openai.bodies import ChatFields
 from paceline.gateway.api.openai.prompts import chat_tokens
 from paceline.gateway.api.openai.tools import read_toolbox
-from paceline.gateway.api.openai.translated import ChatApi, Translated
+from paceline.gateway.api.openai.translated import ChatApi, Translated, renamed
 from paceline.gateway.http.errors import HttpError
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from paceline.gateway.http.response import REQUEST_ID, ErrorForm
@@ -63,7 +64,8 @@ class MessagesApi(ChatApi):
     @override
     def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
         body = read_fields(MessagesBody, fields, unknown)
-        return Translated(chat=generation_of(body, unknown), stream=body.stream)
+        chat, places = generation_of(body, unknown)
+        return Translated(chat=chat, places=places, stream=body.stream)
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> MessageAnswer:
@@ -77,6 +79,10 @@ def count_tokens(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Js
         InvalidRequestError: A field is wrong, or there are more tokens than the context holds.
     """
     body = read_fields(CountBody, fields, unknown)
-    chat = read_fields(ChatFields, prompt_of(body, unknown), unknown)
-    tools = read_toolbox(chat.tools, None, True, unknown).tools
-    return {"input_tokens": len(chat_tokens(chat, sessions.model(body.model), unknown, tools=tools))}
+    prompt, places = prompt_of(body, unknown)
+    try:
+        chat = read_fields(ChatFields, prompt, unknown)
+        tools = read_toolbox(chat.tools, None, True, unknown).tools
+        return {"input_tokens": len(chat_tokens(chat, sessions.model(body.model), unknown, tools=tools))}
+    except InvalidRequestError as error:
+        raise renamed(error, MessagesApi.names, places) from None

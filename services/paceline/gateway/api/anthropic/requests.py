@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,44 +16,53 @@ from paceline.gateway.api.anthropic.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from paceline.gateway.http.fields import UnknownFields, read_fields, read_text
+from paceline.gateway.api.openai.tools import functions, placed
+from paceline.gateway.http.fields import UnknownFields, read_fields, read_result, read_text, text_within
 
 Json = dict[str, Any]
 _PASSED = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "speculation")
+_ASSISTANT = "assistant"
+# How the kinds of blocks end that belong to tools which a server runs.
+_OF_SERVER_TOOLS = ("_tool_use", "_tool_result", "container_upload")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def prompt_of(body: CountBody, unknown: UnknownFields) -> Json:
-    """Returns the fields that make the prompt.
+def prompt_of(body: CountBody, unknown: UnknownFields) -> tuple[Json, list[str]]:
+    """Returns the fields that make the prompt, and where in the request each of their messages begins.
 
     Raises:
-        InvalidRequestError: A block or a tool is wrong, or of a kind that is not served.
+        InvalidRequestError: A block or a tool is wrong, or a block of a user is of a kind that is not served.
     """
     system = read_text(TextBlock, body.system, unknown, "system")
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    places = ["system"] * len(messages)
     for at, given in enumerate(body.messages):
-        messages += _messages(read_fields(MessageTurn, given, unknown, f"messages[{at}]"), f"messages[{at}]", unknown)
+        field = f"messages[{at}]"
+        messages += _messages(read_fields(MessageTurn, given, unknown, field), field, unknown)
+        places += [field] * (len(messages) - len(places))
     chat: Json = {"messages": messages}
     if _is_begun(messages[-1:]):
         chat["continue_final_message"] = True
     if body.tools:
-        tools = [read_fields(MessagesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
-        chat["tools"] = [_tool(each) for each in tools]
+        offered = functions(placed(body.tools), unknown, "custom")
+        chat["tools"] = [_tool(read_fields(MessagesTool, each, unknown, field)) for field, each in offered]
+    for at, server in enumerate(body.mcp_servers):
+        unknown.leave_out_tool(f"mcp_servers[{at}]", "mcp", server.get("name") if isinstance(server, dict) else None)
     variables: Json = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     if body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
     if variables:
         chat["chat_template_kwargs"] = variables
-    return chat
+    return chat, places
 
 
-def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
-    """Returns the whole body.
+def generation_of(body: MessagesBody, unknown: UnknownFields) -> tuple[Json, list[str]]:
+    """Returns the whole body, and where in the request each of its messages begins.
 
     Raises:
         InvalidRequestError: As of `prompt_of`.
     """
-    chat = prompt_of(body, unknown)
+    chat, places = prompt_of(body, unknown)
     chat |= {"model": body.model, "max_tokens": body.max_tokens, "stream": body.stream}
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
@@ -68,12 +76,12 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         chat["tool_choice"] = _CHOICES.get(choice.type, named)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return chat
+    return chat, places
 
 
 def _is_begun(last: Sequence[Json]) -> bool:
     """Tells whether a conversation ends with text of the assistant, which the answer continues."""
-    return any(each["role"] == "assistant" and each["content"] and "tool_calls" not in each for each in last)
+    return any(each["role"] == _ASSISTANT and each["content"] and "tool_calls" not in each for each in last)
 
 
 def _tool(tool: MessagesTool) -> Json:
@@ -86,7 +94,7 @@ def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Jso
     """Returns the messages of one turn: results of tools are messages of their own, before the user's text."""
     # Not checked when the turn was read.
     given: Any = turn.content
-    if isinstance(given, str):
+    if given is None or isinstance(given, str):
         return [{"role": turn.role, "content": given}]
     if not isinstance(given, list):
         raise InvalidRequestError(f"{field}.content", "must be a string or a list of blocks")
@@ -106,16 +114,40 @@ def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Jso
         elif kind == "tool_result":
             results.append(_result(read_fields(ToolResultBlock, block, unknown, where), where, unknown))
         elif kind != "redacted_thinking":
-            raise InvalidRequestError(f"{where}.type", f"{str(kind)[:80]!r} is not supported by this server")
+            texts += _other_text(block, kind, where, unknown, left_out=turn.role == _ASSISTANT)
     content = "\n".join(texts)
-    return [*results, *([{"role": turn.role, "content": content, **message}] if texts or message else [])]
+    # A turn of the assistant stays one, even if the model gets nothing of it: some templates count turns.
+    said = texts or message or turn.role == _ASSISTANT
+    return [*results, *([{"role": turn.role, "content": content, **message}] if said else [])]
+
+
+def _other_text(block: Any, kind: Any, where: str, unknown: UnknownFields, *, left_out: bool) -> list[str]:
+    """Returns the text of a block of another kind, such as a document; none of one that belongs to a server's tool.
+
+    Args:
+        block: The JSON value.
+        kind: Its `type`.
+        where: Its path.
+        unknown: Collects blocks that are left out.
+        left_out: Whether all blocks without text are.
+
+    Raises:
+        InvalidRequestError: It has no text, as an image.
+    """
+    of_tool = isinstance(kind, str) and kind.endswith(_OF_SERVER_TOOLS)
+    text = None if of_tool else text_within(block)
+    if text is not None:
+        return [text]
+    if not isinstance(kind, str) or not (of_tool or left_out):
+        raise InvalidRequestError(f"{where}.type", f"{str(kind)[:80]!r} is not supported by this server")
+    unknown.leave_out(where, kind)
+    return []
 
 
 def _call(block: ToolUseBlock) -> Json:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
 def _result(block: ToolResultBlock, where: str, unknown: UnknownFields) -> Json:
-    content = read_text(TextBlock, block.content, unknown, f"{where}.content")
+    content = read_result(TextBlock, block.content, unknown, f"{where}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from prometheus_client import Counter
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.endpoints.endpoint import Call
 from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
-from paceline.gateway.http.body import parse_json_object, read_body
+from paceline.gateway.http.body import FIELD, parse_json_object, read_body
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.http.response import IGNORED_FIELDS, Exchange
+from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, Exchange
 from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.obs.families import Family
 
@@ -67,7 +67,7 @@ class BodyReader:
         understand: Callable[..., ReadT],
         prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> ReadT:
-        """Returns what `understand` makes of a body; a header of the answer will name unknown fields.
+        """Returns what `understand` makes of a body; headers of the answer will name what was ignored.
 
         Args:
             call: Whose body it is.
@@ -110,13 +110,16 @@ class BodyReader:
             # What was fetched may be long.
             small = small and not prepared
         work = partial(understand, fields, unknown)
-        return await self.workers.run(work, small=small, compiles=asks_for_grammar(fields))
+        try:
+            return await self.workers.run(work, small=small, compiles=asks_for_grammar(fields))
+        except RecursionError:
+            # The parser of JSON goes deeper than templates and schemas can be followed.
+            raise InvalidRequestError(FIELD, "is nested too deeply") from None
 
     def _report(self, unknown: UnknownFields, exchange: Exchange) -> None:
-        """Names and counts ignored fields; not called after a cancellation, when a thread may still add some."""
-        if not unknown.counts:
-            return
-        exchange.headers[IGNORED_FIELDS] = unknown.header
+        """Names what was ignored; not called after a cancellation, when a thread may still add to it."""
+        named = {IGNORED_FIELDS: unknown.header, IGNORED_TOOLS: unknown.tools_header}
+        exchange.headers.update({header: names for header, names in named.items() if names})
         for label, count in unknown.counts.items():
             self.ignored_fields.labels(label).inc(count)
 

@@ -7,6 +7,7 @@ and callers share the threads' time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self, TypeVar
 
 from paceline.gateway.access.callers import current_caller
@@ -28,9 +29,8 @@ class Workers:
 
     def __init__(self) -> None:
         """Starts no thread yet."""
-        limits = {"most_waiting": MAX_WAITING, "longest_wait_s": LONGEST_WAIT_S}
-        self._reading = FairThreads(NUM_THREADS, "requests being read", **limits)
-        self._compiling = FairThreads(NUM_THREADS, "grammars being compiled", **limits)
+        threads = partial(FairThreads, NUM_THREADS, most_waiting=MAX_WAITING, longest_wait_s=LONGEST_WAIT_S)
+        self._reading, self._compiling = threads("requests being read"), threads("grammars being compiled")
 
     async def run(self, function: Callable[[], ResultT], *, small: bool, compiles: bool = False) -> ResultT:
         """Returns the result of a function, in a thread unless it is quick; either way in the request's context.

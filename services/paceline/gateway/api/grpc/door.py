@@ -17,7 +17,7 @@ from paceline.core.errors import InvalidRequestError, OverloadedError, Unavailab
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares
 from paceline.gateway.api.grpc.messages import check_message
-from paceline.gateway.http.response import SEND_TIMEOUT_S
+from paceline.gateway.http.connection import SEND_TIMEOUT_S
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
 FIELD = "request"
@@ -51,7 +51,7 @@ class GrpcDoor(WrappingInterceptor):
     """Admits calls.
 
     Args:
-        admit: Takes metadata and method of a call, and makes its sender the current caller, or raises.
+        admit: Takes the metadata of a call, and makes its sender the current caller, or raises.
         calls: Places for calls.
         reading: Room for messages, held until the first answer.
         timeout_s: Time for a message to arrive, its turn included.
@@ -59,7 +59,7 @@ class GrpcDoor(WrappingInterceptor):
 
     def __init__(
         self,
-        admit: Callable[[Any, str], Awaitable[None]],
+        admit: Callable[[Any], Awaitable[None]],
         *,
         calls: Shares,
         reading: Shares,
@@ -79,7 +79,7 @@ class GrpcDoor(WrappingInterceptor):
 
     def _guarded(self, handler: Any, method: str) -> Any:
         async def serve(messages: AsyncIterator[bytes], context: Any) -> Any:
-            await self._admit(context.invocation_metadata(), method)
+            await self._admit(context.invocation_metadata())
             with self._calls.take(1, current_caller()):
                 if handler.request_streaming:
                     return await _answer(handler, self._each(handler, messages), context)

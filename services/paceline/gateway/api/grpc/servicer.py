@@ -80,10 +80,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams the rest of a completion, in the trace that it began in unless the client names another."""
         # A gateway that has no place for the session must not take it from the gateway that runs it.
-        with self._errors_counted(), self._sessions.admitted(1, current_caller()):
-            session = await self._resumption.claim(
-                request.session_id, request.offset, request.digest, current_caller().name
-            )
+        caller = current_caller()
+        with self._errors_counted(), self._sessions.admitted(1, caller):
+            session = await self._resumption.claim(request.session_id, request.offset, request.digest, caller.name)
+            # It was counted when it began.
+            await caller.give_back()
             traceparent = incoming(context) or session.traceparent
             with traced_request(self._tracer, TEXT_COMPLETION, traceparent) as trace:
                 trace.span.set_attribute(OFFSET, request.offset)

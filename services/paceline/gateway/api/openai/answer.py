@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
@@ -64,11 +64,11 @@ class ChoiceState:
         calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
         return TOOL_CALLS if calls else self.ending.finish_reason.value
 
-    def read(self, piece: Piece) -> list[Part]:
-        """Returns what the text of a piece is made of; `message` is there."""
+    def read(self, piece: Piece) -> Sequence[Part]:
+        """Returns the parts of a piece that belong to the message; it is there."""
         assert self.message is not None
-        self.message.read(piece.known_text)
-        return self.message.read(piece.text)
+        self.message.take(piece.known_parts)
+        return self.message.take(piece.parts)
 
     def begin(self, piece: Piece) -> tuple[str, list[Judged]]:
         """Takes in a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
@@ -124,8 +124,9 @@ class Answer:
     def add_ending(self, index: int, ending: Ending) -> Json:
         """Takes the end of a choice; returns what it adds to the message."""
         choice = self._choices[index]
-        choice.ending = ending
-        return {} if choice.message is None else choice.message.delta(choice.message.finish())
+        delta = {} if choice.message is None else choice.message.delta(choice.message.take(ending.parts))
+        choice.ending = ending_of(choice.message, ending)
+        return delta
 
     def opening_chunks(self) -> list[Json]:
         """Returns what a stream begins with: the role, for a chat; a resumed stream has sent it already."""
@@ -244,6 +245,12 @@ class Answer:
         if self._chat:
             return {"content": [_chat_position(codec, each) for _, each in judged if each is not None]}
         return _completion_logprobs(codec, choice, judged)
+
+
+def ending_of(message: Message | None, ending: Ending) -> Ending:
+    """Returns how a message ended, given how its text did: nothing has cut one that was over before."""
+    over = message is not None and message.over
+    return replace(ending, finish_reason=FinishReason.STOP, stop=None) if over else ending
 
 
 def metrics(record: SpeculationRecord | None) -> Json:

@@ -25,7 +25,7 @@ from paceline.core.params import (
     METHODS,
     NAME_PATTERN,
 )
-from paceline.gateway.api.openai.tools import AllowedChoice, NamedTool, Tool, ToolCall
+from paceline.gateway.api.openai.tools import AllowedChoice, CalledFunction, NamedTool, Tool, ToolCall
 from paceline.gateway.http.fields import Fields, TextFields, UnknownFields, read_fields
 from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.gateway.sessions.request import (
@@ -213,15 +213,18 @@ class ChatMessage(Fields):
     """One message of a chat; `content` is text or a list of text parts, each read by itself."""
 
     no_effect = frozenset({"annotations"})
-    not_served = {"audio": (), "function_call": ()}  # noqa: RUF012
+    not_served = {"audio": ()}  # noqa: RUF012
+    objects = {"function_call": CalledFunction}  # noqa: RUF012 - a class variable
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: SkipValidation[str | list[TextPart] | None] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
     tool_calls: list[SkipValidation[ToolCall]] = []  # noqa: RUF012 - pydantic copies it
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
 
 
 class ChatFields(Fields):

@@ -19,10 +19,9 @@ from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.fleet.generation_config import MODEL_SAMPLING
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars import calls as call_grammars
-from paceline.gateway.grammars.compiling import grammar_of_json_schema
 from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.message.form import QWEN3_CODER, MessageForm, begins_thinking
+from paceline.gateway.message.form import LLAMA3_JSON, QWEN3_CODER, MessageForm, begins_thinking
 from paceline.gateway.message.tools import Toolbox
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
@@ -121,18 +120,26 @@ def _chat_grammar(content_grammar: str, model: ServedModel, toolbox: Toolbox, pr
     families = model.families
     opening = Opening(reasoning=families.reasoning, prompt_end=prompt_end, token_of=model.codec.added_token_id)
     if toolbox.enforced:
-        content_grammar = grammar_of_json_schema(toolbox.schema, field="tools", exact=False)
+        content_grammar = call_grammars.enforced_calls(toolbox)
+    elif ((content_grammar and toolbox.parsed) or toolbox.bound) and families.tool_calls in call_grammars.FAMILIES:
+        return call_grammars.calls_amid_text(toolbox, families.tool_calls, opening, content_grammar)
     if content_grammar:
         return after_reasoning(content_grammar, opening, field="tools" if toolbox.enforced else "response_format")
-    if toolbox.bound and families.tool_calls in call_grammars.FAMILIES:
-        return call_grammars.calls_amid_text(toolbox, families.tool_calls, opening)
     return ""
 
 
 def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) -> MessageForm | None:
-    """Returns how answers to a chat are read; None: all of them is content. One of a form of its own holds no calls."""
-    reasoning = model.families.reasoning
-    calls = model.families.tool_calls if toolbox.parsed and not toolbox.enforced and not bound else ""
+    """Returns how answers to a chat are read; None: all of them is content.
+
+    Args:
+        model: Whose the answer is.
+        toolbox: Its tools.
+        prompt_end: See `Opening`.
+        bound: Whether its content has a format; it holds no calls then if no grammar knows how the model writes them.
+    """
+    reasoning, family = model.families.reasoning, model.families.tool_calls
+    may_call = toolbox.parsed and not toolbox.enforced and (not bound or family in call_grammars.FAMILIES)
+    calls = family if may_call else ""
     if not (reasoning or calls or toolbox.enforced):
         return None
     return MessageForm(
@@ -142,6 +149,9 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
         enforced=toolbox.enforced,
         named=toolbox.named,
         types=toolbox.types if calls == QWEN3_CODER else {},
+        short_ids=model.codec.has_short_call_ids,
+        parallel=toolbox.parallel,
+        only=tuple(toolbox.names) if bound and calls == LLAMA3_JSON else (),
     )
 
 

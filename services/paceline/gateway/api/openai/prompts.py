@@ -5,18 +5,18 @@ It knows the bodies and the tokenizer; it does no I/O.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.api.openai.bodies import TEMPLATE_NAMES, ChatFields, ChatMessage, TextPart
-from paceline.gateway.api.openai.tools import ToolCall
+from paceline.gateway.api.openai.bodies import TEMPLATE_NAMES, ChatFields
+from paceline.gateway.api.openai.history import plain_messages, refused_at
 from paceline.gateway.fleet.served_model import ServedModel
-from paceline.gateway.http.fields import UnknownFields, read_fields, read_text
-from paceline.gateway.message.tools import Json
+from paceline.gateway.http.fields import UnknownFields
+from paceline.gateway.message.schemas import Json
 from paceline.gateway.sessions.request import MAX_CHOICES, MAX_TEMPLATE_CHARACTERS
-from paceline.gateway.text.chat_template import ChatTemplate
+from paceline.gateway.text.chat_template import ChatTemplate, TemplateRefusalError
 
 
 def split_prompts(prompt: Any) -> list[tuple[str, Any]]:
@@ -67,8 +67,8 @@ def chat_tokens(
     Raises:
         InvalidRequestError: There is no template, it refuses the messages, or one of them is wrong or too long.
     """
-    template = _template(body, model)
-    if template is None and model.codec.chat_template is None:
+    template = _template(body, model) or model.codec.own_template(with_tools=bool(tools))
+    if template is None:
         raise InvalidRequestError(
             "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
         )
@@ -85,17 +85,22 @@ def chat_tokens(
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequestError("add_generation_prompt", "must not be true with continue_final_message")
     asks = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    messages = [_plain_message(message, f"messages[{index}]", unknown) for index, message in enumerate(body.messages)]
+    messages = plain_messages(body.messages, unknown)
     variables = {**(extra or {}), **body.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-    return model.codec.encode_chat(
-        messages,
-        {**variables, "add_generation_prompt": asks},
-        field="messages",
-        context_len=model.context_len,
-        keep_last=keep_last,
-        template=template,
-        continue_last=body.continue_final_message,
-    )
+    variables["add_generation_prompt"] = asks
+    try:
+        return model.codec.encode_chat(
+            messages,
+            variables,
+            field="messages",
+            context_len=model.context_len,
+            keep_last=keep_last,
+            template=template,
+            continue_last=body.continue_final_message,
+        )
+    except TemplateRefusalError as error:
+        refusal = partial(_refusal, template, variables)
+        raise refused_at(messages, error.reason, refusal) from None
 
 
 def _template(body: ChatFields, model: ServedModel) -> ChatTemplate | None:
@@ -112,29 +117,10 @@ def _template(body: ChatFields, model: ServedModel) -> ChatTemplate | None:
         raise InvalidRequestError("chat_template", str(error)) from error
 
 
-def _plain_message(given: Any, field: str, unknown: UnknownFields) -> Json:
-    message = read_fields(ChatMessage, given, unknown, field)
-    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
-    if message.content is None and not message.tool_calls and reasoning is None:
-        raise InvalidRequestError(f"{field}.content", "is required")
-    content = "" if message.content is None else message.content
-    plain: Json = {"role": message.role, "content": read_text(TextPart, content, unknown, f"{field}.content")}
-    calls = [
-        read_fields(ToolCall, each, unknown, f"{field}.tool_calls[{at}]") for at, each in enumerate(message.tool_calls)
-    ]
-    if calls:
-        plain["tool_calls"] = [_plain_call(each) for each in calls]
-    if reasoning is not None:
-        # Templates disagree on its name.
-        plain |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
-    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
-    return plain | {name: value for name, value in optional.items() if value is not None}
-
-
-def _plain_call(call: ToolCall) -> Json:
-    """Returns a call as templates want it: arguments as an object, unless they are broken."""
+def _refusal(template: ChatTemplate, variables: Mapping[str, Any], messages: Sequence[Json]) -> str:
+    """Returns a template's words about messages that it refuses; empty: it takes them."""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = call.function.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        template.render(messages, variables)
+    except TemplateRefusalError as error:
+        return error.reason
+    return ""

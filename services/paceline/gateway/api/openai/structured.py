@@ -14,6 +14,7 @@ from paceline.gateway.grammars.compiling import (
     grammar_of_json_schema,
     grammar_of_lark,
     grammar_of_regex,
+    loosened,
 )
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -52,7 +53,9 @@ def _response_format(body: CommonBody) -> _Wanted:
         raise InvalidRequestError("response_format.json_schema", "must be an object with a schema")
     field = "response_format.json_schema.schema"
     schema = _schema(wrapper.get("schema"), field)
-    return [(field, partial(grammar_of_json_schema, schema, field=field, exact=wrapper.get("strict") is not False))]
+    if wrapper.get("strict") is not False:
+        return [(field, partial(grammar_of_json_schema, schema, field=field))]
+    return [(field, lambda: grammar_of_json_schema(loosened([schema], field=field)[0], field=field, exact=False))]
 
 
 def _structured_outputs(body: CommonBody) -> _Wanted:

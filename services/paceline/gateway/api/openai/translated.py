@@ -5,6 +5,7 @@ It knows no API; each is a `ChatApi`.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -16,6 +17,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.openai.answer import ending_of
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
 from paceline.gateway.http.fields import UnknownFields
@@ -27,6 +29,7 @@ from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 
 Json = dict[str, Any]
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 class ApiAnswer(Protocol):
@@ -52,11 +55,13 @@ class Translated:
     Attributes:
         chat: A body of /v1/chat/completions.
         stream: Whether the answer is a stream.
+        places: Where in the request each message of the chat begins.
         context: What else of the request the API needs for its answer.
     """
 
     chat: Json
     stream: bool
+    places: Sequence[str]
     context: Any = None
 
 
@@ -126,7 +131,7 @@ class TranslatedEndpoint:
             body = parse_body(ChatBody, translated.chat, unknown)
             [request] = chat_sessions(body, self._sessions.model(body.model), own_id, unknown)
         except InvalidRequestError as error:
-            raise _renamed(error, self._api.names) from None
+            raise renamed(error, self._api.names, translated.places) from None
         call.trace.understood([request], own_id)
         return translated, replace(request, api_key=current_caller().name, span=call.trace.span)
 
@@ -145,8 +150,18 @@ class TranslatedEndpoint:
                 await call.exchange.whole(answer.whole())
 
 
-def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """Returns an error of a chat with the field's name in the API; places within messages are others there."""
+def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequence[str]) -> InvalidRequestError:
+    """Returns an error of a chat with the field's name in the API.
+
+    Args:
+        error: Names a field of a chat.
+        names: The API's own names of such fields.
+        places: Where in the request each message of the chat begins.
+    """
+    message = _MESSAGE.match(error.field)
+    if message is not None:
+        # What is within a message is elsewhere within items and blocks.
+        return InvalidRequestError(places[int(message[1])], error.problem)
     for name, own in names.items():
         suffix = error.field.removeprefix(name)
         if error.field.startswith(name) and suffix[:1] in ("", ".", "["):
@@ -168,12 +183,12 @@ async def answer_steps(
                     opened = True
                     keeper.begun()
                 if isinstance(event, Ending):
-                    out += answer.further(message.finish())
-                    out += answer.ending(event)
+                    out += answer.further(message.take(event.parts))
+                    out += answer.ending(ending_of(message, event))
                     ended = True
                     await keeper.ended()
                 else:
-                    out += answer.further(message.read(event.known_text + event.text))
+                    out += answer.further(message.take(event.known_parts + event.parts))
                 yield out
     except Exception as raised:
         error = raised

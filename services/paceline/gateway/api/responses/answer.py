@@ -7,12 +7,12 @@ however its tokens were grouped, at any gateway, and a stream can be resumed aft
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core.messages import FinishReason
 from paceline.gateway.api.openai.answer import metrics
-from paceline.gateway.message.form import call_id
+from paceline.gateway.api.responses.namespaces import joined, names_within
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
 
@@ -30,20 +30,23 @@ class ResponseAnswer:
 
     Args:
         response: As it is before the first token.
-        session_id: Ids of calls are derived from it.
+        session_id: Ids of items are derived from it.
+        call_id: Returns the id of the call with that index.
         after: Number of the last event that the client has; -1: none.
 
     Attributes:
         response: As it is now.
     """
 
-    def __init__(self, response: Json, session_id: str, after: int = -1) -> None:
+    def __init__(self, response: Json, session_id: str, call_id: Callable[[int], str], after: int = -1) -> None:
         self.response = response
         self._session_id = session_id
+        self._call_id = call_id
         self._after = after
         self._number = -1
         self._num_calls = 0
         self._output: list[Json] = response["output"]
+        self._names_within = names_within(response["tools"])
 
     def opening(self) -> list[Json]:
         """The response, still empty."""
@@ -104,15 +107,8 @@ class ResponseAnswer:
     def _events(self, part: Part) -> Iterator[Json]:
         match part:
             case CallBegin():
-                yield from self._begin(
-                    {
-                        "type": "function_call",
-                        "call_id": call_id(self._session_id, self._num_calls),
-                        "name": part.name,
-                        "arguments": "",
-                    },
-                    "fc",
-                )
+                made, named = self._call_id(self._num_calls), self._named(part.name)
+                yield from self._begin({"type": "function_call", "call_id": made, **named, "arguments": ""}, "fc")
                 self._num_calls += 1
             case CallArguments():
                 self._output[-1]["arguments"] += part.text
@@ -123,6 +119,13 @@ class ResponseAnswer:
             case Content():
                 yield from self._text("message", "msg", _output_text(""))
                 yield {**self._grown(TEXT_DELTA, part.text), "logprobs": []}
+
+    def _named(self, name: str) -> Json:
+        """Returns the members of an item that name a function."""
+        if name not in self._names_within:
+            return {"name": name}
+        namespace, own = self._names_within[name]
+        return {"name": own, "namespace": namespace}
 
     def _text(self, kind: str, prefix: str, content: Json) -> Iterator[Json]:
         """Begins an item with text, unless the last one is of its kind."""
@@ -171,7 +174,7 @@ def parts_of(output: Sequence[Json]) -> list[Part]:
     parts: list[Part] = []
     for item in output:
         if item["type"] == "function_call":
-            parts += [CallBegin(item["name"]), CallArguments(item["arguments"])]
+            parts += [CallBegin(joined(item.get("namespace"), item["name"])), CallArguments(item["arguments"])]
         else:
             kind = Content if item["type"] == "message" else Reasoning
             parts += [kind(each["text"]) for each in item["content"]]

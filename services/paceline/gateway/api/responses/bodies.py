@@ -44,7 +44,7 @@ class InputMessage(Fields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: SkipValidation[str | list[InputText]]
+    content: SkipValidation[str | list[InputText] | None] = None
 
 
 class FunctionCall(Fields):
@@ -53,9 +53,10 @@ class FunctionCall(Fields):
     no_effect = frozenset({"id", "status"})
 
     type: Literal["function_call"]
-    call_id: str
+    call_id: str = ""
     name: str
-    arguments: str
+    namespace: str | None = None
+    arguments: SkipValidation[str | dict[str, Any]] = ""
 
 
 class FunctionCallOutput(Fields):
@@ -64,8 +65,8 @@ class FunctionCallOutput(Fields):
     no_effect = frozenset({"id", "status"})
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: SkipValidation[str | list[InputText]]
+    call_id: str = ""
+    output: SkipValidation[str | list[InputText]] = ""
 
 
 class ReasoningText(Fields):
@@ -85,7 +86,7 @@ class ReasoningItem(Fields):
 
 
 class ResponsesTool(Fields):
-    """A tool that the model may call; those that a server would run are not served."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)

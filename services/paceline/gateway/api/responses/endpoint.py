@@ -105,14 +105,15 @@ class ResponsesApi(ChatApi):
     @override
     def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
         body = read_fields(ResponsesBody, fields, unknown)
-        chat = chat_of(body, prepared, unknown)
+        chat, places = chat_of(body, prepared, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
         kept = as_written(messages, _echoed(body), self._shelf.room_bytes) if body.store else None
-        return Translated(chat=chat, stream=body.stream, context=_Context(body=body, messages=messages, kept=kept))
+        context = _Context(body=body, messages=messages, kept=kept)
+        return Translated(chat=chat, places=places, stream=body.stream, context=context)
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
-        return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id)
+        return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id, message.call_id)
 
     @override
     def keeper(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> Keeper:
@@ -251,10 +252,10 @@ class KeptResponses:
                     raise
                 await self._replay(kept, after, exchange)
                 return
-            answer = ResponseAnswer(_begun(kept), session.session_id, after)
+            message = Message(session.form, session.session_id)
+            answer = ResponseAnswer(_begun(kept), session.session_id, message.call_id, after)
             begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
             keeper = _ResponseKeeper(self._shelf, answer, begun, replaces=True)
-            message = Message(session.form, session.session_id)
             async with aclosing(answer_steps(self._sessions.run(session), answer, message, keeper)) as steps:
                 await stream(steps, exchange)
 
@@ -297,7 +298,8 @@ def _begun(kept: KeptResponse) -> Json:
 
 async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
     """Yields the events of a response that has ended."""
-    answer = ResponseAnswer(_begun(kept), _session_id(kept), after)
+    call_ids = [item["call_id"] for item in kept.response["output"] if item["type"] == "function_call"]
+    answer = ResponseAnswer(_begun(kept), _session_id(kept), call_ids.__getitem__, after)
     yield answer.opening()
     yield answer.further(parts_of(kept.response["output"]))
     answer.response |= {name: value for name, value in kept.response.items() if name != "output"}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.tools import FUNCTION, functions
 from paceline.gateway.api.responses.bodies import (
     AllowedFunctions,
     ChosenFunction,
@@ -18,28 +19,37 @@ from paceline.gateway.api.responses.bodies import (
     ResponsesBody,
     ResponsesTool,
 )
-from paceline.gateway.http.fields import UnknownFields, read_fields, read_text
+from paceline.gateway.api.responses.namespaces import flat, joined
+from paceline.gateway.http.fields import UnknownFields, read_fields, read_result, read_text
 
 Json = dict[str, Any]
 _PASSED = (
     *("temperature", "top_p", "top_k", "seed", "stop"),
     *("priority", "cache_salt", "chat_template_kwargs", "speculation"),
 )
+# Where in the request a message begins.
+_PLACE = "place"
+_CALL, _CALL_OUTPUT = "_call", "_call_output"
+# Of calls of tools that are no functions, what is no argument.
+_OF_CALLS = frozenset({"type", "id", "call_id", "name", "status"})
 
 
-def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields) -> Json:
-    """Returns the body of a chat.
+def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields) -> tuple[Json, list[str]]:
+    """Returns the body of a chat, and where in the request each of its messages begins.
 
     Args:
         body: Of the request.
         earlier: Messages of the responses that it continues, without instructions.
-        unknown: Collects unknown fields of items.
+        unknown: Collects what is unknown in items, and items and tools that are left out.
 
     Raises:
-        InvalidRequestError: An item or a tool is wrong, or of a kind that is not served.
+        InvalidRequestError: An item or a tool is wrong.
     """
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    messages = [*system, *earlier, *input_messages(body, unknown)]
+    added = input_messages(body, unknown)
+    places = [*["instructions"] * len(system), *["previous_response_id"] * len(earlier)]
+    places += [message.pop(_PLACE) for message in added]
+    messages = [*system, *earlier, *added]
     chat: Json = {"model": body.model, "messages": messages, "stream": body.stream}
     chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     if body.max_output_tokens is not None:
@@ -47,14 +57,15 @@ def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields
     if body.reasoning.effort is not None:
         chat["reasoning_effort"] = body.reasoning.effort
     if body.tools:
-        tools = [read_fields(ResponsesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
+        offered = functions(flat(body.tools), unknown)
+        tools = [read_fields(ResponsesTool, each, unknown, field) for field, each in offered]
         chat["tools"] = [{"type": "function", "function": each.model_dump(exclude={"type"})} for each in tools]
         chat["parallel_tool_calls"] = body.parallel_tool_calls
     if body.tool_choice is not None:
         chat["tool_choice"] = _choice(body.tool_choice, unknown)
     if body.text.format is not None:
         chat["response_format"] = _format(body.text.format)
-    return chat
+    return chat, places
 
 
 def _choice(choice: Any, unknown: UnknownFields) -> Any:
@@ -64,11 +75,14 @@ def _choice(choice: Any, unknown: UnknownFields) -> Any:
     if kind != "allowed_tools":
         return choice
     allowed = read_fields(AllowedFunctions, choice, unknown, "tool_choice")
-    names = [
-        read_fields(ChosenFunction, each, unknown, f"tool_choice.tools[{at}]").name
-        for at, each in enumerate(allowed.tools)
-    ]
-    return {"type": kind, kind: {"mode": allowed.mode, "tools": list(map(_named, names))}}
+    tools = [_allowed(each, f"tool_choice.tools[{at}]", unknown) for at, each in enumerate(allowed.tools)]
+    return {"type": kind, kind: {"mode": allowed.mode, "tools": tools}}
+
+
+def _allowed(tool: Any, field: str, unknown: UnknownFields) -> Any:
+    """Returns an allowed tool as chats name it; one that is no function stays as it is."""
+    kind = tool.get("type") if isinstance(tool, dict) else FUNCTION
+    return tool if kind != FUNCTION else _named(read_fields(ChosenFunction, tool, unknown, field).name)
 
 
 def _named(name: Any) -> Json:
@@ -82,43 +96,70 @@ def _format(given: Json) -> Json:
 
 
 def input_messages(body: ResponsesBody, unknown: UnknownFields) -> list[Json]:
-    """Returns what the request adds to a conversation.
+    """Returns what the request adds to a conversation; each message has its place in the request beside it.
 
     Raises:
-        InvalidRequestError: An item is wrong, or of a kind that is not served.
+        InvalidRequestError: An item is wrong.
     """
     # Not checked when the body was read.
     given: Any = body.input
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{_PLACE: "input", "role": "user", "content": given}]
     if not isinstance(given, list):
         raise InvalidRequestError("input", "must be a string or a list of items")
-    return joined_turns([_message(item, f"input[{at}]", unknown) for at, item in enumerate(given)])
+    read = [(f"input[{at}]", _message(item, f"input[{at}]", unknown)) for at, item in enumerate(given)]
+    return joined_turns([{_PLACE: field, **message} for field, message in read if message is not None])
 
 
-def _message(item: Any, field: str, unknown: UnknownFields) -> Json:
-    kind = (item.get("type") if isinstance(item, dict) else None) or "message"
-    if kind == "message":
+def _message(item: Any, field: str, unknown: UnknownFields) -> Json | None:
+    """Returns an item as a message; None: it has nothing for the model.
+
+    Calls of tools that are no functions, and what these have answered, are read as those of functions. What a server
+    has run itself is left out, as is what only its author can read.
+    """
+    kind = item.get("type") if isinstance(item, dict) else None
+    if not isinstance(kind, str) or kind == "message" or "role" in item:
         message = read_fields(InputMessage, item, unknown, field)
-        return {"role": message.role, "content": read_text(InputText, message.content, unknown, f"{field}.content")}
+        given = message.content
+        text = None if given is None else read_text(InputText, given, unknown, f"{field}.content")
+        return {"role": message.role, "content": text}
     if kind == "function_call":
         call = read_fields(FunctionCall, item, unknown, field)
-        return _called(call.call_id, call.name, call.arguments)
+        return _called(call.call_id, joined(call.namespace, call.name), call.arguments)
     if kind == "function_call_output":
         output = read_fields(FunctionCallOutput, item, unknown, field)
-        text = read_text(InputText, output.output, unknown, f"{field}.output")
-        return {"role": "tool", "tool_call_id": output.call_id, "content": text}
+        return _result(output.call_id, output.output, field, unknown)
     if kind == "reasoning":
-        thought = read_fields(ReasoningItem, item, unknown, field)
-        parts = [
-            read_fields(ReasoningText, each, unknown, f"{field}.content[{at}]").text
-            for at, each in enumerate(thought.content)
-        ]
-        return {"role": "assistant", "reasoning_content": "".join(parts)}
-    raise InvalidRequestError(f"{field}.type", f"{str(kind)[:80]!r} is not supported by this server")
+        return _reasoning(read_fields(ReasoningItem, item, unknown, field), field, unknown)
+    if kind.endswith(_CALL_OUTPUT):
+        given = item.get("output")
+        parts = [given] if isinstance(given, dict) else given
+        return _result(_text(item.get("call_id")) or _text(item.get("id")), parts, field, unknown)
+    if kind.endswith(_CALL) and _text(item.get("call_id")):
+        name = _text(item.get("name")) or kind.removesuffix(_CALL)
+        rest = {name: value for name, value in item.items() if name not in _OF_CALLS and value is not None}
+        return _called(item["call_id"], name, item.get("arguments", rest))
+    unknown.leave_out(field, kind)
+    return None
 
 
-def _called(call_id: str, name: str, arguments: str) -> Json:
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _result(call_id: str, output: Any, field: str, unknown: UnknownFields) -> Json:
+    content = read_result(InputText, output, unknown, f"{field}.output")
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def _reasoning(item: ReasoningItem, field: str, unknown: UnknownFields) -> Json | None:
+    texts = [
+        read_fields(ReasoningText, each, unknown, f"{field}.content[{at}]").text for at, each in enumerate(item.content)
+    ]
+    return {"role": "assistant", "reasoning_content": "".join(texts)} if any(texts) else None
+
+
+def _called(call_id: str, name: str, arguments: Any) -> Json:
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
 
@@ -128,7 +169,7 @@ def output_messages(output: Sequence[Json]) -> list[Json]:
     messages: list[Json] = []
     for item in output:
         if item["type"] == "function_call":
-            messages.append(_called(item["call_id"], item["name"], item["arguments"]))
+            messages.append(_called(item["call_id"], joined(item.get("namespace"), item["name"]), item["arguments"]))
         else:
             name = "content" if item["type"] == "message" else "reasoning_content"
             messages.append({"role": "assistant", name: "".join(part["text"] for part in item["content"])})
@@ -146,6 +187,7 @@ def joined_turns(messages: Sequence[Json]) -> list[Json]:
             turns.append(dict(message))
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-        turns[-1] = {**last, **message, **({"tool_calls": calls} if calls else {})}
+        # The first has its place.
+        turns[-1] = {**message, **last, **({"tool_calls": calls} if calls else {})}
     # To most templates, reasoning alone is no message.
     return [{"content": "", **turn} for turn in turns]

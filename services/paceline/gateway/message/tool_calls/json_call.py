@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.gateway.message.parts import CallArguments, CallBegin
@@ -15,6 +16,8 @@ from paceline.gateway.message.reader import StatefulReader
 
 ARGUMENTS = ("arguments", "parameters")
 MAX_HEAD_CHARS = 1024
+# As grammars have calls begin.
+_BEGIN = '{"name": '
 # Up to the bracket of the arguments.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\[\s\S])*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
@@ -61,20 +64,32 @@ class Extent:
         return False
 
 
+def _begin_alike(text: str, other: str) -> bool:
+    return text.startswith(other) or other.startswith(text)
+
+
 class JsonCall(StatefulReader):
     """One call, white space before it included.
+
+    Args:
+        only: Tools that alone are called, in calls that begin as `_BEGIN` does; empty: any, and members in any order.
 
     Attributes:
         failed: Whether it turned out to be no call; `held` is all of its text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: Sequence[str] = ()) -> None:
         super().__init__(self._begin)
         self.failed = False
+        self._heads = tuple(f'{_BEGIN}{json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in only)
         self._extent = Extent()
         self._num_scanned = 0
 
     def _begin(self) -> bool:
+        if self._heads and not any(_begin_alike(self.held.lstrip(), head) for head in self._heads):
+            self.failed = True
+            self._end()
+            return False
         head = _HEAD.match(self.held, 0, MAX_HEAD_CHARS)
         name = None if head is None else _decoded(head[1])
         if head is not None and isinstance(name, str) and name:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content
 from paceline.gateway.message.reader import StatefulReader
 from paceline.gateway.message.tool_calls.json_call import JsonCall
@@ -14,18 +16,20 @@ class JsonList(StatefulReader):
         opening: Marker before the first call; may be empty.
         separator: Marker between two calls.
         closing: Marker behind the last call; may be empty.
+        only: See `JsonCall`.
 
     Attributes:
         num_calls: Calls found so far.
     """
 
-    def __init__(self, opening: str = "[", separator: str = ",", closing: str = "]") -> None:
+    def __init__(self, opening: str = "[", separator: str = ",", closing: str = "]", only: Sequence[str] = ()) -> None:
         super().__init__(self._open)
         self.num_calls = 0
         self._opening = opening
         self._separator = separator
         self._closing = closing
-        self._call = JsonCall()
+        self._only = only
+        self._call = JsonCall(only)
         # Syntax that was taken before it was certain that a call follows.
         self._before = ""
 
@@ -42,7 +46,7 @@ class JsonList(StatefulReader):
     def _blank(self) -> bool:
         self._take_blank()
         if self.held or self.final:
-            self._call = JsonCall()
+            self._call = JsonCall(self._only)
             self.state = self._in_call
             return True
         return False

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.gateway.message.tool_calls.json_list import ListOnly
 
 BEGIN = "<|python_tag|>"
 
 
 class Llama3Calls(ListOnly):
-    """Reads them; the special token that may stand before them is not content."""
+    """Reads them; the special token that may stand before them is not content.
 
-    def __init__(self) -> None:
-        super().__init__(opening="", separator=";", closing="")
+    Args:
+        only: See `JsonCall`.
+    """
+
+    def __init__(self, only: Sequence[str] = ()) -> None:
+        super().__init__(opening="", separator=";", closing="", only=only)
         self.state = self._tag
 
     def _tag(self) -> bool:

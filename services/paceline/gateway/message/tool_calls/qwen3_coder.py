@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paceline.gateway.message.parts import CallArguments, CallBegin
+from paceline.gateway.message.schemas import type_of
 from paceline.gateway.message.tool_calls.marked import MarkedCalls
 
 OUTER, OUTER_END = "<tool_call>", "</tool_call>"
 BEGIN, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 MAX_NAME_CHARS = 256
+_PYTHONS_OWN = {"true": True, "false": False, "none": None, "null": None}
+_NOT_JSON = object()
 _TAG_END = re.compile(r"[>\n]")
 
-Types = Mapping[str, Mapping[str, str]]
+Types = Mapping[str, Mapping[str, Sequence[str]]]
+# Of a parameter that the schema does not list.
+_TEXT = ("string",)
 
 
 class Qwen3CoderCalls(MarkedCalls):
     """Reads them.
 
     Args:
-        types: Types of the parameters by tool and name; all others are strings.
+        types: Types that parameters may have, by tool and name; empty: any. All others are strings.
     """
 
     def __init__(self, types: Types) -> None:
         super().__init__((OUTER, BEGIN))
         self._types = types
-        self._of_tool: Mapping[str, str] = {}
+        self._of_tool: Mapping[str, Sequence[str]] = {}
         self._num_parameters = 0
         self._parameter = ""
         self._num_searched = 0
@@ -126,21 +132,30 @@ class Qwen3CoderCalls(MarkedCalls):
         key = (", " if self._num_parameters else "") + json.dumps(self._parameter, ensure_ascii=False) + ": "
         if not whole:
             return key + json.dumps(text, ensure_ascii=False)[:-1]
-        return key + _value(text.removesuffix("\n"), self._of_tool.get(self._parameter, "string"))
+        return key + _value(text.removesuffix("\n"), self._of_tool.get(self._parameter, _TEXT))
 
     def _end(self) -> bool:
         return self.pass_marker(OUTER_END, self.content)
 
 
-def _value(text: str, kind: str) -> str:
-    """Returns a value as JSON; a value that is not of its kind stays text."""
-    if kind != "string":
-        try:
-            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
-        except (ValueError, RecursionError):
-            lowered = text.strip().lower()
-            if lowered in ("true", "false"):
-                return lowered
-            if lowered in ("none", "null"):
-                return "null"
-    return json.dumps(text, ensure_ascii=False)
+def _value(text: str, types: Sequence[str]) -> str:
+    """Returns a value as JSON: text where that may be meant and nothing else that is allowed fits."""
+    may_be_text = not types or "string" in types
+    value = _NOT_JSON if tuple(types) == _TEXT else _read(text, pythons_own=not types or not may_be_text)
+    kept = value is not _NOT_JSON and (not may_be_text or not types or _is_one_of(value, types))
+    return json.dumps(value if kept else text, ensure_ascii=False)
+
+
+def _read(text: str, *, pythons_own: bool) -> Any:
+    """Returns a value of JSON, whose constants may be spelled as in Python; `_NOT_JSON`: it is none."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return _PYTHONS_OWN.get(text.strip().lower(), _NOT_JSON) if pythons_own else _NOT_JSON
+    return value
+
+
+def _is_one_of(value: Any, types: Sequence[str]) -> bool:
+    """Tells whether a value that is no string has one of the types."""
+    return type_of(value) in types and not isinstance(value, str)

@@ -10,39 +10,52 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numba
 from numba import njit
 
-__all__ = ["PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
+from paceline.user_cache import NothingWritableError, user_cache, writable
+
+__all__ = ["ARITHMETIC", "PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
 
 # What compiled code is made of.
-PACKAGE = Path(__file__).parents[3]
+PACKAGE = Path(__file__).parent
 # Where an image brings kernels that were compiled when it was built.
 SHIPPED = PACKAGE / "compiled"
 _CPU = "engine/backends/cpu"
-SOURCES = (
+# What decides the bits of logits and samples.
+ARITHMETIC = (
     "core/noise.py",
     f"{_CPU}/attention.py",
     f"{_CPU}/bfloat16_product.py",
     f"{_CPU}/fused_layers.py",
-    f"{_CPU}/kernel_cache.py",
     f"{_CPU}/kv.py",
     f"{_CPU}/layer_kernels.py",
     f"{_CPU}/noise_kernels.py",
     f"{_CPU}/openmp.py",
     f"{_CPU}/row_kernels.py",
     f"{_CPU}/simd.py",
+    "kernel_cache.py",
+)
+SOURCES = (
+    *ARITHMETIC,
+    "forest/calibrating.py",
+    "forest/choosing.py",
+    "forest/committing.py",
+    "forest/drafting.py",
+    "forest/growing.py",
+    "forest/kernel.py",
+    "forest/records.py",
 )
 
 
-def sources_hash(package: Path) -> str:
-    """Names the state of all sources of kernels below a folder: equal ones compute equal bits."""
+def sources_hash(package: Path, sources: Sequence[str] = SOURCES) -> str:
+    """Names the state of sources of kernels below a folder: equal ones compute equal bits."""
     digest = hashlib.sha256()
-    for name in SOURCES:
+    for name in sources:
         digest.update((package / name).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -53,10 +66,13 @@ def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
     Args:
         environ: Environment variables.
         package: Folder that the sources lie in.
+
+    Raises:
+        NothingWritableError: See `user_cache`.
     """
     named = environ.get("NUMBA_CACHE_DIR")
-    user = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    return (Path(named) if named else user) / f"kernels-{sources_hash(package)}"
+    folder = writable(Path(named), "NUMBA_CACHE_DIR") if named else user_cache(environ)
+    return folder / f"kernels-{sources_hash(package)}"
 
 
 def take_shipped(shipped: Path, folder: Path) -> None:
@@ -77,6 +93,9 @@ def take_shipped(shipped: Path, folder: Path) -> None:
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.
-_FOLDER = cache_folder(os.environ, PACKAGE)
+try:
+    _FOLDER = cache_folder(os.environ, PACKAGE)
+except NothingWritableError as error:
+    raise SystemExit(f"paceline: error: {error}") from None
 take_shipped(SHIPPED, _FOLDER)
 numba.config.CACHE_DIR = str(_FOLDER)

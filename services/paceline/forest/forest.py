@@ -1,0 +1,471 @@
+"""The draft trees of all sessions of a process, on both tiers.
+
+A session is a row, a guessed token a node of it (`paceline.forest.records`). The root, which is no node, stands for the
+last committed token. A verifier is sent guesses (`graft`) and adds those of its own sources (`hang`); a drafter grows
+them (`grow`, `frontier`, `push`); both follow what is committed (`commit`). Every operation is one compiled loop over
+all sessions that it concerns, and reports in columns.
+
+It knows tokens, positions and confidences, and nothing of models, networks or time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.forest import choosing, committing, drafting, growing
+from paceline.forest.calibrating import INTERCEPT_VARIANCE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
+from paceline.forest.records import (
+    CALIBRATION,
+    FULL,
+    JUDGE,
+    NAME,
+    NONE,
+    RECENT,
+    RING,
+    ROOT,
+    SLOTS,
+    TREE,
+    Arrays,
+    Bools,
+    Floats,
+    Ints,
+    node_type,
+    records,
+)
+
+# Rows and calibrations that a forest begins with; it doubles when they are taken.
+FIRST_ROWS, FIRST_CALIBRATIONS = 8, 8
+
+_NO_CHANCES = np.empty(0)
+
+
+class Grafts(NamedTuple):
+    """What became of messages.
+
+    Attributes:
+        counts: int32 `[messages, 3]`, guesses added, those that fell off, and those without a parent or a place.
+        firsts: float64 `[messages]`, best survival of a first guess, of those that know the last commit; else -1.
+    """
+
+    counts: Ints
+    firsts: Floats
+
+
+class Committed(NamedTuple):
+    """What commits did.
+
+    Attributes:
+        matched: int32 `[commits]`, tokens that were in the tree.
+        accepted: int32 `[commits]`, those of them that had a row of KV.
+        hits: bool `[commits]`, whether all were in the tree.
+        moves: int32 `[n, 2]`, KV and position of the accepted nodes, commit by commit.
+        freed: int32 `[n]`, KV of nodes that fell off.
+        counts: int64 `[3, sources]`, nodes with a row that were judged, those of them that matched, and nodes that went
+            without a row, by the source that guessed them first.
+    """
+
+    matched: Ints
+    accepted: Ints
+    hits: Bools
+    moves: Ints
+    freed: Ints
+    counts: np.ndarray
+
+
+class Picked(NamedTuple):
+    """The best nodes of some sessions.
+
+    Attributes:
+        slots: int32 `[sessions, most]`, best first, NONE behind the last.
+        survivals: float64 `[sessions, most]`, 0 behind the last.
+    """
+
+    slots: Ints
+    survivals: Floats
+
+
+class Calls(NamedTuple):
+    """Nodes whose children a drafter computes next: int32 `[nodes]` each, best first."""
+
+    rows: Ints
+    slots: Ints
+
+
+class Pushed(NamedTuple):
+    """Nodes that verifiers are to know: `[nodes]` each, and int32 `[sessions]` where those of a session end."""
+
+    ids: Ints
+    parent_ids: Ints
+    tokens: Ints
+    positions: Ints
+    confidences: Floats
+    ends: Ints
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Floats]:
+        """Ids, parents' ids, tokens and confidences of the nodes that are due."""
+        end = self.ends[-1]
+        return self.ids[:end], self.parent_ids[:end], self.tokens[:end], self.confidences[:end]
+
+
+class Forest:
+    """See the module docstring.
+
+    Args:
+        sources: Names of all that may guess; in kernels they are numbers.
+        slots: Most nodes of a session.
+
+    Attributes:
+        arrays: What kernels take.
+    """
+
+    def __init__(self, sources: Sequence[str], slots: int = SLOTS) -> None:
+        self.sources = tuple(sources)
+        self.arrays = Arrays(
+            records(0, TREE),
+            records((0, slots), node_type(len(sources))),
+            records((0, RING), NAME),
+            np.zeros((0, RECENT), np.int32),
+            records((0, len(sources)), JUDGE),
+            records(0, CALIBRATION),
+        )
+        self._free: list[int] = []
+        self._num_calibrations = 0
+        self._add_rows(FIRST_ROWS)
+        self._add_calibrations(FIRST_CALIBRATIONS)
+
+    # Rows
+
+    def take_row(self) -> int:
+        """A row for a session; `open` begins its tree."""
+        if not self._free:
+            self._add_rows(len(self.arrays.trees))
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        """The session has ended."""
+        self._free.append(row)
+
+    def open(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        *,
+        chain: bool = False,
+        keeps_kv: bool = False,
+        price: float = 0.0,
+        room: int = 0,
+    ) -> None:
+        """A session's tree begins, or begins anew; ids begin with it.
+
+        Args:
+            row: Of the session.
+            tokens: All committed ones.
+            chain: A node has one child.
+            keeps_kv: A commit leaves their rows of KV to the nodes that live on.
+            price: Least survival worth drafting for.
+            room: Nodes that a drafter may have in it.
+        """
+        tree = self.arrays.trees[row]
+        tree["committed_len"], tree["next_id"], tree["push_at"], tree["held"] = len(tokens), 1, 1, 0
+        tree["chain"], tree["keeps_kv"] = chain, keeps_kv
+        tree["ready"] = tree["lags"] = False
+        tree["price"], tree["room"] = price, room
+        self.clear(row)
+        self.arrays.names[row] = np.zeros((), NAME)
+        last = np.asarray(tokens[-RECENT:], np.int32)
+        self.arrays.recent[row, np.arange(len(tokens) - len(last), len(tokens)) % RECENT] = last
+
+    def clear(self, row: int) -> None:
+        """Drops the nodes of a session; ids go on."""
+        tree = self.arrays.trees[row]
+        tree["count"] = tree["named"] = tree["unsent"] = 0
+
+    def kv(self, row: int) -> Ints:
+        """Rows of KV of a session's nodes, int32 `[n]`."""
+        kv = self.arrays.nodes["kv"][row, : self.arrays.trees["count"][row]]
+        return np.asarray(kv[kv != NONE])
+
+    def set_kv(self, calls: Calls, kv: Ints) -> None:
+        """Nodes have rows of KV, int32 `[nodes]`."""
+        self.arrays.nodes["kv"][calls.rows, calls.slots] = kv
+
+    def count(self, row: int) -> int:
+        """Nodes of a session, those that are kept back included."""
+        return int(self.arrays.trees["count"][row])
+
+    def place(self, row: int, *, ready: bool, lags: bool) -> None:
+        """Where a drafter stands with a session.
+
+        Args:
+            row: Of the session.
+            ready: KV of all committed tokens is there, and their number is within the draft model's context.
+            lags: The next step computes some of it.
+        """
+        tree = self.arrays.trees[row]
+        tree["ready"], tree["lags"] = ready, lags
+
+    def wants_nodes(self, row: int) -> bool:
+        """Whether its verifier would take more nodes."""
+        return bool(drafting.wants_nodes(self.arrays.trees[row]))
+
+    def has_child(self, row: int, slot: int) -> bool:
+        """Whether anything hangs below a slot, or the root."""
+        return bool(growing.has_child(self.arrays.nodes[row], self.arrays.trees["count"][row], slot))
+
+    # Calibrations
+
+    def new_calibration(self) -> int:
+        """Number of a calibration that believes its source at first."""
+        if self._num_calibrations == len(self.arrays.calibrations):
+            self._add_calibrations(self._num_calibrations)
+        number = self._num_calibrations
+        self._num_calibrations += 1
+        self.reset_calibration(number)
+        return number
+
+    def reset_calibration(self, number: int) -> None:
+        """It is as a new one."""
+        self.arrays.calibrations[number] = (1.0, 0.0, SLOPE_VARIANCE, INTERCEPT_VARIANCE, 0.0)
+
+    def judge(self, row: int, source: int, calibration: int) -> None:
+        """A source's guesses for a session are judged by a calibration from now on; NONE: believed."""
+        self.arrays.judges[row, source] = (calibration, 0.0, OFFSET_VARIANCE)
+
+    def probability(self, row: int, source: int, confidence: float) -> float:
+        """Probability that a source's guess matches if its parent does."""
+        arrays = self.arrays
+        return float(probability(arrays.judges[row, source], arrays.calibrations, confidence))
+
+    # Guesses
+
+    def hang(self, row: int, parent: int, token: int, confidence: float, source: int) -> int:
+        """Hangs a guess of a source in this process below a slot, or raises it; returns its slot, or FULL."""
+        return int(growing.hang(self.arrays, row, parent, token, confidence, source))
+
+    def bar(self, row: int, slot: int) -> None:
+        """A node may not follow: it is never chosen, and neither is what hangs below it."""
+        self.arrays.nodes["weight"][row, slot] = -math.inf
+
+    def graft(
+        self,
+        source: int,
+        rows: Ints,
+        bases: Ints,
+        ends: Ints,
+        ids: Ints,
+        parent_ids: Ints,
+        tokens: Ints,
+        confidences: Floats,
+    ) -> Grafts:
+        """Takes in messages of a drafter.
+
+        A late message is no error: its guesses are walked down what has been committed since, and what falls off is
+        dropped and counted.
+
+        Args:
+            source: Number of its source.
+            rows: int32 `[messages]`, whose they are.
+            bases: int32 `[messages]`, committed tokens that the sender knew.
+            ends: int32 `[messages]`, where the guesses of each end.
+            ids: int32 `[guesses]`, from 1 on; parents before children.
+            parent_ids: int32 `[guesses]`; 0: the last committed token that the sender knew.
+            tokens: int32 `[guesses]`.
+            confidences: float64 `[guesses]`, from 0 to 1.
+        """
+        grafts = Grafts(np.empty((len(rows), 3), np.int32), np.empty(len(rows)))
+        growing.graft(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *grafts)
+        return grafts
+
+    # Commits
+
+    def commit(self, rows: Ints, ends: Ints, tokens: Ints, chances: Floats = _NO_CHANCES) -> Committed:
+        """Follows tokens that sessions have committed: they judge guesses, and prune the trees.
+
+        Args:
+            rows: int32 `[commits]`, of the sessions, in order.
+            ends: int32 `[commits]`, where the tokens of each end.
+            tokens: int32 `[tokens]`.
+            chances: float64 `[tokens]`, for each the probability that the guess in its place was accepted, below 0: it
+                matched or did not; empty: all are so.
+        """
+        size, live = len(rows), int(self.arrays.trees["count"][rows].sum())
+        done = Committed(
+            np.empty(size, np.int32),
+            np.empty(size, np.int32),
+            np.empty(size, np.bool_),
+            np.empty((min(live, len(tokens)), 2), np.int32),
+            np.empty(live, np.int32),
+            np.zeros((3, len(self.sources)), np.int64),
+        )
+        num_moves, num_freed = committing.commit(self.arrays, rows, ends, tokens, chances, *done)
+        return done._replace(moves=done.moves[:num_moves], freed=done.freed[:num_freed])
+
+    # Choices
+
+    def best(self, rows: Ints, caps: Ints, *, chain: bool = False, least: float = 0.0) -> Picked:
+        """The best nodes of sessions, parents before children (of equals, those that came first).
+
+        Args:
+            rows: int32 `[sessions]`.
+            caps: int32 `[sessions]`, most nodes of each.
+            chain: Only a chain from the root on, of the children of highest survival.
+            least: Survival below which none is taken.
+        """
+        most = int(caps.max(initial=0))
+        picked = Picked(np.empty((len(rows), most), np.int32), np.empty((len(rows), most)))
+        # The least finite logarithm leaves out what is barred.
+        choosing.pick(self.arrays, rows, caps, chain, math.log(least) if least else -1e300, *picked)
+        return picked
+
+    def prospects(
+        self, rows: Ints, caps: Ints, prices: Floats, child_shares: Floats, *, chain: bool = False
+    ) -> tuple[Floats, Floats]:
+        """What sessions have in hand, and the best leaf that a drafter is extending right now.
+
+        Args:
+            rows: int32 `[sessions]`.
+            caps: int32 `[sessions]`, most nodes of each.
+            prices: float64 `[sessions]`, least survival worth verifying; 1: it must not be delayed.
+            child_shares: float64 `[sessions]`, survival of a node's best child over that of the node.
+            chain: Whether the nodes must be one chain.
+
+        Returns:
+            Expected tokens of a step now, and what the next nodes would add, float64 `[sessions]`.
+        """
+        picked = self.best(rows, caps, chain=chain)
+        expected, gains = np.empty(len(rows)), np.empty(len(rows))
+        choosing.promise(self.arrays, rows, caps, prices, child_shares, *picked, expected, gains)
+        return expected, gains
+
+    def trace(self, rows: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
+        """Paths from below the root down to some nodes, these included.
+
+        Returns:
+            Where each one's ends, int32 `[nodes]`; tokens and rows of KV of all of them, int32 `[n]`.
+        """
+        ends = np.empty(len(rows), np.int32)
+        tokens, kvs = np.empty(16 * len(rows), np.int32), np.empty(16 * len(rows), np.int32)
+        total = choosing.trace(self.arrays, rows, slots, ends, tokens, kvs)
+        if total > len(tokens):
+            tokens, kvs = np.empty(total, np.int32), np.empty(total, np.int32)
+            choosing.trace(self.arrays, rows, slots, ends, tokens, kvs)
+        return ends, tokens, kvs
+
+    # A drafter's end
+
+    def any_work(self, rows: Ints, *, room: bool, context_len: int) -> bool:
+        """Whether one of some sessions lags, or has nodes to push or, if there is room for KV, to grow."""
+        return bool(drafting.any_work(self.arrays, rows, room, context_len))
+
+    def frontier(self, rows: Ints, *, limit: int, most: int, context_len: int) -> Calls:
+        """Nodes worth computing next, of all sessions.
+
+        Args:
+            rows: int32 `[sessions]`.
+            limit: Most nodes of each.
+            most: Most nodes.
+            context_len: Tokens that the draft model takes: children must lie within them.
+        """
+        size = len(rows) * limit
+        found = Calls(np.empty(size, np.int32), np.empty(size, np.int32))
+        weights = np.empty(size)
+        total = drafting.frontier(self.arrays, rows, limit, context_len, *found, weights)
+        order = np.argsort(-weights[:total], kind="stable")[:most]
+        return Calls(found.rows[order], found.slots[order])
+
+    def grow(self, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats) -> None:
+        """Hangs guesses below nodes or roots that were computed, and keeps back what is worth too little now.
+
+        Args:
+            rows: int32 `[nodes]`.
+            parents: int32 `[nodes]`, slots or ROOT.
+            tokens: int32 `[nodes, width]`, best first, below 0 behind the last.
+            confidences: float64 `[nodes, width]`.
+        """
+        drafting.grow(self.arrays, rows, parents, tokens, confidences)
+
+    def reprice(self, rows: Ints, prices: Floats, rooms: Ints) -> None:
+        """Prices and rooms that came with commits; what has become worth it is pushed soon."""
+        drafting.reprice(self.arrays, rows, prices, rooms)
+
+    def push(self, rows: Ints, *, room: bool, context_len: int, at_once: bool = False) -> Pushed:
+        """Nodes that are due after a draft step: held long enough, or the last for now.
+
+        Args:
+            rows: int32 `[sessions]`.
+            room: Whether there is room for KV of more nodes.
+            context_len: As in `frontier`.
+            at_once: All that verifiers do not know.
+        """
+        size = int(self.arrays.trees["unsent"][rows].sum())
+        ids, parent_ids, tokens, positions = np.empty((4, size), np.int32)
+        pushed = Pushed(ids, parent_ids, tokens, positions, np.empty(size), np.zeros(len(rows), np.int32))
+        if size:
+            drafting.push(self.arrays, rows, room, at_once, context_len, *pushed)
+        return pushed
+
+    # Growth of the arrays
+
+    def _add_rows(self, more: int) -> None:
+        """Makes place for more sessions, the lowest rows first."""
+        first = len(self.arrays.trees)
+        trees, nodes, names, recent, judges = (_longer(each, more) for each in self.arrays[:-1])
+        self.arrays = Arrays(trees, nodes, names, recent, judges, self.arrays.calibrations)
+        self.arrays.judges["calibration"][first:] = NONE
+        self._free += range(first + more - 1, first - 1, -1)
+
+    def _add_calibrations(self, more: int) -> None:
+        self.arrays = self.arrays._replace(calibrations=_longer(self.arrays.calibrations, more))
+
+
+def _longer(array: np.ndarray, more: int) -> np.ndarray:
+    longer = np.zeros((len(array) + more, *array.shape[1:]), array.dtype).view(type(array))
+    longer[: len(array)] = array
+    return longer
+
+
+def rows_of(rows: Iterable[int]) -> Ints:
+    """Numbers as kernels take them, int32 `[n]`."""
+    return np.fromiter(rows, np.int32)
+
+
+def path(forest: Forest, row: int, slot: int) -> list[int]:
+    """Tokens from below the root down to a slot."""
+    tokens: list[int] = []
+    nodes = forest.arrays.nodes
+    while slot != ROOT:
+        tokens.append(int(nodes["token"][row, slot]))
+        slot = int(nodes["parent"][row, slot])
+    return tokens[::-1]
+
+
+def show(forest: Forest, row: int) -> str:
+    """A tree as text, for failing tests and logs: of each node token, survival, id, slot, KV, and who guessed it."""
+    tree, nodes = forest.arrays.trees[row], forest.arrays.nodes[row]
+    lines = [f"row {row}: {tree['count']} nodes beyond {tree['committed_len']} tokens"]
+
+    def below(parent: int, indent: str) -> None:
+        for slot in range(int(tree["count"])):
+            node = nodes[slot]
+            if node["parent"] != parent:
+                continue
+            kv = "" if node["kv"] == NONE else f" kv {node['kv']}"
+            by = ", ".join(
+                f"{source} {sure:.3f}"
+                for source, sure in zip(forest.sources, node["confidences"], strict=True)
+                if sure >= 0.0
+            )
+            survival = math.exp(node["weight"])
+            lines.append(f"{indent}{node['token']}: {survival:.3f} #{node['id']} @{slot}{kv} ({by})")
+            below(slot, indent + "  ")
+
+    below(ROOT, "  ")
+    return "\n".join(lines)
+
+
+__all__ = ["FULL", "Calls", "Committed", "Forest", "Grafts", "Picked", "Pushed", "path", "rows_of", "show"]

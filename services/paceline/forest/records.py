@@ -1,0 +1,118 @@
+"""The records that a forest is made of.
+
+A tree is a row of nodes, parents before children. Between two commits rows are only appended, so a slot names a node
+until then; a commit moves the nodes that live on to the front. Nothing but the plan of a step holds a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba.core.config import DISABLE_JIT
+
+# Parent of what hangs below the last committed token.
+ROOT = -1
+# No slot, or no row of KV.
+NONE = -1
+# There is no place for another node.
+FULL = -2
+# No such id. Numbers from -1 down to it stand for committed nodes: ~position.
+GONE = -(2**31)
+# Ids of a session that are remembered, a power of 2: a node with an older id gets no more children.
+RING = 1024
+# Committed tokens of a session that are remembered, for guesses that are still under way.
+RECENT = 128
+# Most nodes of a session, far more than one can use; what comes beyond is not taken in.
+SLOTS = 1024
+# The least likely guess still has a survival above 0, so that logarithms stay finite.
+LEAST_CONFIDENCE = 1 / 512
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+TREE = np.dtype(
+    [
+        # Nodes, and committed tokens.
+        ("count", "i4"),
+        ("committed_len", "i4"),
+        # A node has one child: what is guessed beside the first is dropped.
+        ("chain", "i1"),
+        # Rows of KV stay with their nodes when a commit comes, as a drafter's do.
+        ("keeps_kv", "i1"),
+        # Of a drafter's end: whether KV of all committed tokens is there, and whether some is to be computed; draft
+        # steps since the last commit, and the one at which new nodes are pushed; the next node's id.
+        ("ready", "i1"),
+        ("lags", "i1"),
+        ("held", "i2"),
+        ("push_at", "i2"),
+        ("next_id", "i4"),
+        # Nodes that the verifier knows or is to know, and those it does not know yet; most of them.
+        ("named", "i4"),
+        ("unsent", "i4"),
+        ("room", "i4"),
+        # Least survival worth drafting for; 1: none is.
+        ("price", "f8"),
+    ],
+    align=True,
+)
+# What an id stands for: a slot, or ~position of a committed token.
+NAME = np.dtype([("id", "i4"), ("at", "i4")])
+# A source's calibration for a session, NONE: it is believed; and how much better than usual it does there, in log odds.
+JUDGE = np.dtype([("calibration", "i4"), ("offset", "f8"), ("variance", "f8")], align=True)
+CALIBRATION = np.dtype(
+    [("slope", "f8"), ("intercept", "f8"), ("var_slope", "f8"), ("var_intercept", "f8"), ("covariance", "f8")]
+)
+
+
+def node_type(num_sources: int) -> np.dtype[np.void]:
+    """Type of one guessed token."""
+    return np.dtype(
+        [
+            # Its name on the wire; 0: none, or the verifier is not to know it yet.
+            ("id", "i4"),
+            ("token", "i4"),
+            # The absolute index that the token would take.
+            ("position", "i4"),
+            # Where its row of KV is, or NONE: not computed.
+            ("kv", "i4"),
+            # Slot, or ROOT.
+            ("parent", "i2"),
+            # The source that guessed it first.
+            ("first", "i1"),
+            ("sent", "i1"),
+            # Logarithm of its survival: the probability that all tokens from the root down to it match. -inf: barred.
+            ("weight", "f8"),
+            # Of each source, below 0: it did not guess the token.
+            ("confidences", "f8", (num_sources,)),
+        ],
+        align=True,
+    )
+
+
+class Arrays(NamedTuple):
+    """A forest, as its kernels take it; a session is a row.
+
+    Attributes:
+        trees: TREE `[rows]`.
+        nodes: `node_type` `[rows, slots]`.
+        names: NAME `[rows, RING]`, by the last bits of ids.
+        recent: int32 `[rows, RECENT]`, committed tokens by the last bits of their positions.
+        judges: JUDGE `[rows, sources]`.
+        calibrations: CALIBRATION `[calibrations]`.
+    """
+
+    trees: Any
+    nodes: Any
+    names: Any
+    recent: Ints
+    judges: Any
+    calibrations: Any
+
+
+def records(shape: int | tuple[int, ...], kind: np.dtype[np.void]) -> Any:
+    """Empty records; where kernels are not compiled they are read by the names of their fields all the same."""
+    made = np.zeros(shape, kind)
+    return made.view(np.recarray) if DISABLE_JIT else made

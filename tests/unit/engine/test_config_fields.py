@@ -1,0 +1,217 @@
+"""Every field that is read of a checkpoint, absent, null, of a wrong type or out of range: as transformers means it, or
+one line that names file, field and value."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoints.config_fields import DECODER, DESCRIPTION, EAGLE3, EAGLE3_SIZES, ROPE
+from paceline.checkpoints.families import eagle3_refusal, refusal
+from paceline.cluster.models import main
+from paceline.core.errors import ConfigError
+from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
+from paceline.engine.eagle3 import EagleConfig
+from tests.support.checkpoints import save_tokenizer
+from tests.unit.engine.test_config import LLAMA, shape_of, write
+
+ABSENT = object()
+VALUES: list[Any] = [ABSENT, None, "x", "257", 1.5, -1, 0, 2**40, [], [None], {}, {"x": None}, True, math.nan, math.inf]
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
+    "qwen2": {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "gpt_neox": {
+        **LLAMA,
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def changed(content: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    rest = {name: known for name, known in content.items() if name != field}
+    return rest if value is ABSENT else {**rest, field: value}
+
+
+def said_of(folder: Path, content: dict[str, Any]) -> str:
+    """The one line that refuses a config.json; empty: it is taken."""
+    (folder / "config.json").write_text(json.dumps(content))
+    try:
+        config = DecoderConfig.from_folder(folder)
+        if config.architecture != "GPTNeoXForCausalLM":
+            LlamaShape.from_transformers(read_transformers_config(folder), config.head_dim)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("field", [*DESCRIPTION, *DECODER, "eos_token_id", "intermediate_size"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_of_config_json_is_taken_or_named(family: str, field: str, tmp_path: Path) -> None:
+    """28 of 89 values ended in a traceback; `models check` passed them."""
+    for value in VALUES:
+        content = changed(FAMILIES[family], field, value)
+        said = said_of(tmp_path, content)
+        if said:
+            named = (field, field.replace("_", " "), "hidden size", "hidden_size", "lacks")
+            assert any(name in said for name in named), said
+            assert "config.json" in said or str(tmp_path) in said
+        # What our table refuses, `models check` refuses in the same words.
+        if refused := refusal(content):
+            assert said == f"{refused} ({tmp_path})"
+
+
+@pytest.mark.parametrize("field", [*ROPE, "rope_theta"])
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_a_field_of_a_scaling_is_taken_or_named(spelling: str, kind: str, field: str, tmp_path: Path) -> None:
+    for value in VALUES:
+        content = {**LLAMA, spelling: changed(SCALINGS[kind], field, value)}
+        said = said_of(tmp_path, content)
+        assert said == "" or "rope" in said
+        assert not said or "config.json" in said or str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rms_norm_eps": None}, r"config.json: rms_norm_eps must be a number from 1e-12 to 0.1, got null \(/"),
+        ({"eos_token_id": "257"}, r'config.json: eos_token_id must be a token id or a list of them, got "257" \(/'),
+        ({"num_hidden_layers": "3"}, r'config.json: num_hidden_layers must be a whole number from 1 to 4,096, got "3"'),
+        ({"architectures": "LlamaForCausalLM"}, r"config.json: architectures must be a list of names or null, got"),
+        ({"rope_scaling": {"type": "linear"}}, r"config.json: rope_scaling: factor is missing; it must be a number"),
+        ({"rope_scaling": {"type": "new"}}, r"config.json: rope_parameters.rope_type: 'new' is not served"),
+        ({"num_key_value_heads": 3}, "config.json: num_key_value_heads must divide the 4 heads, got 3"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "config.json: head_dim must be even, .* got 9"),
+    ],
+)
+def test_the_line_names_file_field_value_and_what_is_needed(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_of(write(tmp_path, **changes))
+
+
+# End tokens.
+
+
+def end_tokens_of(folder: Path, *, vocab_size: int = 260, **files: Any) -> tuple[int, ...]:
+    write(folder, vocab_size=vocab_size, eos_token_id=files.pop("config", None))
+    save_tokenizer(folder)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return DecoderConfig.from_folder(folder).eos_token_ids
+
+
+def test_end_ids_outside_the_vocabulary_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM #54195: `min_tokens` masked an id that the model does not have."""
+    assert end_tokens_of(tmp_path, generation_config={"eos_token_id": [257, 300]}) == (257,)
+    warning = f"eos_token_id: [300] are ignored, since the vocabulary has 260 ids ({tmp_path})"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+    main(["check", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[-1] == f"warning     {warning}"
+
+
+@pytest.mark.parametrize("spelled", ["<|end|>", {"content": "<|end|>", "special": True}])
+@pytest.mark.parametrize(("named", "expected"), [(None, (257,)), (258, (258, 257)), ([257, 258], (257, 258))])
+def test_the_tokenizers_own_end_token_ends_a_text(spelled: Any, named: Any, expected: Any, tmp_path: Path) -> None:
+    """mlx-vlm #2112, open-r1 #663: other files name the base model's end token only, or none."""
+    settings = {"tokenizer_config": {"eos_token": spelled}}
+    assert end_tokens_of(tmp_path, generation_config={"eos_token_id": named}, **settings) == expected
+    (tmp_path / "generation_config.json").unlink()
+    assert end_tokens_of(tmp_path, config=named, **settings) == expected
+
+
+@pytest.mark.parametrize("value", [5, [], {}, {"content": 5}, True])
+def test_an_end_token_that_is_no_text_is_named(value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json: eos_token must be text or an object with content"):
+        end_tokens_of(tmp_path, tokenizer_config={"eos_token": value})
+    main(["check", str(tmp_path)])
+    assert "our engine  no: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_null_and_unknown_end_tokens_of_the_tokenizer_name_none(tmp_path: Path) -> None:
+    for settings in ({}, {"eos_token": None}, {"eos_token": "<|nobody knows|>"}):
+        assert end_tokens_of(tmp_path, config=5, tokenizer_config=settings) == (5,)
+
+
+# Context.
+
+
+def test_linear_scaling_stretches_the_context_and_yarn_does_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM #8793, #56446."""
+
+    def lens(**scaling: Any) -> tuple[int, int]:
+        config = DecoderConfig.from_folder(write(tmp_path, rope_scaling=scaling))
+        return config.context_len, config.longest_context_len
+
+    assert lens(type="linear", factor=4.0) == (1024, 1024)
+    assert lens(rope_type="yarn", factor=4.0) == (256, 1024)
+    main(["check", str(tmp_path)])
+    assert "limits      256 tokens, 1,024 where --max-model-len asks for them (YaRN)" in capsys.readouterr().out
+    assert lens(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) == (256, 256)
+    assert lens(rope_type="llama3", **{name: SCALINGS["llama3"][name] for name in list(SCALINGS["llama3"])[1:]}) == (
+        256,
+        256,
+    )
+
+
+# EAGLE-3 heads.
+
+SAFEAI = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    **{name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "draft_vocab_size": 50,
+    "norm_before_residual": False,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": {name: SAFEAI[name] for name in (*EAGLE3_SIZES,) if name in SAFEAI},
+    "draft_vocab_size": 50,
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "norm_before_residual": True,
+}
+
+
+@pytest.mark.parametrize("layout", [SAFEAI, SPECULATORS], ids=["safeai", "speculators"])
+@pytest.mark.parametrize("field", [*EAGLE3, *EAGLE3_SIZES])
+def test_a_field_of_an_eagle3_head_is_taken_or_named(layout: dict[str, Any], field: str, tmp_path: Path) -> None:
+    """sglang #27908, speculators #1065."""
+    inner = "transformer_layer_config" if field in EAGLE3_SIZES and "transformer_layer_config" in layout else ""
+    for value in VALUES:
+        content = {**layout, inner: changed(layout[inner], field, value)} if inner else changed(layout, field, value)
+        if field == "transformer_layer_config" and value is ABSENT:
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        refused = eagle3_refusal(content, tmp_path / "config.json")
+        if refused:
+            assert f": {field} " in refused or "is missing" in refused
+            with pytest.raises(ConfigError) as caught:
+                EagleConfig.from_folder(tmp_path)
+            assert str(caught.value) == refused
+        else:
+            head = EagleConfig.from_folder(tmp_path)
+            assert head.layer_ids is None or all(type(layer) is int for layer in head.layer_ids)
