@@ -29,10 +29,10 @@ from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, DrawnGuesses
-from paceline.planning.profile import SHIPPED, Profile, read_profile
 from paceline.planning.simulation import Outcome
-from paceline.planning.verifier import Request, SimulatedVerifier, starting_cost
+from paceline.planning.verifier import Request, SimulatedVerifier
+from paceline.simulated.guesses import RIGHT, DrawnGuesses
+from paceline.simulated.profile import SHIPPED, Profile, read_profile
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -59,7 +59,7 @@ def main() -> None:
 def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
     loads = [*LOADS, *LOADS[-2::-1]]
-    plain = starting_cost(profile.target)
+    plain = profile.target.starting_cost()
     times = StepTimes(plain, plain.scaled(1.0 + profile.drafting_overhead))
     policies: dict[str, DraftPolicy] = {
         CONTROLLER: Goodput(times, max_nodes=profile.most_nodes),

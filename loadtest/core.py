@@ -34,11 +34,11 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
-from paceline.planning.profile import DrafterFacts
 from paceline.planning.verifier import Request, SimulatedSession
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
+from paceline.simulated.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
+from paceline.simulated.profile import DrafterFacts
 from paceline.wire import (
     draft_request_from_pb,
     draft_request_to_pb,
@@ -182,11 +182,11 @@ class Drafter:
         drafter, part = self._drafter, self._watch.part
         with part("frontier"):
             plan = drafter.scheduler.plan(now_s) if drafter.scheduler.has_work else None
-        found = [] if plan is None else drafter.guesses(plan)
+        offers = [] if plan is None else drafter.guesses(plan)
         with part("grow"):
-            drafter.grow(found)
+            drafter.scheduler.trees.grow(offers)
         with part("push"):
-            drafts = drafter.drafts()
+            drafts = drafter.drafts(())
             return [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
 
 

@@ -68,6 +68,7 @@ class RandomModel:
             architecture="LlamaForCausalLM",
             vocab_size=shape.vocab_size,
             context_len=shape.context_len,
+            longest_context_len=shape.context_len,
             eos_token_ids=(),
             num_layers=shape.num_layers,
             num_heads=shape.num_heads,

@@ -29,7 +29,7 @@ from paceline.obs.metrics import metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.config import setting
-from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for
+from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, show_days_left
 from paceline.service.process import GrpcServer, collect_rarely, settle_heap, start_grpc_server, until_stopped
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import EXPIRY_S, announced
@@ -198,6 +198,7 @@ async def serve_model(
     # While it loads, there is nothing to finish. The first process of a container ignores signals without a handler,
     # and would otherwise finish loading after SIGTERM.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
+    show_days_left(registry, {} if tls is None else tls.files)
     async with open_store(config.redis_url) as store:
         await require(store)
         with stalls_watched(registry), metrics_server(registry, config.host, config.metrics_port) as metrics_port:

@@ -18,6 +18,7 @@ from paceline.core.messages import (
     DraftNodes,
     GenerateRequest,
     LaggingSession,
+    NodeGuess,
     OpenSession,
     ToDrafter,
     ToVerifier,
@@ -25,6 +26,7 @@ from paceline.core.messages import (
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import DrafterSession, VerifierSession
 from paceline.core.tree import Node, walk
+from tests.support.slow_trees import SlowNode, SlowTree
 
 VOCAB_SIZE = 5
 
@@ -32,16 +34,6 @@ VOCAB_SIZE = 5
 def target_token(prefix: list[int], seed: int) -> int:
     """The one right continuation of a prefix."""
     return zlib.crc32(bytes(prefix) + seed.to_bytes(2, "little")) % VOCAB_SIZE
-
-
-def path_tokens(node: Node) -> list[int]:
-    """Tokens from below the root down to the node."""
-    tokens: list[int] = []
-    step: Node | None = node
-    while step is not None and step.parent is not None:
-        tokens.append(step.token_id)
-        step = step.parent
-    return tokens[::-1]
 
 
 def plain_text(prompt: list[int], seed: int, length: int) -> list[int]:
@@ -60,6 +52,42 @@ class Link:
     to_verifier: list[ToVerifier] = field(default_factory=list)
 
 
+class ToySession(DrafterSession):
+    """One session at the toy drafter, and the tree that it grows."""
+
+    def __init__(self, opened: OpenSession) -> None:
+        super().__init__(opened)
+        self.tree = SlowTree(self.tokens)
+        self.unsent: list[SlowNode] = []
+        self._next_id = 1
+
+    def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
+        outcome = super().receive(commit)
+        if isinstance(outcome, tuple):
+            self.tree.commit(outcome)
+            self.unsent = [node for node in self.unsent if node.alive]
+        return outcome
+
+    def grow(self, parent: SlowNode, guesses: list[tuple[int, float]]) -> None:
+        for token_id, confidence in guesses:
+            if token_id not in parent.children:
+                node = self.tree.hang(parent, token_id, confidence)
+                node.node_id, self._next_id = self._next_id, self._next_id + 1
+                self.unsent.append(node)
+
+    def drain(self) -> DraftNodes | None:
+        unsent, self.unsent = self.unsent, []
+        parents = [0 if node.parent is self.tree.root else node.parent.node_id for node in unsent]
+        nodes = [
+            NodeGuess(node.node_id, parent, node.token, node.guesses[0])
+            for node, parent in zip(unsent, parents, strict=True)
+        ]
+        message = DraftNodes(
+            session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=tuple(nodes)
+        )
+        return message if nodes else None
+
+
 class ToyDrafter:
     """Holds drafter sessions; `skill` out of 10 guesses are right."""
 
@@ -67,14 +95,14 @@ class ToyDrafter:
         self.seed = seed
         self.skill = skill
         self.width = width
-        self.sessions: dict[str, DrafterSession] = {}
+        self.sessions: dict[str, ToySession] = {}
 
     def receive(self, message: ToDrafter) -> list[ToVerifier]:
         known = self.sessions.get(message.session_id)
         match message:
             case OpenSession():
                 if known is None or message.epoch >= known.epoch:
-                    self.sessions[message.session_id] = DrafterSession(message)
+                    self.sessions[message.session_id] = ToySession(message)
             case Commit() if known is None:
                 return [LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0)]
             case Commit():
@@ -90,9 +118,9 @@ class ToyDrafter:
         for session in self.sessions.values():
             tree = session.tree
             leaves = [node for node in [tree.root, *tree.nodes()] if not node.children]
-            if tree.num_nodes < session.room and leaves:
+            if len(tree.nodes()) < session.room and leaves:
                 leaf = max(leaves, key=lambda node: node.log_weight)
-                session.grow(leaf, self._guesses(session.tokens + path_tokens(leaf)))
+                session.grow(leaf, self._guesses([*session.tokens, *leaf.path()]))
             message = session.drain()
             pushed += [message] if message else []
         return pushed

@@ -20,6 +20,7 @@ import pytest
 from paceline import wire
 from paceline.core.acceptance_rules import Rules
 from paceline.core.calibration import Calibrations
+from paceline.core.drafted_trees import DraftedTrees, NewTokens
 from paceline.core.messages import Commit, DraftNodes, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
@@ -29,6 +30,7 @@ from paceline.core.tree import Node, best_first
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.target_session import TargetSession
+from paceline.forest import ROOT
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
 
 T = TypeVar("T")
@@ -171,19 +173,20 @@ class Play:
         self.under_way.clear()
         self.sent_len = self.session.committed_len
         opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(room=64)]))[1][0]
-        self.drafted = DraftSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
+        self.drafted = DraftSession(opened, self.identity, self.pool)  # type: ignore[arg-type]
+        self.trees: DraftedTrees[DraftSession] = DraftedTrees(SlotPool(first_block=8, num_blocks=2), 64)
+        self.trees.add(self.drafted)
 
     def grow(self, depth: int) -> None:
         """The drafter grows its chain to a depth, and its message is under way."""
-        node, path = self.drafted.tree.root, tuple(self.drafted.tokens[len(PROMPT) :])
-        for _ in range(depth):
-            if not node.children:
-                self.drafted.expand(node, self.draft.logits[path], 1)
-            node = next(iter(node.children.values()))
-            path = (*path, node.token_id)
-        message = self.drafted.drain()
-        if message is not None:
-            self.under_way.append(message)
+        committed, path = tuple(self.drafted.tokens[len(PROMPT) :]), list[int]()
+        # The nodes of a chain lie one after the other.
+        for slot in range(ROOT, depth - 1):
+            if self.trees.wants_guesses(self.drafted, slot):
+                row = self.draft.logits[*committed, *path]
+                self.trees.grow([self.drafted.offer(self.trees, slot, path, row, 1)])
+            path.append(int(self.trees.forest.arrays.nodes["token"][self.drafted.row, slot + 1]))
+        self.under_way += [message for _, message in self.trees.push(at_once=True)]
 
     def deliver(self) -> None:
         """The verifier receives what is under way."""
@@ -221,7 +224,10 @@ class Play:
         self.sent_len = self.session.committed_len
         received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
         assert isinstance(received, Commit)
-        self.drafted.apply(received, [])
+        fresh = self.drafted.receive(received)
+        assert isinstance(fresh, tuple)
+        _, nodes = self.trees.commit([NewTokens(self.drafted, len(self.drafted.tokens) - len(fresh), fresh)])
+        self.under_way += [message for _, message in nodes]
 
     # Random numbers
 

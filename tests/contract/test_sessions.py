@@ -78,7 +78,7 @@ def test_both_ends_hold_the_same_tree_after_every_exchange():
         fleet.exchange()
         mirror = fleet.drafter.sessions["s"].tree
         here = [(node.position, node.token_id) for node in fleet.session.tree.nodes()]
-        there = [(node.position, node.token_id) for node in mirror.nodes()]
+        there = [(node.position, node.token) for node in mirror.nodes()]
         assert here == there
         fleet.verify()
 

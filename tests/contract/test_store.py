@@ -157,31 +157,6 @@ async def test_an_older_replica_that_says_nothing_of_metrics_is_found(store_url:
     assert await store.replicas() == [Replica(replica_id="old", role="drafter", address="h:1")]
 
 
-async def test_a_document_gives_way_to_whoever_knows_it(store: Store) -> None:
-    assert not await store.exchange("d", b"first", b"second", 60)
-    assert await store.kept("d") is None
-    await store.keep("d", b"first", 60)
-    assert await store.exchange("d", b"first", b"second", 60)
-    assert not await store.exchange("d", b"first", b"third", 60)
-    assert await store.kept("d") == b"second"
-    assert await store.exchange("d", b"second", b"brief", 0.001)
-    await asyncio.sleep(0.02)
-    assert not await store.exchange("d", b"brief", b"late", 60)
-
-
-async def test_a_document_is_kept_for_its_time_replaced_and_forgotten(store: Store) -> None:
-    assert await store.kept("d") is None
-    await store.keep("d", b"\x00first", 60)
-    await store.keep("d", b"second", 60)
-    assert await store.kept("d") == b"second"
-    assert await store.forget("d")
-    assert not await store.forget("d")
-    assert await store.kept("d") is None
-    await store.keep("brief", b"x", 0.01)
-    await asyncio.sleep(0.05)
-    assert await store.kept("brief") is None
-
-
 async def test_replicas_are_listed_by_role_and_sorted_by_id(store: Store) -> None:
     for replica in (GATEWAY, VERIFIER, DRAFTER, replace(VERIFIER, replica_id="v0")):
         await store.announce(replica, ttl_s=60)

@@ -17,6 +17,7 @@ from paceline.core.features import FeatureBuffer, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
+from paceline.forest import path
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
@@ -93,10 +94,9 @@ def test_a_chain_is_what_the_head_says_from_the_targets_features_and_its_own(fol
         session = pair.draft.scheduler.sessions.get((1, "s"))
         if session is None or session.pages.num_missing:
             continue
-        chain, node = [], session.tree.root
-        while node.children:
-            (node,) = node.children.values()
-            chain.append(node.token_id)
+        forest = pair.draft.scheduler.trees.forest
+        named = forest.arrays.nodes["id"][session.row, : forest.count(session.row)] > 0
+        chain = path(forest, session.row, int(named.sum()) - 1)
         assert chain[:4] == expected_chain(target, head, session.tokens, 4)
         checked += 1
     assert checked > 8
@@ -145,7 +145,8 @@ def test_a_drafter_that_dies_and_returns_is_told_all_states_anew(folders, plain,
     assert all(
         session.features.start > 0 for session in pair.draft.scheduler.sessions.values() if session.pages.num_computed
     )
-    assert any(session.tree.num_nodes for session in pair.draft.scheduler.sessions.values())
+    trees = pair.draft.scheduler.trees
+    assert any(trees.forest.count(session.row) for session in pair.draft.scheduler.sessions.values())
     pair.run()
     assert texts(pair) == plain[sampling]
 
@@ -171,7 +172,7 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     for _ in range(4):
         pair.round()
     session = pair.draft.scheduler.sessions[1, "s"]
-    session.give_up_pages()
+    pair.draft.scheduler.give_up(session)
     assert session.lost_features
     output = pair.target.step()
     pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import ConfigError
+from paceline.gateway.config import GatewayConfig
 from tests.support.scripted_fleet import MODEL, scripted_fleet
 
 ORIGIN = "https://chat.example.com"
@@ -45,6 +47,26 @@ async def test_each_request_is_logged_once_with_its_id_and_without_what_it_asked
     assert asked == [("POST", "/v1/completions", 200), ("POST", "/v1/completions", 200), ("GET", "/nowhere", 404)]
     assert told[0]["request_id"] == "mine"
     assert all(each["seconds"] >= 0 and each["client"] for each in told)
+
+
+@pytest.mark.parametrize(
+    ("proxies", "client"), [((), "127.0.0.1"), (("10.0.0.0/8",), "127.0.0.1"), (("127.0.0.0/8",), "203.0.113.7")]
+)
+async def test_who_was_the_client_is_believed_from_named_proxies_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, proxies: tuple[str, ...], client: str
+) -> None:
+    """The access log said whatever `X-Forwarded-For` said, for all that came from this machine."""
+    caplog.set_level(logging.INFO, logger="paceline.gateway.http.front")
+    async with scripted_fleet(tmp_path, access_log=True, forwarded_allow_ips=proxies) as fleet:
+        await fleet.http.get("/livez", headers={"x-forwarded-for": "203.0.113.7"})
+    [told] = [vars(each)["client"] for each in caplog.records if each.name == "paceline.gateway.http.front"]
+    assert told == client
+
+
+@pytest.mark.parametrize("proxies", [("proxy.example.com",), ("*", "10.0.0.1"), ("10.0.0.1/8",)])
+def test_what_is_no_address_of_a_proxy_is_refused(proxies: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--forwarded-allow-ips must be addresses"):
+        GatewayConfig(model=(), forwarded_allow_ips=proxies)
 
 
 async def test_answers_call_a_model_as_it_was_asked_for(tmp_path: Path) -> None:

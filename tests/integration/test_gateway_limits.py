@@ -7,15 +7,17 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import (
+    ConfigError,
     InvalidRequestError,
     OverloadedError,
     PacelineError,
@@ -24,9 +26,12 @@ from paceline.core.errors import (
 )
 from paceline.gateway import doors
 from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.api.console.feed import MAX_VIEWERS
 from paceline.gateway.api.grpc import door as grpc_door
 from paceline.gateway.api.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
 from paceline.gateway.api.grpc.servicer import SERVICE_NAME
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.grammars import compiling
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import LIVENESS, start_grpc_server
@@ -192,18 +197,6 @@ async def test_health_answers_though_callers_without_a_key_keep_its_messages_bac
             await asyncio.gather(*ends, return_exceptions=True)
 
 
-async def test_what_goes_on_with_a_session_costs_no_rate(fleet: ScriptedFleet) -> None:
-    headers = dict(bearer(SLOW))
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
-    assert (await fleet.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
-    assert (await fleet.http.post("/v1/completions", json=body, headers=headers)).status_code == 429
-    again = await fleet.http.post("/v1/completions", json=body, headers={**headers, "Last-Event-ID": "1"})
-    assert again.status_code != 429
-    resume = gateway_pb2.ResumeRequest(session_id="nobody's")
-    error = await status_of(fleet.stub.Resume(resume, metadata=bearer(SLOW), timeout=30))
-    assert not isinstance(error, OverloadedError)
-
-
 async def test_many_small_fields_are_refused_before_they_are_parsed(fleet: ScriptedFleet) -> None:
     stop = Request.STOP_FIELD_NUMBER << 3 | 2
     async with raw_channel(fleet) as channel:
@@ -339,6 +332,84 @@ async def test_idle_connections_without_a_key_do_not_keep_health_from_answering(
         assert b"200 OK" in await reading[0].readline()
         for _, writer in (*idle, reading):
             writer.close()
+
+
+async def test_one_key_with_bodies_that_never_come_leaves_probes_and_other_keys_alone(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """800 of them made every door answer 503, to probes and all keys, for as long as they came."""
+    monkeypatch.setattr(doors, "SPARE_CONNECTIONS", 8)
+    async with guarded(tmp_path, keys_file, max_sessions=8) as fleet:
+        greedy = [await connected(fleet) for _ in range(2 * 8 + 8 + 4)]
+        for _, writer in greedy:
+            writer.write(head(ALICE, 10))
+        # The last of them is refused at once, and says so to its own key only.
+        answer = await asyncio.wait_for(greedy[-1][0].readuntil(b"\r\n\r\n"), 30)
+        assert b"429" in answer.splitlines()[0]
+        async with httpx.AsyncClient(base_url=f"http://{fleet.addresses.http}", trust_env=False, timeout=30) as fresh:
+            for path in ("/livez", "/readyz", "/health"):
+                assert (await fresh.get(path)).status_code == 200
+            page = await fresh.get("/metrics", headers=dict(bearer(ALICE)))
+            assert 'paceline:request_errors_total{type="OverloadedError"}' in page.text
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+            assert (await fresh.post("/v1/completions", json=body, headers=dict(bearer(BOB)))).status_code == 200
+        for _, writer in greedy:
+            writer.close()
+
+
+async def test_one_key_cannot_take_all_places_of_the_console(tmp_path: Path, keys_file: Path) -> None:
+    """One key's 32 pages kept every other key out."""
+    async with guarded(tmp_path, keys_file, max_sessions=64) as fleet, AsyncExitStack() as open_pages:
+
+        async def opened(key: str) -> int:
+            page = fleet.http.stream("GET", "/console/events", headers=dict(bearer(key)))
+            return (await open_pages.enter_async_context(page)).status_code
+
+        codes = [await opened(ALICE) for _ in range(MAX_VIEWERS)]
+        assert (codes[0], codes[-1]) == (200, 429)
+        assert await opened(BOB) == 200
+
+
+async def test_a_key_that_has_used_up_its_time_of_compiling_is_told_when_to_come_again_at_either_door(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = compiling.Checker()
+    monkeypatch.setattr(compiling, "_CHECKER", checker)
+    monkeypatch.setattr(checker, "_answer", lambda line: {"grammar": "start: /[ab]+/", "seconds": 11.0})
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+
+    async def ask(key: str, pattern: str) -> httpx.Response:
+        body = {**asked, "guided_regex": pattern}
+        return await fleet.http.post("/v1/completions", json=body, headers=dict(bearer(key)))
+
+    assert (await ask(ALICE, "a")).status_code == 200
+    refused = await ask(ALICE, "b")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert 9 <= int(refused.headers["retry-after"]) <= 10
+    request = Request(model=MODEL, prompt="x", sampling={"grammar": "start: /c/", "max_tokens": 2})
+    error = await status_of(fleet.stub.Generate(request, metadata=bearer(ALICE), timeout=30))
+    assert isinstance(error, OverloadedError)
+    assert 9 <= error.retry_after_s <= 10
+    assert (await ask(ALICE, "a")).status_code == 200
+    assert (await ask(BOB, "b")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("most_files", "connections"), [(20_000, 768), (2 * 768 + 256, 768), (1024, 384), (2 * 32 + 256, 32)]
+)
+def test_the_doors_fit_below_the_limit_of_open_files_and_say_so(
+    caplog: pytest.LogCaptureFixture, most_files: int, connections: int
+) -> None:
+    """1,360 idle connections without a key stopped health where the limit was 1,024."""
+    limits = doors.DoorLimits.of(GatewayConfig(model=()), most_files)
+    assert limits.max_connections == limits.calls.total == connections
+    assert limits.requests.total == connections * 7 // 8
+    assert ["open files" in record.message for record in caplog.records] == [True] * (connections < 768)
+
+
+def test_too_few_open_files_keep_a_gateway_from_starting() -> None:
+    with pytest.raises(ConfigError, match="ulimit -n: 300 open files are too few"):
+        doors.DoorLimits.of(GatewayConfig(model=()), 300)
 
 
 async def closed(reader: asyncio.StreamReader) -> bool:

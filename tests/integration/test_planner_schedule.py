@@ -24,9 +24,9 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events
-from paceline.planning.guesses import RIGHT
-from paceline.planning.profile import DeviceFacts
-from paceline.planning.verifier import Request, SimulatedVerifier, starting_cost
+from paceline.planning.verifier import Request, SimulatedVerifier
+from paceline.simulated.guesses import RIGHT
+from paceline.simulated.profile import DeviceFacts
 from tests.support.engines import DRAFTER, EnginePair
 from tests.unit.planning.facts import profile
 
@@ -209,7 +209,7 @@ class Listener:
 
 def engine_at_work(tiny_pair: tuple[Path, Path]) -> tuple[EngineAtWork, EnginePair]:
     """Runs all arrivals through a real engine."""
-    plain = starting_cost(FACTS)
+    plain = FACTS.starting_cost()
     policy = Goodput(StepTimes(plain, plain.scaled(1.0)), max_nodes=PROFILE.most_nodes)
     pair = EnginePair(
         *tiny_pair,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.core.acceptance_rules import Verdict
+from paceline.core.draft_plan import DraftPlan, Offer
 from paceline.core.draft_policy import Allocation, Demand, DraftPolicy, FixedGamma
-from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierLeft, VerifierMessages
-from paceline.core.drafter_growth import Guesses
+from paceline.core.draft_scheduler import DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
@@ -33,8 +34,9 @@ from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
-from paceline.core.tree import Node, walk
+from paceline.core.tree import walk
 from paceline.core.wait_for_drafts import Prospect
+from paceline.forest import NONE, ROOT
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -219,13 +221,16 @@ class DrafterLoop:
             max_num_seqs=self.max_num_seqs,
         )
         self.scheduler: DraftScheduler[ScheduledDraftSession] = DraftScheduler(
-            pool=self.pool, scratch=self.scratch, limits=limits, vocab_size=VOCAB_SIZE, open_session=self._open_session
+            pool=self.pool,
+            scratch=self.scratch,
+            limits=limits,
+            vocab_size=VOCAB_SIZE,
+            context_len=self.context_len,
+            open_session=self._open_session,
         )
 
     def _open_session(self, opened: OpenSession) -> ScheduledDraftSession:
-        return ScheduledDraftSession(
-            opened, self.pool, self.scratch, context_len=self.context_len, feature_width=self.feature_width
-        )
+        return ScheduledDraftSession(opened, self.pool, context_len=self.context_len, feature_width=self.feature_width)
 
     def session(self, name: str, link: int = 1) -> ScheduledDraftSession:
         """A session that the drafter knows."""
@@ -265,11 +270,9 @@ class DrafterLoop:
         """Plans a step, runs it, and says what is due."""
         plan = self.scheduler.plan(self.now_s)
         self.now_s += seconds
-        for part in plan.catching_up:
-            if part.expands:
-                self._expand(part.session, part.session.tree.root)
-        for each in plan.growing:
-            self._expand(each.session, each.node)
+        offers = [self._offer(part.session, ROOT, 0) for part in plan.catching_up if part.expands]
+        offers += [self._offer(each.session, each.slot, len(each.path)) for each in plan.growing]
+        self.scheduler.trees.grow(offers)
         self.scheduler.end_step()
         said, broken = self.scheduler.take()
         for link, messages in said.items():
@@ -295,7 +298,21 @@ class DrafterLoop:
         said = self.said.pop(link, [])
         return [(each.session_id, each.have_len) for each in said if isinstance(each, LaggingSession)]
 
-    def _expand(self, session: ScheduledDraftSession, node: Node) -> None:
+    def tree(self, name: str, link: int = 1) -> list[int]:
+        """Tokens of the nodes of a session that its verifier knows or is to know."""
+        nodes = self._nodes(name, link)
+        return nodes["token"][nodes["id"] > 0].tolist()
+
+    def kv(self, name: str, link: int = 1) -> list[int]:
+        """Scratch slots of a session's nodes."""
+        kv = self._nodes(name, link)["kv"]
+        return kv[kv != NONE].tolist()
+
+    def _nodes(self, name: str, link: int) -> Any:
+        forest, row = self.scheduler.trees.forest, self.session(name, link).row
+        return forest.arrays.nodes[row, : forest.count(row)]
+
+    def _offer(self, session: ScheduledDraftSession, slot: int, depth: int) -> Offer:
         sure = self.sure.get(session.session_id, 0.9)
-        ranked = [(node.position + 1, sure), (WRONG, sure / 10)]
-        session.offer(node, Guesses(ranked=ranked[: self.width]))
+        token_ids, confidences = (len(session.tokens) + depth, WRONG), (sure, sure / 10)
+        return Offer(session, slot, token_ids[: self.width], confidences[: self.width])

@@ -9,10 +9,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, VERIFIER
-from paceline.service.credentials import ROLES, FleetTls, folder_of, load_tls
+from paceline.service.credentials import ROLES, FleetTls, folder_of, load_tls, show_days_left
 from paceline.service.dev_ca import LIFETIME, main, make_certificates
 
 NOW = datetime(2030, 5, 1, tzinfo=UTC)
@@ -88,6 +89,23 @@ def test_a_certificate_of_another_role_is_refused(folder: Path) -> None:
         ConfigError, match=r"is for verifier\.paceline\.internal; a drafter's must have .* drafter\.pac"
     ):
         read(folder, "drafter")
+
+
+def test_every_scrape_shows_how_many_days_the_first_certificate_of_a_file_has_left(made: Path) -> None:
+    """The second audit: neither a metric nor an alert said when certificates end."""
+    registry, now = CollectorRegistry(), NOW
+
+    def days_left(file: str) -> float | None:
+        return registry.get_sample_value("paceline:certificate_days_left", {"file": file})
+
+    later = made.parent / "later"
+    make_certificates(later, clock=lambda: NOW + timedelta(days=10))
+    tls = read(made / VERIFIER)
+    chain = tls.certificate_pem + (later / VERIFIER / "tls.pem").read_bytes()
+    show_days_left(registry, {**tls.files, "tls-cert": chain}, lambda: now)
+    assert days_left("tls.pem") == days_left("tls-cert") == LIFETIME.days
+    now += timedelta(days=20, hours=12)
+    assert days_left("tls.pem") == LIFETIME.days - 20.5
 
 
 def test_without_a_folder_there_are_no_certificates() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from paceline.core import (
     draft_policy,
-    drafter_growth,
     drafting_switch,
     goodput,
     link,
@@ -16,6 +15,7 @@ from paceline.core import (
 )
 from paceline.core import drafter_worth as worth
 from paceline.core import step_time as times
+from paceline.forest import drafting
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.fleet import ejection, prefixes, routing
 from paceline.gateway.sessions import failover, trail
@@ -93,7 +93,7 @@ def test_the_page_of_the_controller_has_the_figures_of_the_code():
 
 
 def test_the_pages_of_speculation_have_the_figures_of_the_code():
-    assert drafter_growth.AHEAD == 0.1
+    assert drafting.AHEAD == 0.1
     assert "stops at a tenth of the *price*" in page("speculation")
     assert f"the default is `{DEFAULT_METHODS}`" in page("speculation")
 

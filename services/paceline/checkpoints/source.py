@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
+from paceline.checkpoints.commit_record import CommitRecord, ListedFile, one_at_a_time, sha256
 from paceline.core.errors import ConfigError
 from paceline.service.config import exit_with_error
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
 
 ConfigT = TypeVar("ConfigT")
 Say = Callable[[str], None]
@@ -59,6 +57,7 @@ COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
 GB = 1e9
 REFUSED = (401, 403)
+NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +134,7 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
     if isinstance(source, Path):
         return source
     # A commit never changes, so the Hub need not be asked again.
-    if COMMIT.fullmatch(source.revision) and (folder := _cached(source, files)):
+    if COMMIT.fullmatch(source.revision) and (folder := _complete(source, source.revision, files)):
         return folder
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # that of its HTTP client
@@ -147,6 +146,11 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
     except (OSError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _no_space(source, flag, None) from error
+        if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
+            raise ConfigError(
+                f"{flag} {source}: the cache {_cache_folder()} cannot be written ({error.strerror}): set HF_HOME to a "
+                "folder that can"
+            ) from error
         if folder := _cached(source, files):
             return folder
         raise _unreachable(error, source, flag) from error
@@ -173,34 +177,65 @@ def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
 
 def _fetch(source: Repository, flag: str, *, files: Sequence[str], say: Say) -> Path:
     """Downloads files that are not in the cache; raises huggingface_hub's errors and `ConfigError`."""
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub import HfApi
 
     info = HfApi().model_info(source.name, revision=source.revision, files_metadata=True)
-    needed = [file for file in info.siblings or () if _is_needed(file.rfilename, files)]
-    if WEIGHTS in files and not any(fnmatch(file.rfilename, WEIGHTS) for file in needed):
-        raise unreadable_weights((file.rfilename for file in info.siblings or ()), f"{flag} {source}")
-    missing = [
-        file
-        for file in needed
-        if not isinstance(try_to_load_from_cache(source.name, file.rfilename, revision=info.sha), str)
-    ]
-    num_bytes = sum(file.size or 0 for file in missing)
+    listed = {file.rfilename: ListedFile.of(file) for file in info.siblings or ()}
+    needed = [name for name in listed if _is_needed(name, files)]
+    if WEIGHTS in files and not any(fnmatch(name, WEIGHTS) for name in needed):
+        raise unreadable_weights(listed, f"{flag} {source}")
+    repository, commit = _repository_folder(source), str(info.sha)
+    with one_at_a_time(repository):
+        known = CommitRecord.read(repository, commit)
+        record = CommitRecord(repository, commit, listed, () if known is None else filter(known.has, known.files))
+        _look_at_unmarked(record, needed, say)
+        missing = [name for name in needed if not record.has(name)]
+        if missing:
+            _download(source, record, missing, flag, say)
+        for name in missing:
+            _check(record, name, flag)
+        _remember(repository, source.revision, commit)
+    return record.folder
+
+
+def _look_at_unmarked(record: CommitRecord, needed: Iterable[str], say: Say) -> None:
+    """Compares files that an earlier process, or another program, has left here; wrong ones are removed."""
+    unmarked = [name for name in needed if not record.has(name) and (record.folder / name).is_file()]
+    num_bytes = sum((record.folder / name).stat().st_size for name in unmarked)
+    if num_bytes > GB:
+        say(f"comparing {num_bytes / GB:.3g} GB in {record.folder} with the Hub's hashes, once")
+    for name in unmarked:
+        if not record.check(name):
+            logger.warning("%s differs from the Hub's, and is fetched anew", record.folder / name)
+            _remove(record.folder / name)
+
+
+def _download(source: Repository, record: CommitRecord, missing: Sequence[str], flag: str, say: Say) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    commit = record.folder.name
+    num_bytes = sum(record.files[name].size or 0 for name in missing)
     if num_bytes > _free_bytes():
         raise _no_space(source, flag, num_bytes)
-    if missing:
-        say(f"fetching {source} at {str(info.sha)[:12]}: {len(missing)} files, {num_bytes / GB:.3g} GB")
+    say(f"fetching {source} at {commit[:12]}: {len(missing)} files, {num_bytes / GB:.3g} GB")
     if not sys.stderr.isatty():
         disable_progress_bars()
+    # By the commit: a branch may have moved since it was listed.
     with _ends_at_once():
-        folder = snapshot_download(
-            source.name,
-            revision=source.revision,
-            allow_patterns=list(files),
-            ignore_patterns=list(NOT_NEEDED),
-        )
-    _check(Path(folder), missing, flag)
-    return Path(folder)
+        snapshot_download(source.name, revision=commit, allow_patterns=list(missing))
+
+
+def _remember(repository: Path, revision: str, commit: str) -> None:
+    """Notes which commit a branch is at, as huggingface_hub does, for starts without the Hub."""
+    if COMMIT.fullmatch(revision):
+        return
+    path = repository / "refs" / revision
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_text(commit, encoding="ascii")
+        beside.replace(path)
 
 
 def _is_needed(name: str, files: Sequence[str]) -> bool:
@@ -209,53 +244,69 @@ def _is_needed(name: str, files: Sequence[str]) -> bool:
     )
 
 
-def _cached(source: Repository, files: Sequence[str]) -> Path | None:
-    """Returns the snapshot in the cache, without asking the Hub; None: it is missing or incomplete."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(
-            snapshot_download(
-                source.name,
-                revision=source.revision,
-                allow_patterns=list(files),
-                ignore_patterns=list(NOT_NEEDED),
-                local_files_only=True,
-            )
-        )
-    except LocalEntryNotFoundError:
+def _complete(source: Repository, commit: str, files: Sequence[str]) -> Path | None:
+    """Returns the snapshot of a commit if all files needed lie in it with the right bytes; asks nobody."""
+    record = CommitRecord.read(_repository_folder(source), commit)
+    if record is None or not all(record.has_right(name) for name in record.files if _is_needed(name, files)):
         return None
-    return folder if (folder / "config.json").is_file() and (WEIGHTS not in files or _has_weights(folder)) else None
+    return record.folder
+
+
+def _cached(source: Repository, files: Sequence[str]) -> Path | None:
+    """Returns what is in the cache when the Hub cannot be asked; None: it is missing or incomplete.
+
+    Snapshots that other programs have fetched have no record; these are judged by what lies in them.
+    """
+    repository = _repository_folder(source)
+    commit = source.revision
+    with suppress(OSError):
+        if not COMMIT.fullmatch(commit):
+            commit = (repository / "refs" / source.revision).read_text(encoding="ascii").strip()
+    folder = repository / "snapshots" / commit
+    if CommitRecord.read(repository, commit) is not None:
+        return _complete(source, commit, files)
+    if not (folder / "config.json").is_file() or not (WEIGHTS not in files or _has_weights(folder)):
+        return None
+    logger.warning("%s was not compared with the Hub's list of its files, which cannot be asked now", folder)
+    return folder
 
 
 def _has_weights(folder: Path) -> bool:
     index = folder / INDEX
     if not index.is_file():
         return any(folder.glob(WEIGHTS))
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return all((folder / name).is_file() for name in names)
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((folder / name).is_file() for name in names)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
-def _check(folder: Path, files: Iterable[RepoSibling], flag: str) -> None:
-    """Compares fetched files with the Hub's hashes; huggingface_hub itself checks sizes.
+def _check(record: CommitRecord, name: str, flag: str) -> None:
+    """Compares a fetched file with the Hub's hash.
 
     Raises:
-        ConfigError: A file differs; it is removed.
+        ConfigError: It differs; it is removed.
     """
-    for file in files:
-        path, lfs = folder / file.rfilename, file.lfs
-        if lfs is None:
-            continue
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != lfs.sha256:
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
-            raise ConfigError(
-                f"{flag}: {file.rfilename} arrived with the sha256 {digest[:12]}, the Hub says {lfs.sha256[:12]}; it "
-                "is removed, start again to fetch it anew"
-            )
+    if record.check(name):
+        return
+    path, listed = record.folder / name, record.files[name]
+    arrived, wanted = sha256(path), listed.sha256 or listed.blob_id or ""
+    _remove(path)
+    raise ConfigError(
+        f"{flag}: {name} arrived with the sha256 {arrived[:12]}, the Hub says {wanted[:12]}; it is removed, start "
+        "again to fetch it anew"
+    )
+
+
+def _remove(path: Path) -> None:
+    """Removes a file of a snapshot, and the blob that it is a link to."""
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _repository_folder(source: Repository) -> Path:
+    return _cache_folder() / f"models--{source.name.replace('/', '--')}"
 
 
 def _cache_folder() -> Path:

@@ -137,13 +137,23 @@ def facts_of(path: Path) -> CheckpointFacts:
             vocab_hash=vocab_hash(path),
             widened_from=None if widened is None else str(widened["name"]),
         )
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"checkpoint {path}: a file in it is broken ({error})") from error
 
 
 def num_parameters(path: Path) -> int:
-    """Returns how many numbers the weight files hold; raises `ValueError` when one is broken."""
-    return sum(_num_parameters(file) for file in sorted(path.glob("*.safetensors")))
+    """Returns how many numbers the weight files hold.
+
+    Raises:
+        ConfigError: One is broken.
+    """
+    total = 0
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            total += _num_parameters(file)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+            raise ConfigError(f"{file} cannot be read as safetensors: {error!r}") from error
+    return total
 
 
 def _num_parameters(file: Path) -> int:
@@ -207,7 +217,8 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
     Raises:
         ConfigError: A folder is none, or the draft model is not named.
     """
-    own = spec.model
+    # Of a simulated target only the tokenizer is real.
+    own = spec.model or (DEMO_TARGET if spec.simulate else None)
     target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
     drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
     if len(drafts) > spec.num_drafters:

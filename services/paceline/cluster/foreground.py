@@ -58,8 +58,14 @@ def describe_target(target: Path) -> str:
     )
 
 
-def describe_models(checkpoints: Checkpoints) -> list[str]:
-    """Returns lines on what a fleet serves."""
+def describe_models(checkpoints: Checkpoints, simulated: str = "") -> list[str]:
+    """Returns lines on what a fleet serves; `simulated` names the profile of devices that compute nothing."""
+    if simulated:
+        words = served_name(checkpoints.target)
+        return [
+            f"simulated     {simulated}: steps take a device's time, nothing is computed, and texts are words of "
+            f"{words}'s tokenizer; acceptance, kernels and memory are not real"
+        ]
     return [
         f"target model  {describe_target(checkpoints.target)}",
         f"draft model   {', '.join(served_name(draft) for draft in checkpoints.drafts) or 'none, plain decoding'}",

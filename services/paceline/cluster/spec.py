@@ -32,7 +32,7 @@ PORT_STRIDE = 10
 UNCLAIMED = range(10_240, 32_768)
 TRIES = 100
 # Engines of a verifier.
-PACELINE, VLLM = "paceline", "vllm"
+PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 # Share of the time to end in that running requests get; the rest is for shutting down.
 GRACE_SHARE = 0.75
 # Settings of `FleetSpec` for a fleet beside others.
@@ -112,6 +112,17 @@ class FleetSpec:
     )
     verifier_engine: str = setting(
         PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM)
+    )
+    simulate: str = setting(
+        "",
+        help="Serve simulated devices, which take their time and compute nothing: a profile's file, or a name such as "
+        "70b+1b@4xh100+l4.",
+    )
+    acceptance: float | None = setting(
+        None, help="With --simulate: chance that a first guess is right; without it the profile's law.", low=0, high=1
+    )
+    mean_output_tokens: float = setting(
+        0.0, help="With --simulate: mean length of texts; 0: only max_tokens ends them.", unit="tokens", low=0
     )
     verifier_python: Path | None = setting(
         None, help="Python of the verifiers, where vLLM and this package are installed; without it this one."
@@ -270,11 +281,12 @@ def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare
     left = len(available) - num_drafters * drafter_threads
     verifier_threads = spec.verifier_threads or max(1, left // spec.num_verifiers)
     needed = spec.num_verifiers * verifier_threads + num_drafters * drafter_threads
-    pinned = iter(available if spec.pin and num_drafters and needed <= len(available) else ())
+    pin = spec.pin and not spec.simulate and num_drafters and needed <= len(available)
+    pinned = iter(available if pin else ())
     own = [tuple(islice(pinned, verifier_threads)) for _ in range(spec.num_verifiers)]
     drafting = [tuple(islice(pinned, drafter_threads)) for _ in range(num_drafters)]
-    # vLLM's threads stay where they are.
-    lend = spec.lend and spec.verifier_engine == PACELINE
+    # vLLM's threads stay where they are, and simulated devices have none.
+    lend = spec.lend and spec.verifier_engine == PACELINE and not spec.simulate
     lent = [cpu for cpus in drafting for cpu in cpus] if lend else []
     verifiers = [
         CpuShare(num_threads=verifier_threads, cpus=cpus, spare_cpus=tuple(lent[index :: spec.num_verifiers]))
@@ -353,11 +365,20 @@ class Launch:
             spare_cpus=",".join(map(str, share.spare_cpus)),
             idle_priority=share.lends,
             speculative_config=spec.speculative_config if verifies else "",
-            engine=spec.verifier_engine if verifies and spec.verifier_engine != PACELINE else "",
+            engine=self._engine(endpoint.role),
+            profile=spec.simulate,
+            mean_output_tokens=spec.mean_output_tokens or None,
+            acceptance=None if verifies else spec.acceptance,
         )
         is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))
         more = spec.verifier_arg if verifies else spec.drafter_arg
         return self._child(endpoint, (*own, *more), is_healthy, share.num_threads + len(share.spare_cpus))
+
+    def _engine(self, role: str) -> str:
+        """The engine of a service; empty: its default."""
+        if self.spec.simulate:
+            return SIMULATED
+        return self.spec.verifier_engine if role == VERIFIER and self.spec.verifier_engine != PACELINE else ""
 
     def gateway(self, endpoint: Endpoint, tokenizer: Path | Repository) -> ChildSpec:
         """Returns the process of a gateway."""

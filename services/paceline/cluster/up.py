@@ -89,7 +89,7 @@ def describe(fleet: LocalFleet) -> str:
     return "\n".join(
         [
             f"Paceline {paceline.__version__} is up",
-            *describe_models(fleet.checkpoints),
+            *describe_models(fleet.checkpoints, fleet.spec.simulate),
             f"logs          {fleet.log_dir}",
             "",
             *table(rows),

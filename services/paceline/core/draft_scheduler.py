@@ -9,24 +9,25 @@ planner in simulated time, run the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Generic
 
+from paceline.core.draft_plan import CatchingUp, DraftPlan, SessionT
+from paceline.core.drafted_trees import DraftedTrees, NewTokens
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
     CommittedStates,
+    DraftNodes,
     LaggingSession,
     OpenSession,
     ToDrafter,
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.core.scheduled_draft_session import ScheduledDraftSession, quietest
-from paceline.core.tree import Node, Pruning
 
-SessionT = TypeVar("SessionT", bound=ScheduledDraftSession)
 # A verifier's stream, and the id of a session there.
 Key = tuple[int, str]
 
@@ -72,45 +73,6 @@ class DraftLimits:
     max_num_seqs: int = 256
 
 
-@dataclass(frozen=True, slots=True)
-class CatchingUp(Generic[SessionT]):
-    """Committed tokens of a session whose KV a step computes.
-
-    Attributes:
-        session: Whose.
-        start: First row of its pages.
-        stop: One more than the last.
-        expands: Whether the children of the root are wanted, too.
-    """
-
-    session: SessionT
-    start: int
-    stop: int
-    expands: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion(Generic[SessionT]):
-    """A node whose children a step computes, in its scratch slot."""
-
-    session: SessionT
-    node: Node
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPlan(Generic[SessionT]):
-    """One step."""
-
-    catching_up: list[CatchingUp[SessionT]] = field(default_factory=list)
-    growing: list[Expansion[SessionT]] = field(default_factory=list)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows to compute; 0: there is nothing to do."""
-        return sum(each.stop - each.start for each in self.catching_up) + len(self.growing)
-
-
 class DraftScheduler(Generic[SessionT]):
     """The sessions of all verifiers at one drafter; see the module docstring.
 
@@ -119,10 +81,12 @@ class DraftScheduler(Generic[SessionT]):
         scratch: Slots for tree nodes.
         limits: Bounds.
         vocab_size: Of the draft model.
+        context_len: Most tokens that it takes.
         open_session: Makes a session of a verifier's message; raises `LocalProtocolError` where the draft model
             cannot draft for it.
 
     Attributes:
+        trees: Of all sessions.
         moves: KV that is to be moved before the next step, from slot to slot.
     """
 
@@ -133,11 +97,12 @@ class DraftScheduler(Generic[SessionT]):
         scratch: SlotPool,
         limits: DraftLimits,
         vocab_size: int,
+        context_len: int,
         open_session: Callable[[OpenSession], SessionT],
     ) -> None:
         self.pool = pool
+        self.trees: DraftedTrees[SessionT] = DraftedTrees(scratch, context_len)
         self.moves: list[tuple[int, int]] = []
-        self._scratch = scratch
         self._limits = limits
         self._vocab_size = vocab_size
         self._open_session = open_session
@@ -146,6 +111,9 @@ class DraftScheduler(Generic[SessionT]):
         self._refused: set[Key] = set()
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
+        # Commits that the trees do not know yet, and who catches up in the step under way.
+        self._commits: list[NewTokens[SessionT]] = []
+        self._computing: list[SessionT] = []
 
     @property
     def num_sessions(self) -> int:
@@ -160,15 +128,12 @@ class DraftScheduler(Generic[SessionT]):
     @property
     def has_work(self) -> bool:
         """True while a session lags or has a node worth expanding, or messages are left to send."""
-        if self._outgoing or self._broken:
-            return True
-        can_grow = self._scratch.num_free > 0
-        return any(session.has_unsent or session.wants_step(can_grow=can_grow) for session in self._sessions.values())
+        return bool(self._outgoing or self._broken) or self.trees.has_work
 
     @property
     def lag_tokens(self) -> int:
         """Committed tokens still to be computed, of the session with most; what cannot be computed is not counted."""
-        return max((each.pages.num_missing for each in self._sessions.values() if each.lags), default=0)
+        return max((each.pages.num_missing for each in self.trees.behind if each.lags), default=0)
 
     # Events
 
@@ -184,6 +149,7 @@ class DraftScheduler(Generic[SessionT]):
                 except RemoteProtocolError as error:
                     self._broken[event.link] = error
                     self._drop_link(event.link)
+                self._follow()
 
     def _drop_link(self, link: int) -> None:
         for key in [key for key in self._sessions if key[0] == link]:
@@ -193,9 +159,13 @@ class DraftScheduler(Generic[SessionT]):
 
     def _close(self, key: Key) -> None:
         """Frees a session; those that waited for its place may try again."""
-        self._sessions.pop(key).close()
-        for session in self._sessions.values():
-            session.parked = session.lost_features
+        self._follow()
+        session = self._sessions.pop(key)
+        session.pages.release()
+        self.trees.remove(session)
+        for each in self.trees.behind:
+            each.parked = each.lost_features
+            self.trees.place(each)
 
     def _refuse(self, key: Key) -> None:
         if key in self._sessions:
@@ -215,6 +185,7 @@ class DraftScheduler(Generic[SessionT]):
             case CommittedStates():
                 if known is not None:
                     known.receive_states(message)
+                    self.trees.place(known)
             case Commit() if key in self._refused:
                 pass
             case Commit() if known is None:
@@ -240,8 +211,9 @@ class DraftScheduler(Generic[SessionT]):
             # A padded vocabulary of the target may be larger than ours, and its parameters name ids we lack.
             self._refuse(key)
             return
-        session.touched_s = now_s
+        session.link, session.touched_s = key[0], now_s
         self._sessions[key] = session
+        self.trees.add(session)
 
     def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
         return max(token_ids, default=0) < self._vocab_size
@@ -256,13 +228,27 @@ class DraftScheduler(Generic[SessionT]):
             return
         session.touched_s = now_s
         session.parked = False
-        match session.apply(message, self.moves):
+        base_len = len(session.tokens)
+        match session.receive(message):
             case LaggingSession() as lagging:
                 self._queue(key[0], lagging)
-            case Pruning(hit=True):
-                released = session.drain()
-                if released is not None:
-                    self._queue(key[0], released)
+                self.trees.place(session)
+            case tuple() as fresh:
+                self._commits.append(NewTokens(session, base_len, fresh))
+            case None:
+                self.trees.place(session)
+
+    def _follow(self) -> None:
+        """Follows the commits that came, all at once."""
+        commits, self._commits = self._commits, []
+        if commits:
+            moves, nodes = self.trees.commit(commits)
+            self.moves += moves
+            self._send(nodes)
+
+    def _send(self, nodes: Sequence[tuple[SessionT, DraftNodes]]) -> None:
+        for session, message in nodes:
+            self._queue(session.link, message)
 
     def _ask_again(self, key: Key, session: SessionT, message: Commit) -> None:
         """Asks the verifier for the features of what was given up, once there is room: only the verifier has them."""
@@ -281,14 +267,15 @@ class DraftScheduler(Generic[SessionT]):
         if self._outgoing:
             return DraftPlan()
         catching_up = self._plan_catching_up(now_s)
-        return DraftPlan(catching_up, self._plan_growing())
+        limits = self._limits
+        return DraftPlan(catching_up, self.trees.plan(most=limits.max_rows, most_each=limits.max_rows_per_session))
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
         """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
         planned: list[CatchingUp[SessionT]] = []
         started: list[SessionT] = []
         room = self._limits.max_num_batched_tokens
-        for session in sorted(self._sessions.values(), key=lambda session: session.pages.num_missing):
+        for session in sorted(self.trees.behind, key=lambda session: session.pages.num_missing):
             if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
                 continue
             started.append(session)
@@ -298,8 +285,9 @@ class DraftScheduler(Generic[SessionT]):
                 continue
             room -= stop - start
             session.computed_to = stop
-            expands = stop == len(session.pages.tokens) and session.wants_drafts
+            expands = stop == len(session.pages.tokens) and self.trees.wants_drafts(session)
             planned.append(CatchingUp(session, start, stop, expands))
+        self._computing = started
         return planned
 
     def _reserve(self, session: SessionT, started: Sequence[SessionT], now_s: float) -> bool:
@@ -315,35 +303,24 @@ class DraftScheduler(Generic[SessionT]):
                 and now_s - each.touched_s > QUIET_S
             ]  # fmt: skip
             if not quiet or not session.fits(self.pool.num_blocks):
-                session.give_up_pages()
+                self.give_up(session)
                 return False
-            quietest(quiet).give_up_pages()
+            self.give_up(min(quiet, key=attrgetter("touched_s")))
         return True
 
-    def _plan_growing(self) -> list[Expansion[SessionT]]:
-        limits = self._limits
-        candidates = [
-            (session.tree.survival(node), session, node)
-            for session in self._sessions.values()
-            for node in session.frontier(limits.max_rows_per_session)
-        ]
-        candidates.sort(key=lambda entry: -entry[0])
-        growing: list[Expansion[SessionT]] = []
-        for _, session, node in candidates[: min(limits.max_rows, self._scratch.num_free)]:
-            slot = self._scratch.take()
-            assert slot is not None, "no more were chosen than are free"
-            session.slots[node.node_id] = slot
-            growing.append(Expansion(session, node, slot))
-        return growing
+    def give_up(self, session: SessionT) -> None:
+        """A session gives up its KV and its tree until its next commit."""
+        session.give_up_pages()
+        self.trees.clear(session)
+        self.trees.place(session)
 
     def end_step(self) -> None:
         """The step is over: collects the nodes that are due."""
-        can_grow = self._scratch.num_free > 0
-        for (link, _), session in self._sessions.items():
+        computing, self._computing = self._computing, []
+        for session in computing:
             session.settle()
-            message = session.push(can_grow=can_grow)
-            if message is not None:
-                self._queue(link, message)
+            self.trees.place(session)
+        self._send(self.trees.push())
 
     def take(self) -> tuple[dict[int, list[ToVerifier]], dict[int, RemoteProtocolError]]:
         """Messages to verifiers, by their streams, and the streams that are to be reset."""

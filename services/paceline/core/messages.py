@@ -19,6 +19,8 @@ REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
 # First words of `ModelIdentity.arithmetic` where logits depend on who shares the batch: such engines promise the law of
 # a text, and not its tokens.
 VLLM_ARITHMETIC, CUDA_ARITHMETIC = "vllm ", "cuda "
+# Arithmetic of devices that compute nothing.
+SIMULATED = "simulated"
 
 
 def law_only(arithmetic: str) -> bool:
@@ -56,6 +58,11 @@ class ModelIdentity:
     def draft_method(self) -> str:
         """The method that a drafter of this model serves."""
         return EAGLE3 if self.states_hash else DRAFT_MODEL
+
+    @property
+    def simulated(self) -> bool:
+        """Whether nothing is computed: steps take a device's time, and texts are made up."""
+        return self.arithmetic == SIMULATED
 
     @property
     def exact(self) -> bool:

@@ -32,6 +32,16 @@ def salted_root(salt: str) -> bytes | None:
     return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest() if salt else None
 
 
+def target_scratch_blocks(max_num_batched_tokens: int) -> int:
+    """Blocks a verifier sets aside: every row of a step may be a tree node."""
+    return -(-max_num_batched_tokens // BLOCK_SIZE)
+
+
+def draft_scratch_blocks(num_blocks: int) -> int:
+    """Blocks a drafter sets aside: the trees of all sessions, grown ahead of the commits."""
+    return max(1, num_blocks // 4)
+
+
 class BlockPool:
     """Reference-counted blocks; full ones whose tokens are known stay findable until their place is needed.
 
@@ -175,9 +185,13 @@ class SlotPool:
         """A free slot; None when there is none."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, slot: int) -> None:
-        """Frees a slot."""
-        self._free.append(slot)
+    def take_many(self, count: int) -> list[int]:
+        """Free slots, as many as there are up to `count`."""
+        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+
+    def give_back(self, *slots: int) -> None:
+        """Frees slots."""
+        self._free.extend(slots)
 
 
 class SessionPages:

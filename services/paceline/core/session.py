@@ -18,13 +18,11 @@ from paceline.core.messages import (
     DraftNodes,
     GenerateRequest,
     LaggingSession,
-    NodeGuess,
     OpenSession,
     SpeculationRecord,
 )
 from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
-from paceline.core.rejection_sampling import SparseDraft
-from paceline.core.tree import DraftTree, GraftOutcome, Node, NodeState, Pruning
+from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
 
 
 @dataclass(slots=True)
@@ -194,7 +192,7 @@ class VerifierSession:
 
 
 class DrafterSession:
-    """The mirror's end: the committed tokens that it received, and the tree that it grows beyond them."""
+    """The mirror's end: the committed tokens that it received; what it grows beyond them is in its forest."""
 
     def __init__(self, opened: OpenSession) -> None:
         if not opened.token_ids:
@@ -207,15 +205,12 @@ class DrafterSession:
         self.chain = opened.acceptance in CHAIN_RULES
         self.price = opened.price
         self.room = opened.room
-        self.tree = DraftTree(len(self.tokens))
-        self._next_node_id = 1
-        self._unsent: list[Node] = []
 
-    def receive(self, commit: Commit) -> Pruning | LaggingSession | None:
+    def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
         """Applies a commit.
 
         Returns:
-            What it did to the tree; a `LaggingSession` to send back when tokens before it are missing; None when it
+            Its tokens that are new; a `LaggingSession` to send back when tokens before it are missing; None when it
             brought nothing new (an old epoch, or a message received twice).
 
         Raises:
@@ -238,48 +233,4 @@ class DrafterSession:
             return None
         self.price, self.room = commit.price, commit.room
         self.tokens.extend(fresh)
-        pruning = self.tree.advance(fresh)
-        self._unsent = [node for node in self._unsent if node.state is NodeState.LIVE]
-        return pruning
-
-    @property
-    def has_unsent(self) -> bool:
-        """True while `drain` has nodes to give."""
-        return bool(self._unsent)
-
-    def grow(self, parent: Node, guesses: Sequence[tuple[int, float]], draft: SparseDraft | None = None) -> list[Node]:
-        """Hangs `(token_id, confidence)` guesses below a node and keeps them for the next `drain`.
-
-        Args:
-            parent: The node.
-            guesses: What may follow it, best first.
-            draft: The distribution that the guess was sampled from, for rules that need it.
-        """
-        grown: list[Node] = []
-        parent_id = 0 if parent is self.tree.root else parent.node_id
-        for token_id, confidence in guesses:
-            node = self.tree.add(parent, NodeGuess(self._next_node_id, parent_id, token_id, confidence, draft))
-            if node is None:
-                continue
-            self._next_node_id += 1
-            self._unsent.append(node)
-            grown.append(node)
-        return grown
-
-    def forget(self) -> None:
-        """Drops the tree; committed tokens stay."""
-        self.tree = DraftTree(len(self.tokens))
-        self._unsent = []
-
-    def drain(self) -> DraftNodes | None:
-        """The nodes grown since the last call that are still beyond the committed tokens."""
-        if not self._unsent:
-            return None
-        unsent, self._unsent = self._unsent, []
-        guesses = tuple(self._guess(node) for node in unsent)
-        return DraftNodes(session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=guesses)
-
-    def _guess(self, node: Node) -> NodeGuess:
-        assert node.parent is not None, "only the root has no parent, and it is never sent"
-        parent_id = 0 if node.parent is self.tree.root else node.parent.node_id
-        return NodeGuess(node.node_id, parent_id, node.token_id, node.guesses[DRAFT_MODEL], node.draft)
+        return fresh

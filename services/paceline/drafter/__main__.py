@@ -5,25 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import fetched
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
-from paceline.core.pages import LEAST_PAGES
-from paceline.drafter.config import DrafterConfig
+from paceline.drafter.config import SIMULATED, DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
-from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.memory import draft_page_bytes, draft_scratch_blocks, log_memory, model_needs, plan_service
-from paceline.engine.process import prepare_process, yield_cpus
-from paceline.model_service import HOST_PAGES, serve_model, traces_of
+from paceline.model_service import serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
@@ -62,12 +54,10 @@ async def serve(config: DrafterConfig) -> None:
 
 async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tracer) -> None:
     tls = load_tls(config.tls_dir, DRAFTER)
-    prepare_process(config.cpus)
-    identity = checkpoint_of(config).identity()
-    config = with_memory(config, identity)
+    identity, make_engine = _engine(config)
     host = DraftHost(
         identity=identity,
-        make_engine=lambda: make_engine(config, identity),
+        make_engine=make_engine,
         metrics=DrafterMetrics(registry, identity.name),
         tracer=tracer,
     )
@@ -82,65 +72,15 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tra
     )
 
 
-def checkpoint_of(config: DrafterConfig) -> DraftCheckpoint:
-    """What this drafter drafts with."""
-    return DraftCheckpoint(
-        folder=config.model,
-        target=config.target_model,
-        name=config.model_name,
-        dtype=config.dtype,
-        device=config.device,
-    )
+def _engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], DraftEngine]]:
+    """Returns the chosen engine; what the other one needs is not imported."""
+    if config.engine == SIMULATED:
+        from paceline.drafter.simulated_engine import simulated_engine
 
+        return simulated_engine(config)
+    from paceline.drafter.own_engine import own_engine
 
-def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig:
-    """Returns the settings with a number of pages that fits; a head has one layer, for which any number does.
-
-    Raises:
-        ConfigError: None fits; says by how much and what to change.
-    """
-    if is_eagle3(config.model):
-        return replace(config, num_kv_blocks=config.num_kv_blocks or HOST_PAGES[DRAFTER])
-    needs = model_needs(config.model, config.dtype, config.device)
-    plan = plan_service(
-        config,
-        [needs],
-        page_bytes=draft_page_bytes(needs.page_bytes),
-        scratch_bytes=0,
-        context_len=identity.context_len,
-        host_pages=HOST_PAGES[DRAFTER],
-        least_pages=LEAST_PAGES,
-    )
-    return replace(config, num_kv_blocks=plan.num_pages)
-
-
-def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
-    """Loads the model and grows one tree, so that the first session finds everything compiled."""
-    decoder = checkpoint_of(config).load(config.threads)
-    engine = DraftEngine(
-        decoder=decoder,
-        identity=identity,
-        num_blocks=config.num_pages,
-        limits=DraftLimits(
-            width=config.draft_width,
-            max_rows=config.draft_rows,
-            max_rows_per_session=config.draft_rows_per_session,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-        ),
-        clock=time.monotonic,
-    )
-    decoder.prepare(config.max_num_batched_tokens)
-    warm_up(engine, decoder.feature_width)
-    logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
-    log_memory(
-        decoder,
-        num_blocks=config.num_pages,
-        num_scratch_blocks=draft_scratch_blocks(config.num_pages),
-    )
-    if config.idle_priority:
-        yield_cpus()
-    return engine
+    return own_engine(config)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.core.errors import ConfigError
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import setting
+
+PACELINE, SIMULATED = "paceline", "simulated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,20 @@ class DrafterConfig(ModelServiceConfig):
     )
     target_model: Path | None = setting(
         None, help="The target, named likewise, for an EAGLE-3 head: embedding and vocabulary are the target's."
+    )
+    engine: str = setting(
+        PACELINE,
+        help="What computes the model; simulated computes nothing, and takes the time that --profile says.",
+        choices=(PACELINE, SIMULATED),
+    )
+    profile: str = setting(
+        "", help="Simulated devices: a profile's file, or a name such as 70b+1b@4xh100+l4; see docs/simulation.md."
+    )
+    mean_output_tokens: float = setting(
+        0.0, help="Simulated texts: their mean length, as the verifier has it.", unit="tokens", low=0
+    )
+    acceptance: float | None = setting(
+        None, help="Simulated guesses: chance that the first one is right; without it the profile's law.", low=0, high=1
     )
     port: int = 8201
     metrics_port: int = 8202
@@ -45,3 +62,9 @@ class DrafterConfig(ModelServiceConfig):
     )
     # On CPUs that others want, too, a step may take long.
     engine_stall_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Checks which settings go together."""
+        ModelServiceConfig.__post_init__(self)
+        if (self.engine == SIMULATED) != bool(self.profile):
+            raise ConfigError(f"--engine {SIMULATED} and --profile need one another")

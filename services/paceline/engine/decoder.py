@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.engine.backends.interface import Backend, Layers
@@ -37,6 +39,11 @@ class Decoder:
         """What one step reads of the weights."""
         return self.backend.weight_bytes + self.states.nbytes
 
+    @property
+    def state_width(self) -> int:
+        """Numbers of the hidden states that drafters get."""
+        return self.states.fused_width
+
     def share(self, layers: Sequence[int]) -> float:
         """Of the weights that a step reads, what a pass through some layers and the head reads."""
         per_layer = self.backend.layer_bytes
@@ -60,6 +67,11 @@ class Decoder:
     def rows_computed(self, rows: int) -> int:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.backend.rows_computed(rows)
+
+    def logits(self, batch: Batch, cache: KVCache) -> npt.NDArray[np.float32]:
+        """What `forward` returns, in the memory of the host."""
+        logits: npt.NDArray[np.float32] = self.forward(batch, cache).cpu().numpy()
+        return logits
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:

@@ -8,21 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftPlan, DraftScheduler, Expansion
+from paceline.core.draft_plan import DraftPlan, Expansion, Offer
+from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import Features
 from paceline.core.messages import DraftNodes, ModelIdentity, ToVerifier
-from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.processors import UnusableLogitsError
-from paceline.core.tree import Node
-from paceline.engine.decoder import Decoder
 from paceline.engine.draft_session import DraftSession
-from paceline.engine.memory import draft_scratch_blocks
+from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
+from paceline.forest import ROOT
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class DraftEngine:
     def __init__(
         self,
         *,
-        decoder: Decoder,
+        decoder: Model,
         identity: ModelIdentity,
         num_blocks: int,
         limits: DraftLimits,
@@ -76,13 +76,14 @@ class DraftEngine:
         self._limits = limits
         self._clock = clock
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
-        self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
+        scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         self.scheduler: DraftScheduler[DraftSession] = DraftScheduler(
             pool=self.pool,
-            scratch=self._scratch,
+            scratch=scratch,
             limits=limits,
             vocab_size=identity.vocab_size,
-            open_session=lambda opened: DraftSession(opened, identity, self.pool, self._scratch, decoder.feature_width),
+            context_len=identity.context_len,
+            open_session=lambda opened: DraftSession(opened, identity, self.pool, decoder.feature_width),
         )
         self._num_reported = 0
 
@@ -121,43 +122,50 @@ class DraftEngine:
 
     def _run(self, plan: DraftPlan[DraftSession]) -> None:
         builder = BatchBuilder()
-        expanded: list[tuple[DraftSession, Node, int]] = []
+        computed: list[_Computed] = []
         for part in plan.catching_up:
             features = part.session.prefix_features(part.start, part.stop)
             index = builder.add_prefix(
                 part.session.pages, part.start, part.stop, wants_logits=part.expands, features=features
             )
             if index is not None:
-                expanded.append((part.session, part.session.tree.root, index))
-        features = self._features_of(plan.growing)
-        for row, each in enumerate(plan.growing):
+                computed.append(_Computed(part.session, ROOT, (), index))
+        growing = list(plan.growing)
+        features = self._features_of(growing)
+        for row, each in enumerate(growing):
             index = builder.add_node(
                 each.session.pages,
-                token_id=each.node.token_id,
-                position=each.node.position - each.session.first_position,
-                slot=each.slot,
-                ancestors=each.session.ancestor_slots(each.node),
+                token_id=each.path[-1],
+                position=each.position - each.session.first_position,
+                slot=each.kv[-1],
+                ancestors=each.kv[:-1],
                 features=None if features is None else features[row : row + 1],
             )
-            expanded.append((each.session, each.node, index))
-        logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
-        for session, node, index in expanded:
-            self._expand(session, node, logits[index])
+            computed.append(_Computed(each.session, each.slot, each.path, index))
+        logits = self._decoder.logits(builder.build(), self._cache)
+        self._grow(computed, logits)
 
     def _features_of(self, growing: Sequence[Expansion[DraftSession]]) -> Features | None:
         """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
         if not self._decoder.feature_width or not growing:
             return None
-        slots = torch.tensor([each.session.parent_slot(each.node) for each in growing])
-        states: Features = self._cache.states[slots.to(self._cache.device)].float().cpu().numpy()
+        states: Features = self._cache.features([_parent_slot(each) for each in growing])
         return states
 
-    def _expand(self, session: DraftSession, node: Node, row: np.ndarray) -> None:
-        try:
-            session.expand(node, row, self._limits.width)
-        except UnusableLogitsError:
-            logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
-            session.give_up_pages()
+    def _grow(self, computed: Sequence[_Computed], logits: np.ndarray) -> None:
+        """Hangs guesses below what was computed; a session whose logits are unusable goes on without drafts."""
+        trees, offers = self.scheduler.trees, list[Offer]()
+        lost: set[DraftSession] = set()
+        for each in computed:
+            try:
+                row = logits[each.row]
+                offers.append(each.session.offer(trees, each.slot, each.path, row, self._limits.width))
+            except UnusableLogitsError:
+                logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
+                lost.add(each.session)
+        trees.grow([offer for offer in offers if offer.session not in lost])
+        for session in lost:
+            self.scheduler.give_up(session)
             session.given_up = True
 
     def _output(self, report: DraftReport, started_s: float) -> DraftOutput:
@@ -169,3 +177,25 @@ class DraftEngine:
         sent = [message for messages in outgoing.values() for message in messages]
         report.num_nodes = sum(len(message.nodes) for message in sent if isinstance(message, DraftNodes))
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
+
+
+class _Computed(NamedTuple):
+    """A node, or the root, whose children's logits a step has computed.
+
+    Attributes:
+        session: Whose.
+        slot: Of the node, or ROOT.
+        path: Tokens from below the root down to it.
+        row: Of its logits.
+    """
+
+    session: DraftSession
+    slot: int
+    path: Sequence[int]
+    row: int
+
+
+def _parent_slot(each: Expansion[DraftSession]) -> int:
+    """Where states of the node's parent lie, which has been expanded."""
+    pages = each.session.pages
+    return each.kv[-2] if len(each.kv) > 1 else pages.slot(len(pages.tokens) - 1)

@@ -232,7 +232,8 @@ def _draft_ids(checkpoint: Checkpoint, eagle: EagleConfig, vocab_size: int) -> t
         if eagle.draft_vocab_size not in (None, vocab_size):
             raise ConfigError(f"{eagle.folder} lacks d2t, and guesses {eagle.draft_vocab_size} of {vocab_size} ids")
         return None
-    offsets = checkpoint.tensor("d2t", eagle.draft_vocab_size and (eagle.draft_vocab_size,)).to(torch.int64)
+    size = eagle.draft_vocab_size
+    offsets = checkpoint.tensor("d2t", (size,) if size else None).to(torch.int64)
     draft_ids = torch.arange(len(offsets)) + offsets
     if int(draft_ids.min()) < 0 or int(draft_ids.max()) >= vocab_size:
         raise ConfigError(f"d2t: leads to ids outside the vocabulary of {vocab_size} ({eagle.folder})")

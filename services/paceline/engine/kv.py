@@ -5,10 +5,13 @@ A physical slot is `block * BLOCK_SIZE + offset`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.features import Features
 from paceline.core.pages import BLOCK_SIZE
 
 
@@ -33,6 +36,19 @@ class KVCache:
     def keep_states(self, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Writes the states [n, width] of slots, int64 [n]."""
         self.states[slots] = states.to(self.states.dtype)
+
+    def features(self, slots: Sequence[int]) -> Features:
+        """The states of slots, float32 [n, width]."""
+        states: Features = self._states_at(slots).float().cpu().numpy()
+        return states
+
+    def state_bytes(self, slots: Sequence[int], width: int) -> bytes:
+        """The first `width` numbers of the states of slots, bfloat16, little-endian, a slot after another."""
+        states = self._states_at(slots)[:, :width].to(device="cpu", dtype=torch.bfloat16)
+        return states.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def _states_at(self, slots: Sequence[int]) -> torch.Tensor:
+        return self.states[torch.tensor(slots).to(self.device)]
 
     def apply_moves(self, moves: list[tuple[int, int]]) -> None:
         """Copies KV and states from slot to slot, by pairs of source and target, and clears the list."""

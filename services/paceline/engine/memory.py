@@ -37,16 +37,6 @@ CGROUP_FILES = (
 )
 
 
-def target_scratch_blocks(max_num_batched_tokens: int) -> int:
-    """Blocks a verifier sets aside: every row of a step may be a tree node."""
-    return -(-max_num_batched_tokens // BLOCK_SIZE)
-
-
-def draft_scratch_blocks(num_blocks: int) -> int:
-    """Blocks a drafter sets aside: the trees of all sessions, grown ahead of the commits."""
-    return max(1, num_blocks // 4)
-
-
 def draft_page_bytes(page_bytes: int) -> int:
     """A drafter's page with the scratch that comes with it."""
     return page_bytes * 5 // 4

@@ -8,8 +8,7 @@ import numpy as np
 
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, StepCost
-from paceline.engine.decoder import Decoder
-from paceline.engine.kv import KVCache
+from paceline.engine.model import Cache, Model
 from paceline.engine.packing import BatchBuilder
 
 # A profile of a large model on few cores ends here, and is drawn out from what was measured.
@@ -19,7 +18,7 @@ SAMPLES = 3
 
 
 def profile_steps(
-    decoder: Decoder, cache: KVCache, scratch: SlotPool, clock: Callable[[], float], *, most_rows: int
+    decoder: Model, cache: Cache, scratch: SlotPool, clock: Callable[[], float], *, most_rows: int
 ) -> StepCost:
     """Runs steps of up to `most_rows` rows over scratch slots alone, and returns their times; takes seconds.
 
@@ -39,7 +38,7 @@ def profile_steps(
         for slot in slots:
             builder.add_node(nowhere, token_id=0, position=0, slot=slot, ancestors=())
         started_s = clock()
-        decoder.forward(builder.build(), cache).cpu()
+        decoder.logits(builder.build(), cache)
         seconds = clock() - started_s
         for slot in slots:
             scratch.give_back(slot)

@@ -11,7 +11,6 @@ import numpy as np
 from paceline.core.grammar import OutputGrammar
 from paceline.core.pages import SessionPages, SlotPool
 from paceline.core.tree import DraftTree
-from paceline.engine.kv import KVCache
 
 
 class Followed(Protocol):
@@ -89,7 +88,7 @@ class LocalSource(Protocol[FollowerT]):
 
     name: str
 
-    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
+    def attach(self, cache: Any, scratch: SlotPool) -> None:
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
         return
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from paceline.core.acceptance_rules import Rules
 from paceline.core.calibration import Calibrations, CalibrationStore
@@ -19,7 +18,7 @@ from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
-from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import TIER_METHODS
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
@@ -38,8 +37,7 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.engine.decoder import Decoder
-from paceline.engine.memory import target_scratch_blocks
+from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
@@ -73,7 +71,7 @@ class TargetEngine:
     def __init__(
         self,
         *,
-        decoder: Decoder,
+        decoder: Model,
         identity: ModelIdentity,
         num_blocks: int,
         limits: TargetLimits,
@@ -97,7 +95,7 @@ class TargetEngine:
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         for source in sources:
             source.attach(self._cache, self._scratch)
-        self._state_width = decoder.states.fused_width
+        self._state_width = decoder.state_width
         self.scheduler: Scheduler[TargetSession] = Scheduler(
             pool=self.pool,
             scratch=self._scratch,
@@ -267,7 +265,7 @@ class TargetEngine:
         self._use_threads(StepMode.PLAIN if plan.is_mostly_prefill else plan.mode)
         builder = BatchBuilder()
         rows = [_pack(builder, part) for part in plan.parts]
-        logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
+        logits = self._decoder.logits(builder.build(), self._cache)
         outcomes: list[Outcome] = []
         for part, its in zip(plan.parts, rows, strict=True):
             if its.judged or part.commits:
@@ -293,15 +291,13 @@ class TargetEngine:
         return outcomes
 
     def _states(self, session: ScheduledSession, positions: range) -> CommittedStates:
-        slots = torch.tensor([session.pages.slot(position) for position in positions])
-        states = self._cache.states[slots.to(self._cache.device), : self._state_width]
-        values = states.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+        slots = [session.pages.slot(position) for position in positions]
         return CommittedStates(
             session_id=session.session_id,
             epoch=session.epoch,
             start=positions.start,
             width=self._state_width,
-            values=values,
+            values=self._cache.state_bytes(slots, self._state_width),
         )
 
     def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:

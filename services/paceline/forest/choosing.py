@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from paceline.forest.growing import has_child
 from paceline.forest.kernel import kernel
@@ -25,12 +26,12 @@ def insert(slots: Ints, weights: Floats, found: int, cap: int, slot: int, weight
 
 
 @kernel
-def best_chain(f: Arrays, row: int, cap: int, least: float, slots: Ints, weights: Floats) -> int:
+def best_chain(nodes: Any, count: int, cap: int, least: float, slots: Ints, weights: Floats) -> int:
     """The chain that follows the child of highest survival from the root on; returns its length."""
-    nodes, found, node = f.nodes[row], 0, ROOT
+    found, node = 0, ROOT
     while found < cap:
         best = NONE
-        for slot in range(node + 1, f.trees[row].count):
+        for slot in range(node + 1, count):
             if nodes[slot].parent == node and (best == NONE or nodes[slot].weight > nodes[best].weight):
                 best = slot
         if best == NONE or not nodes[best].weight >= least:
@@ -47,7 +48,7 @@ def pick(f: Arrays, rows: Ints, caps: Ints, chain: bool, least: float, slots: In
     for index in range(len(rows)):
         row, cap, found = rows[index], caps[index], 0
         if cap and chain:
-            found = best_chain(f, row, cap, least, slots[index], survivals[index])
+            found = best_chain(f.nodes[row], f.trees[row].count, cap, least, slots[index], survivals[index])
         elif cap:
             for slot in range(f.trees[row].count):
                 weight = f.nodes[row, slot].weight

@@ -16,14 +16,14 @@ MATCHED = -2
 
 
 @kernel
-def judge(f: Arrays, row: int, parent: int, token: int, chance: float) -> int:
+def judge(nodes: Any, count: int, judges: Any, calibrations: Any, parent: int, token: int, chance: float) -> int:
     """Scores all guesses below a slot by the token committed there; `chance` below 0: it matched or did not.
 
     Returns:
         Slot of the token, or NONE.
     """
-    nodes, found = f.nodes[row], NONE
-    for slot in range(parent + 1, f.trees[row].count):
+    found = NONE
+    for slot in range(parent + 1, count):
         node = nodes[slot]
         if node.parent != parent:
             continue
@@ -34,7 +34,7 @@ def judge(f: Arrays, row: int, parent: int, token: int, chance: float) -> int:
         matched = (1.0 if node.token == token else 0.0) if chance < 0.0 else chance
         for source in range(len(node.confidences)):
             if node.confidences[source] >= 0.0:
-                observe(f.judges[row, source], f.calibrations, node.confidences[source], matched)
+                observe(judges[source], calibrations, node.confidences[source], matched)
     return found
 
 
@@ -115,7 +115,8 @@ def commit(
         node, base = ROOT, tree.committed_len
         matched[index] = accepted[index] = 0
         for place in range(start, end):
-            child = judge(f, row, node, tokens[place], chances[place] if len(chances) else -1.0)
+            chance = chances[place] if len(chances) else -1.0
+            child = judge(nodes, tree.count, f.judges[row], f.calibrations, node, tokens[place], chance)
             node = child
             if child == NONE:
                 break

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.forest.choosing import insert
 from paceline.forest.growing import hang_one, has_child
 from paceline.forest.kernel import kernel
-from paceline.forest.records import FULL, NONE, ROOT, Arrays, Bools, Floats, Ints
+from paceline.forest.records import FULL, NONE, ROOT, Arrays, Floats, Ints
 
 # Share of the price from which on a node is worth growing.
 AHEAD = 0.1
@@ -106,10 +106,10 @@ def can_grow(tree: Any, nodes: Any, context_len: int) -> bool:
 
 @kernel
 def any_work(f: Arrays, rows: Ints, room: bool, context_len: int) -> bool:
-    """Whether a tree has something to push or, if there is room for KV, to grow."""
+    """Whether a session lags, or its tree has something to push or, if there is room for KV, to grow."""
     for index in range(len(rows)):
         tree = f.trees[rows[index]]
-        if tree.unsent or (room and can_grow(tree, f.nodes[rows[index]], context_len)):
+        if tree.lags or tree.unsent or (room and can_grow(tree, f.nodes[rows[index]], context_len)):
             return True
     return False
 
@@ -150,13 +150,13 @@ def is_due(tree: Any, goes_on: bool) -> bool:
 def push(
     f: Arrays,
     rows: Ints,
-    lags: Bools,
     room: bool,
     at_once: bool,
     context_len: int,
     ids: Ints,
     parent_ids: Ints,
     tokens: Ints,
+    positions: Ints,
     confidences: Floats,
     ends: Ints,
 ) -> None:
@@ -164,12 +164,13 @@ def push(
     total = 0
     for index in range(len(rows)):
         tree, nodes = f.trees[rows[index]], f.nodes[rows[index]]
-        if tree.unsent and (at_once or is_due(tree, lags[index] or (room and can_grow(tree, nodes, context_len)))):
+        if tree.unsent and (at_once or is_due(tree, tree.lags or (room and can_grow(tree, nodes, context_len)))):
             for slot in range(tree.count):
                 node = nodes[slot]
                 if node.id and not node.sent:
                     node.sent = 1
-                    ids[total], tokens[total], confidences[total] = node.id, node.token, node.confidences[0]
+                    ids[total], tokens[total], positions[total] = node.id, node.token, node.position
+                    confidences[total] = node.confidences[0]
                     parent_ids[total] = 0 if node.parent == ROOT else nodes[node.parent].id
                     total += 1
             tree.unsent = 0

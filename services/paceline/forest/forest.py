@@ -101,8 +101,15 @@ class Pushed(NamedTuple):
     ids: Ints
     parent_ids: Ints
     tokens: Ints
+    positions: Ints
     confidences: Floats
     ends: Ints
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Floats]:
+        """Ids, parents' ids, tokens and confidences of the nodes that are due."""
+        end = self.ends[-1]
+        return self.ids[:end], self.parent_ids[:end], self.tokens[:end], self.confidences[:end]
 
 
 class Forest:
@@ -165,7 +172,8 @@ class Forest:
         """
         tree = self.arrays.trees[row]
         tree["committed_len"], tree["next_id"], tree["push_at"], tree["held"] = len(tokens), 1, 1, 0
-        tree["chain"], tree["keeps_kv"], tree["ready"] = chain, keeps_kv, False
+        tree["chain"], tree["keeps_kv"] = chain, keeps_kv
+        tree["ready"] = tree["lags"] = False
         tree["price"], tree["room"] = price, room
         self.clear(row)
         self.arrays.names[row] = np.zeros((), NAME)
@@ -182,17 +190,32 @@ class Forest:
         kv = self.arrays.nodes["kv"][row, : self.arrays.trees["count"][row]]
         return np.asarray(kv[kv != NONE])
 
-    def drop_kv(self, row: int) -> None:
-        """The nodes of a session have no rows of KV any more."""
-        self.arrays.nodes["kv"][row, : self.arrays.trees["count"][row]] = NONE
+    def set_kv(self, calls: Calls, kv: Ints) -> None:
+        """Nodes have rows of KV, int32 `[nodes]`."""
+        self.arrays.nodes["kv"][calls.rows, calls.slots] = kv
 
     def count(self, row: int) -> int:
         """Nodes of a session, those that are kept back included."""
         return int(self.arrays.trees["count"][row])
 
-    def set_ready(self, row: int, *, ready: bool) -> None:
-        """Of a drafter: whether KV of all committed tokens is there, and more would fit."""
-        self.arrays.trees["ready"][row] = ready
+    def place(self, row: int, *, ready: bool, lags: bool) -> None:
+        """Where a drafter stands with a session.
+
+        Args:
+            row: Of the session.
+            ready: KV of all committed tokens is there, and their number is within the draft model's context.
+            lags: The next step computes some of it.
+        """
+        tree = self.arrays.trees[row]
+        tree["ready"], tree["lags"] = ready, lags
+
+    def wants_nodes(self, row: int) -> bool:
+        """Whether its verifier would take more nodes."""
+        return bool(drafting.wants_nodes(self.arrays.trees[row]))
+
+    def has_child(self, row: int, slot: int) -> bool:
+        """Whether anything hangs below a slot, or the root."""
+        return bool(growing.has_child(self.arrays.nodes[row], self.arrays.trees["count"][row], slot))
 
     # Calibrations
 
@@ -336,7 +359,7 @@ class Forest:
     # A drafter's end
 
     def any_work(self, rows: Ints, *, room: bool, context_len: int) -> bool:
-        """Whether one of some sessions has nodes to push or, if there is room for KV, to grow."""
+        """Whether one of some sessions lags, or has nodes to push or, if there is room for KV, to grow."""
         return bool(drafting.any_work(self.arrays, rows, room, context_len))
 
     def frontier(self, rows: Ints, *, limit: int, most: int, context_len: int) -> Calls:
@@ -370,21 +393,20 @@ class Forest:
         """Prices and rooms that came with commits; what has become worth it is pushed soon."""
         drafting.reprice(self.arrays, rows, prices, rooms)
 
-    def push(self, rows: Ints, lags: Bools, *, room: bool, context_len: int, at_once: bool = False) -> Pushed:
+    def push(self, rows: Ints, *, room: bool, context_len: int, at_once: bool = False) -> Pushed:
         """Nodes that are due after a draft step: held long enough, or the last for now.
 
         Args:
             rows: int32 `[sessions]`.
-            lags: bool `[sessions]`, whether the next step computes committed tokens of it.
             room: Whether there is room for KV of more nodes.
             context_len: As in `frontier`.
             at_once: All that verifiers do not know.
         """
         size = int(self.arrays.trees["unsent"][rows].sum())
-        columns = (np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size))
-        pushed = Pushed(*columns, np.zeros(len(rows), np.int32))
+        ids, parent_ids, tokens, positions = np.empty((4, size), np.int32)
+        pushed = Pushed(ids, parent_ids, tokens, positions, np.empty(size), np.zeros(len(rows), np.int32))
         if size:
-            drafting.push(self.arrays, rows, lags, room, at_once, context_len, *pushed)
+            drafting.push(self.arrays, rows, room, at_once, context_len, *pushed)
         return pushed
 
     # Growth of the arrays

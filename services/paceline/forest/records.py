@@ -42,9 +42,10 @@ TREE = np.dtype(
         ("chain", "i1"),
         # Rows of KV stay with their nodes when a commit comes, as a drafter's do.
         ("keeps_kv", "i1"),
-        # Of a drafter's end: whether KV of all committed tokens is there; draft steps since the last commit, and the
-        # one at which new nodes are pushed; the next node's id.
+        # Of a drafter's end: whether KV of all committed tokens is there, and whether some is to be computed; draft
+        # steps since the last commit, and the one at which new nodes are pushed; the next node's id.
         ("ready", "i1"),
+        ("lags", "i1"),
         ("held", "i2"),
         ("push_at", "i2"),
         ("next_id", "i4"),

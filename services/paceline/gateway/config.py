@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
 from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
@@ -70,6 +71,10 @@ class GatewayConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), help="Origins whose pages may call the HTTP door (CORS), such as https://chat.example.com; * for all."
     )
+    forwarded_allow_ips: tuple[str, ...] = setting(
+        (),
+        help="Proxies, as addresses or networks, whose X-Forwarded-For names the client in the access log; * for all.",
+    )
     access_log: bool = setting(False, help="Log a line for each HTTP request when its answer has ended.")
     max_body_bytes: int = setting(
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
@@ -110,6 +115,14 @@ class GatewayConfig:
     response_ttl_s: float = setting(
         86_400.0, help="Life of a response of /v1/responses that is kept.", unit="s", low=1, high=31 * 86_400
     )
+    response_room_bytes: int = setting(
+        64 * 1024 * 1024,
+        help="Room in the store for all kept responses; where it ends, the key that keeps most loses its oldest. A "
+        "sixteenth of it is the most that one may take with its conversation.",
+        unit="bytes",
+        low=1024 * 1024,
+        high=1 << 40,
+    )
     console: bool = setting(
         True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
     )
@@ -123,6 +136,17 @@ class GatewayConfig:
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")
+        for proxy in self.forwarded_allow_ips:
+            _check_proxy(proxy, alone=len(self.forwarded_allow_ips) == 1)
+
+
+def _check_proxy(proxy: str, *, alone: bool) -> None:
+    """Refuses what would never be the address of a proxy, such as a name."""
+    try:
+        if proxy != "*" or not alone:
+            ip_network(proxy)
+    except ValueError as error:
+        raise ConfigError(f"--forwarded-allow-ips must be addresses, networks, or * alone: {error}") from None
 
 
 def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -32,9 +33,16 @@ BACKLOG = 2048
 FAREWELL_S = 2.0
 # Connections beyond two for every session that may run: health checks, scrapers, clients about to get status 429.
 SPARE_CONNECTIONS = 256
+# This part of the connections over HTTP is never busy with requests: it makes room for new ones, such as probes.
+IDLE_PART = 8
+# Files beside the connections of clients: those to verifiers, store and replicas whose metrics the console reads, logs.
+RESERVED_FILES = 256
+MIN_CONNECTIONS = 32
 # Bodies and messages that are read at once, counted in largest ones.
 MAX_BODIES = 16
 HEALTH_INTERVAL_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +52,51 @@ class DoorLimits:
     Attributes:
         max_connections: Of each door; also calls on one connection.
         calls: GRPC calls under way.
+        requests: HTTP requests under way.
         reading: Bytes of bodies and messages that are read, at both doors.
     """
 
     max_connections: int
     calls: Shares
+    requests: Shares
     reading: Shares
 
     @classmethod
-    def of(cls, config: GatewayConfig) -> DoorLimits:
-        """Returns the limits that follow from the settings."""
-        max_connections = 2 * config.max_sessions + SPARE_CONNECTIONS
+    def of(cls, config: GatewayConfig, most_files: int) -> DoorLimits:
+        """Returns the limits that follow from the settings.
+
+        Args:
+            config: The settings.
+            most_files: That the process may have open.
+
+        Raises:
+            ConfigError: These are too few for any door.
+        """
+        max_connections = _connections(2 * config.max_sessions + SPARE_CONNECTIONS, most_files)
         largest = max(config.max_body_bytes, MAX_MESSAGE_BYTES)
         return cls(
             max_connections=max_connections,
             calls=Shares(max_connections, "calls"),
+            requests=Shares(max_connections - -(-max_connections // IDLE_PART), "requests"),
             reading=Shares(MAX_BODIES * largest, "bytes of requests being read", unit=largest),
         )
+
+
+def _connections(wanted: int, most_files: int) -> int:
+    """Returns how many connections each door takes, so that all fit below the limit of open files."""
+    fitting = (most_files - RESERVED_FILES) // 2
+    if fitting < min(wanted, MIN_CONNECTIONS):
+        least = RESERVED_FILES + 2 * MIN_CONNECTIONS
+        raise ConfigError(f"ulimit -n: {most_files} open files are too few for a gateway; allow at least {least}")
+    if fitting < wanted:
+        told = {
+            "connections": fitting,
+            "wanted": wanted,
+            "open_files": most_files,
+            "to_have_all": 2 * wanted + RESERVED_FILES,
+        }
+        _log.warning("each door takes fewer connections, as the limit of open files (ulimit -n) is low", extra=told)
+    return min(wanted, fitting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +122,11 @@ async def open_doors(
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
             fronted = with_front(
-                GuardedApp(app, access, ERROR_FORMS),
+                GuardedApp(app, access, ERROR_FORMS, limits.requests, sessions.count_error),
                 allowed_origins=config.allowed_origins,
                 access_log=config.access_log,
             )
-            async with _http_server(fronted, listener, limits.max_connections, tls):
+            async with _http_server(config, fronted, listener, limits.max_connections, tls):
                 http = host_port(config.host, listener.getsockname()[1])
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health checks fail and new requests are refused, but both doors stay open to answer them.
@@ -158,7 +194,7 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 @asynccontextmanager
 async def _http_server(
-    app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
+    config: GatewayConfig, app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
 ) -> AsyncIterator[None]:
     """Serves the application in this event loop while a block runs."""
     settings = uvicorn.Config(
@@ -172,6 +208,9 @@ async def _http_server(
         http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
         ws="none",
         timeout_graceful_shutdown=5,
+        # uvicorn believes all of this machine otherwise.
+        proxy_headers=bool(config.forwarded_allow_ips),
+        forwarded_allow_ips=list(config.forwarded_allow_ips),
         server_header=False,
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,

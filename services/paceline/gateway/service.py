@@ -14,7 +14,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
-from paceline.gateway.access.doors import Access, guarded
+from paceline.gateway.access.doors import Access, guarded, load_door_tls
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
@@ -23,6 +23,7 @@ from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.endpoints.workers import Workers
 from paceline.gateway.api.grpc.servicer import GatewayServicer
 from paceline.gateway.api.responses.keeping import ResponseShelf
+from paceline.gateway.api.responses.keeping_writer import KeepingWriter
 from paceline.gateway.config import GatewayConfig, model_aliases
 from paceline.gateway.doors import Addresses, DoorLimits, follow_health, open_doors
 from paceline.gateway.fleet.fleet import Fleet
@@ -39,7 +40,8 @@ from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.service.credentials import load_tls
+from paceline.service.credentials import load_tls, show_days_left
+from paceline.service.open_files import open_files_limit
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
@@ -100,6 +102,8 @@ async def _serve(
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
     keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
+    door_tls = load_door_tls(config.tls_cert, config.tls_key)
+    show_days_left(registry, {name: pem for each in (tls, door_tls) if each for name, pem in each.files.items()})
     fleet = _fleet(config, store, codecs, defaults, Probe(tls))
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
@@ -111,16 +115,17 @@ async def _serve(
     sessions = Sessions(
         fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
     )
-    limits = DoorLimits.of(config)
+    limits = DoorLimits.of(config, open_files_limit())
     console = _console(config, replica_id, fleet, sessions, placer, registry)
     resumption = Resumption(store, fleet, replica_id)
+    shelf = ResponseShelf(store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes)
     app = create_app(
         sessions=sessions,
         fleet=fleet,
         resumption=resumption,
         registry=registry,
         reader=_reader(config, limits, workers, metrics),
-        shelf=ResponseShelf(store, config.response_ttl_s),
+        shelf=shelf,
         started_s=int(time.time()),
         console=console,
         tracer=tracer,
@@ -131,7 +136,7 @@ async def _serve(
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     async with (
-        _background(config, fleet, client, records, follow_fleet, supervisor),
+        _background(config, fleet, client, records, shelf.writer, follow_fleet, supervisor),
         _guarded(config, keys, sessions, supervisor) as access,
         open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
         supervisor.kept(
@@ -264,19 +269,22 @@ async def _background(
     fleet: Fleet,
     client: VerifierClient,
     records: RecordWriter,
+    responses: KeepingWriter,
     on_refreshed: Callable[[], None],
     supervisor: Supervisor,
 ) -> AsyncIterator[None]:
-    """Keeps the fleet fresh and writes records while a block runs; writes what is left at its end."""
+    """Keeps the fleet fresh and writes records and responses while a block runs; writes what is left at its end."""
     await fleet.refresh()
     on_refreshed()
     tasks: dict[str, Work] = {
         "fleet": partial(fleet.keep_fresh, config.refresh_s, client, on_refreshed),
         "records": partial(records.keep_writing, config.record_interval_s),
+        "responses": responses.keep_writing,
     }
     try:
         async with supervisor.kept(tasks):
             yield
     finally:
         await records.flush()
+        await responses.flush()
         await client.close()

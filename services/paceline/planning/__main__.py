@@ -17,11 +17,11 @@ from tqdm import tqdm
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, read_arrivals, scaled
 from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
-from paceline.planning.profile import COMPUTED, SHIPPED, Profile, read_profile, write_profile
 from paceline.planning.report import draw, figures, table
-from paceline.planning.roofline import computed_profile
 from paceline.planning.simulation import Fleet, Way
 from paceline.service.config import parse, setting
+from paceline.simulated.profile import COMPUTED, SHIPPED, Profile, read_profile, write_profile
+from paceline.simulated.roofline import computed_profile
 
 PROG = "paceline plan"
 # Verifiers to a drafter in a given fleet whose number of drafters is not named.

@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierMessages
-from paceline.core.drafter_growth import Guesses
+from paceline.core.draft_plan import DraftPlan, Offer
+from paceline.core.draft_scheduler import DraftLimits, DraftScheduler, VerifierMessages
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import DrafterCandidate
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
-from paceline.core.tree import Node, NodeState
+from paceline.forest import ROOT
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT, STRIDE, GuessSource, Ranked
-from paceline.planning.profile import DrafterFacts, Profile
+from paceline.simulated.guesses import RIGHT, STRIDE, GuessSource
+from paceline.simulated.profile import DrafterFacts, Profile
 
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
-# A node whose children were computed, and what may follow it.
-Expanded = tuple[ScheduledDraftSession, Node, Ranked]
 # All verifiers of a simulation share one stream: a session's id is its own.
 LINK = 0
 
@@ -58,7 +56,8 @@ class SimulatedDrafter:
             scratch=scratch,
             limits=limits,
             vocab_size=STRIDE,
-            open_session=lambda opened: ScheduledDraftSession(opened, pool, scratch, context_len=CONTEXT_LEN),
+            context_len=CONTEXT_LEN,
+            open_session=lambda opened: ScheduledDraftSession(opened, pool, context_len=CONTEXT_LEN),
         )
 
     def handle(self, messages: Sequence[ToDrafter], now_s: float) -> None:
@@ -72,8 +71,7 @@ class SimulatedDrafter:
         seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
 
         def end() -> None:
-            self.grow(self.guesses(plan))
-            then(self.drafts())
+            then(self.drafts(self.guesses(plan)))
 
         self._events.after(seconds, end)
 
@@ -83,28 +81,24 @@ class SimulatedDrafter:
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
         return self._facts.step_s(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def guesses(self, plan: DraftPlan[ScheduledDraftSession]) -> list[Expanded]:
+    def guesses(self, plan: DraftPlan[ScheduledDraftSession]) -> list[Offer]:
         """What the draft model finds in a step."""
-        roots = [(part.session, part.session.tree.root) for part in plan.catching_up if part.expands]
-        grown = [(each.session, each.node) for each in plan.growing]
-        return [(session, node, self._ranked(session, node)) for session, node in (*roots, *grown)]
+        roots = [self._offer(part.session, ROOT, ()) for part in plan.catching_up if part.expands]
+        return roots + [self._offer(each.session, each.slot, each.path) for each in plan.growing]
 
-    def _ranked(self, session: ScheduledDraftSession, node: Node) -> Ranked:
+    def _offer(self, session: ScheduledDraftSession, slot: int, path: Sequence[int]) -> Offer:
         # Position 0 is the prompt's last token.
-        position = node.position + 2 - session.prompt_len
-        if not is_right(node):
+        position = len(session.tokens) + len(path) + 1 - session.prompt_len
+        if any(token_id != RIGHT for token_id in path):
             # Some hundred places stand for all that lie off the text.
-            position = STRIDE * (1 + node.node_id % 8) + position % 32
-        return self._truth.guesses(int(session.session_id), position)[: self._facts.draft_width]
+            place = self.scheduler.trees.node_id(session, slot)
+            position = STRIDE * (1 + place % 8) + position % 32
+        ranked = self._truth.guesses(int(session.session_id), position)[: self._facts.draft_width]
+        return Offer(session, slot, *zip(*ranked, strict=True))
 
-    @staticmethod
-    def grow(found: Sequence[Expanded]) -> None:
-        """Hangs what was found into the trees."""
-        for session, node, ranked in found:
-            session.offer(node, Guesses(ranked=list(ranked)))
-
-    def drafts(self) -> Sequence[DraftNodes]:
+    def drafts(self, offers: Sequence[Offer]) -> Sequence[DraftNodes]:
         """The step is over: what it has for verifiers."""
+        self.scheduler.trees.grow(offers)
         self.scheduler.end_step()
         to_verifiers, _ = self.scheduler.take()
         return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
@@ -165,13 +159,3 @@ class DrafterProcess:
         for verifier, messages in by_verifier.items():
             self._events.after(self._link_s, partial(verifier.receive, self.address, messages))
         self._go_on()
-
-
-def is_right(node: Node) -> bool:
-    """Whether all tokens from the root down to the node are the target's."""
-    step: Node | None = node
-    while step is not None and step.state is not NodeState.COMMITTED:
-        if step.token_id != RIGHT:
-            return False
-        step = step.parent
-    return True

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.planning.arrivals import Arrival
-from paceline.planning.profile import Profile
 from paceline.planning.simulation import Fleet, Outcome, Way, run_open
+from paceline.simulated.profile import Profile
 
 # Verifiers to a drafter that a search tries.
 RATIOS = (1, 2, 4)

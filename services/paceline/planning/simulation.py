@@ -14,9 +14,9 @@ from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
-from paceline.planning.guesses import DrawnGuesses, texts_of
-from paceline.planning.profile import Profile
 from paceline.planning.verifier import Request, SimulatedVerifier
+from paceline.simulated.guesses import DrawnGuesses, texts_of
+from paceline.simulated.profile import Profile
 
 PERCENTILES = (50, 95, 99)
 

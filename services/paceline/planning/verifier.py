@@ -20,13 +20,13 @@ from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import KNOTS, StepCost, StepMode, StepTimes
+from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
 from paceline.planning.events import Act, Events
-from paceline.planning.guesses import RIGHT, STRIDE
-from paceline.planning.profile import DeviceFacts, Profile
+from paceline.simulated.guesses import RIGHT, STRIDE
+from paceline.simulated.profile import DeviceFacts, Profile
 
 # Time of a co-located draft step before one was measured, and the weight of a new one; as in the engine.
 FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
@@ -125,7 +125,7 @@ class SimulatedVerifier:
         self._pairing = Pairing()
         # A co-located drafter's time is its own, not a share of the verifier's.
         self._overhead = 0.0 if colocated else profile.drafting_overhead
-        plain = starting_cost(profile.target)
+        plain = profile.target.starting_cost()
         times = StepTimes(plain, plain.scaled(1.0 + self._overhead))
         self.policy: DraftPolicy = policy or Goodput(times, max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
@@ -273,9 +273,3 @@ def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: DraftPolicy) -> Sche
         policy=policy,
         tier=DrafterTier(STRIDE),
     )
-
-
-def starting_cost(facts: DeviceFacts) -> StepCost:
-    """What a profile at start-up would find: steps with one row a session, and no KV."""
-    rows = tuple(count for count in KNOTS if count <= max(4, facts.max_rows))
-    return StepCost(rows=rows, seconds=tuple(facts.step_s(count, num_sessions=1) for count in rows))

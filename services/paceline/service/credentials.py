@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from prometheus_client import CollectorRegistry, Gauge
 
 from paceline.core.errors import ConfigError, PermissionDeniedError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
@@ -70,6 +72,11 @@ class FleetTls:
         key_pem = read_key(FLAG, folder / KEY_FILE, certificates[0])
         return cls(ca_pem=ca_pem, certificate_pem=certificate_pem, key_pem=key_pem)
 
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The certificates by the names of their files."""
+        return {CA_FILE: self.ca_pem, CERTIFICATE_FILE: self.certificate_pem}
+
     def server_credentials(self) -> grpc.ServerCredentials:
         """Returns credentials with which a server refuses clients without a certificate of the CA."""
         return grpc.ssl_server_credentials(
@@ -84,6 +91,31 @@ def load_tls(folder: Path | None, role: str) -> FleetTls | None:
         ConfigError: See `FleetTls.from_folder`.
     """
     return None if folder is None else FleetTls.from_folder(folder, role)
+
+
+def show_days_left(
+    registry: CollectorRegistry, files: Mapping[str, bytes], clock: Callable[[], datetime] = utc_now
+) -> None:
+    """Shows how long certificates are valid: a service reads them at its start, and serves on when they end.
+
+    Args:
+        registry: Where it is shown.
+        files: Certificates in PEM form, by a short name of their file.
+        clock: The time at each scrape.
+    """
+    days_left = Gauge(
+        "paceline:certificate_days_left",
+        "Days until the first certificate of a file ends, as read at start; file: ca.pem, tls.pem or tls-cert.",
+        ("file",),
+        registry=registry,
+    )
+    for file, pem in files.items():
+        end = min(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(pem))
+        days_left.labels(file).set_function(partial(_days_until, end, clock))
+
+
+def _days_until(end: datetime, clock: Callable[[], datetime]) -> float:
+    return (end - clock()) / timedelta(days=1)
 
 
 def folder_of(tls_dir: Path | None, role: str) -> Path | None:

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.service.config import as_called, exit_with_error
+from paceline.service.open_files import raise_open_files_limit
 from paceline.service.status import ErrorInterceptor
 
 # Name in the health service for whether the process is alive, ready or not.
@@ -216,10 +217,11 @@ async def until_stopped(ended: Coroutine[Any, Any, None]) -> None:
 
 
 def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> ResultT:
-    """Runs a service on uvloop to its end; an error of ours ends the process with one line.
+    """Runs a service on uvloop to its end, with all the open files it may have; an error of ours is one line.
 
     A `ConfigError` gives exit status 2, any other `PacelineError` 1, Ctrl-C 130.
     """
+    raise_open_files_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
+from paceline.store.documents import Documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,10 @@ class Store(Protocol):
     """
 
     @property
+    def documents(self) -> Documents:
+        """What gateways keep for their callers."""
+
+    @property
     def num_bad_entries(self) -> int:
         """Entries that the last reading of the registry left out because they cannot be read."""
 
@@ -173,22 +178,6 @@ class Store(Protocol):
         Returns:
             The record at that moment, with its log; None if it is unknown, expired or unreadable.
         """
-
-    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
-        """Writes a document for `ttl_s` seconds, in place of any other of that name."""
-
-    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Replaces the document `old` for `ttl_s` seconds; atomic.
-
-        Returns:
-            False if the store holds another document under that name by now, or none.
-        """
-
-    async def kept(self, name: str) -> bytes | None:
-        """Returns a document; None when it is unknown or expired."""
-
-    async def forget(self, name: str) -> bool:
-        """Deletes a document; returns whether there was one."""
 
     async def ping(self) -> None:
         """Returns when the server answers."""

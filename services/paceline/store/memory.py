@@ -18,6 +18,7 @@ from paceline.store.base import (
     next_owner_epoch,
     yields_to,
 )
+from paceline.store.memory_documents import MemoryDocuments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,11 @@ class _StoredSession:
 
 
 class MemoryStore:
-    """A store that ends with its process; `clock` returns monotonic seconds."""
+    """A store that ends with its process; `clock` returns monotonic seconds.
+
+    Attributes:
+        documents: What gateways keep for their callers.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,8 +52,7 @@ class MemoryStore:
         # Marks that were set (true) or taken back (false).
         self._marks: dict[str, bool] = {}
         self._sessions: dict[str, _StoredSession] = {}
-        # Documents, and when they expire.
-        self._documents: dict[str, tuple[bytes, float]] = {}
+        self.documents = MemoryDocuments(clock)
 
     @property
     def num_bad_entries(self) -> int:
@@ -120,30 +124,6 @@ class MemoryStore:
         )
         self._write(record, token_ids, stored.ttl_s)
         return Written.DONE
-
-    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
-        """Writes a document."""
-        now_s = self._clock()
-        self._documents = {key: entry for key, entry in self._documents.items() if entry[1] > now_s}
-        self._documents[name] = (document, now_s + ttl_s)
-
-    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Writes a document in place of the very one that is given."""
-        if await self.kept(name) != old:
-            return False
-        await self.keep(name, new, ttl_s)
-        return True
-
-    async def kept(self, name: str) -> bytes | None:
-        """Returns a document."""
-        document, expires_s = self._documents.get(name, (None, 0.0))
-        return document if expires_s > self._clock() else None
-
-    async def forget(self, name: str) -> bool:
-        """Deletes a document."""
-        known = await self.kept(name) is not None
-        self._documents.pop(name, None)
-        return known
 
     async def ping(self) -> None:
         """Always answers."""

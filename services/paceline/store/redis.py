@@ -52,6 +52,7 @@ from paceline.store.base import (
     next_owner_epoch,
 )
 from paceline.store.reading import EntryError, record_from_fields, replica_from_json
+from paceline.store.redis_documents import RedisDocuments
 
 _Arguments = list[str | int | bytes]
 
@@ -60,7 +61,6 @@ SOCKET_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
-DOCUMENT_PREFIX = "paceline:document:"
 DRAIN_MARKS = "paceline:drain_marks"
 CLAIM_TRIES = 8
 
@@ -137,11 +137,6 @@ if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return false end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'owner', ARGV[4])
 return {redis.call('HMGET', KEYS[1], unpack(ARGV, 5)), redis.call('GET', KEYS[2])}
 """
-_EXCHANGE_SCRIPT = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-return true
-"""
 _TOKEN_TYPE = np.dtype("<u4")
 _WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
 _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
@@ -150,7 +145,11 @@ _log = logging.getLogger(__name__)
 
 
 class RedisStore:
-    """A store on a real server; connections are made when first needed, and again after a loss."""
+    """A store on a real server; connections are made when first needed, and again after a loss.
+
+    Attributes:
+        documents: What gateways keep for their callers.
+    """
 
     def __init__(self, url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._place = _place(url)
@@ -171,7 +170,7 @@ class RedisStore:
         self._put = self._client.register_script(_PUT_SCRIPT)
         self._advance = self._client.register_script(_ADVANCE_SCRIPT)
         self._claim = self._client.register_script(_CLAIM_SCRIPT)
-        self._exchange = self._client.register_script(_EXCHANGE_SCRIPT)
+        self.documents = RedisDocuments(self._client, self._call)
 
     @property
     def num_bad_entries(self) -> int:
@@ -264,24 +263,6 @@ class RedisStore:
             if claimed is not None:
                 return _logged(session_id, claimed)
         raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
-
-    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
-        """Writes a document."""
-        await self._call(lambda: self._client.set(DOCUMENT_PREFIX + name, document, px=_milliseconds(ttl_s)), "SET")
-
-    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Writes a document in place of the very one that is given."""
-        arguments: _Arguments = [old, new, _milliseconds(ttl_s)]
-        return bool(await self._call(partial(self._exchange, keys=[DOCUMENT_PREFIX + name], args=arguments)))
-
-    async def kept(self, name: str) -> bytes | None:
-        """Returns a document."""
-        found = await self._call(lambda: self._client.get(DOCUMENT_PREFIX + name), "GET")
-        return None if found is None else bytes(found)
-
-    async def forget(self, name: str) -> bool:
-        """Deletes a document."""
-        return bool(await self._call(lambda: self._client.delete(DOCUMENT_PREFIX + name), "DEL"))
 
     async def ping(self) -> None:
         """Returns when the server answers."""

@@ -21,7 +21,7 @@ from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.service.config import loggable, parse
 from paceline.service.credentials import load_tls
 from paceline.service.process import run
-from paceline.verifier.config import VLLM, VerifierConfig
+from paceline.verifier.config import SIMULATED, VLLM, VerifierConfig
 from paceline.verifier.served import ServedEngine
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.verifier_host import TargetHost
@@ -80,11 +80,15 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
 
 
 def _engine(config: VerifierConfig) -> AbstractContextManager[ServedEngine]:
-    """Returns the chosen engine; what the other one needs is not imported."""
+    """Returns the chosen engine; what others need is not imported."""
     if config.engine == VLLM:
         from paceline.verifier.vllm.launch import vllm_engine
 
         return vllm_engine(config)
+    if config.engine == SIMULATED:
+        from paceline.verifier.simulated_engine import simulated_engine
+
+        return nullcontext(simulated_engine(config))
     from paceline.verifier.own_engine import own_engine
 
     return nullcontext(own_engine(config))

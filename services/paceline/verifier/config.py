@@ -33,7 +33,7 @@ from paceline.service.plugins import RULES, SOURCES
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
-PACELINE, VLLM = "paceline", "vllm"
+PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
@@ -49,8 +49,15 @@ class VerifierConfig(ModelServiceConfig):
     )
     engine: str = setting(
         PACELINE,
-        help="What computes the model: our own engine, or vLLM where it is installed in the same Python.",
-        choices=(PACELINE, VLLM),
+        help="What computes the model: our own engine, or vLLM where it is installed in the same Python; simulated "
+        "computes nothing, and takes the time that --profile says.",
+        choices=(PACELINE, VLLM, SIMULATED),
+    )
+    profile: str = setting(
+        "", help="Simulated devices: a profile's file, or a name such as 70b+1b@4xh100+l4; see docs/simulation.md."
+    )
+    mean_output_tokens: float = setting(
+        0.0, help="Simulated texts: their mean length; 0: only max_tokens ends them.", unit="tokens", low=0
     )
     vllm_arg: tuple[str, ...] = setting(
         (), help="Another argument for vLLM, as `vllm serve` takes it, such as --vllm-arg=--quantization=fp8."
@@ -110,6 +117,8 @@ class VerifierConfig(ModelServiceConfig):
         ModelServiceConfig.__post_init__(self)
         if self.vllm_arg and self.engine != VLLM:
             raise ConfigError(f"--vllm-arg needs --engine {VLLM}")
+        if (self.engine == SIMULATED) != bool(self.profile):
+            raise ConfigError(f"--engine {SIMULATED} and --profile need one another")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

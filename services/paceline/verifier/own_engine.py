@@ -14,7 +14,7 @@ from paceline.checkpoints.source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
-from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
+from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
 from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import TargetLimits
@@ -26,7 +26,7 @@ from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
-from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service, target_scratch_blocks
+from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import StepThreads, memory_read_on, prepare_process, until_quiet
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES

@@ -29,7 +29,7 @@ from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_step
-from paceline.service.credentials import load_tls
+from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import LearnedFile, kept_in
 from paceline.service.process import collect_rarely, run, settle_heap
 from paceline.service.supervision import Supervisor, Work
@@ -62,13 +62,15 @@ class Helper:
         self._frames = Frames()
         identity = _identity(job)
         self._metrics = VerifierMetrics(registry, identity.name)
+        tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
+        show_days_left(registry, {} if tls is None else tls.files)
         self._drafters = Drafters(
             identity,
             on_change=self._link_changed,
             on_messages=self._drafts_arrived,
             metrics=self._metrics,
             zone=job.settings.zone,
-            tls=load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER),
+            tls=tls,
         )
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,

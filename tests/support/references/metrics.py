@@ -15,6 +15,7 @@ from paceline.obs.families import VLLM, service_registry, tell_replica
 from paceline.obs.metrics import DrafterMetrics, GatewayMetrics, VerifierMetrics
 from paceline.obs.otlp import spans_dropped
 from paceline.obs.stalls import stalls_watched
+from paceline.service.credentials import show_days_left
 from paceline.service.supervision import Supervisor
 from tests.support.references.tables import WRITTEN_BY, code, table
 
@@ -54,6 +55,7 @@ UNITS = {
     "nodes": "nodes",
     "perc": "share, 0 to 1",
     "price": "share, 0 to 1",
+    "days": "days",
     "info": "1",
     "up": "0 or 1",
     "drafts": "rounds",
@@ -111,6 +113,7 @@ def _registry(letter: str, stack: ExitStack) -> CollectorRegistry:
     Supervisor(registry)
     stack.enter_context(stalls_watched(registry))
     spans_dropped(registry)
+    show_days_left(registry, {})
     return registry
 
 

@@ -30,7 +30,7 @@ def test_prompts_are_read_in_chunks_beside_trees_that_grow() -> None:
     loop.step()
     loop.open("reading", prompt_len=100)
     chunks = []
-    while not loop.session("reading").tree.num_nodes:
+    while not loop.tree("reading"):
         plan = loop.step()
         assert [each.session.session_id for each in plan.growing] == ["growing"]
         chunks += [each.stop - each.start for each in plan.catching_up]
@@ -65,7 +65,7 @@ def test_the_most_promising_nodes_of_all_sessions_grow_first() -> None:
     for name in ("unsure", "sure"):
         loop.open(name, room=20)
     loop.step()
-    grown = [loop.step().growing[0].session.session_id for _ in range(6)]
+    grown = [next(iter(loop.step().growing)).session.session_id for _ in range(6)]
     # 0.9, 0.81 and 0.729 lie above 0.7, and so does 0.656 above 0.49.
     assert grown == ["sure", "sure", "sure", "unsure", "sure", "sure"]
 
@@ -78,7 +78,7 @@ def test_sessions_that_are_alike_share_the_rows_of_a_step_evenly() -> None:
     loop.step()
     for _ in range(25):
         assert len(loop.step().growing) == 4
-    assert {loop.session(name).tree.num_nodes for name in names} == {11}
+    assert {len(loop.tree(name)) for name in names} == {11}
 
 
 def test_no_session_has_more_rows_of_a_step_than_its_share() -> None:
@@ -96,24 +96,23 @@ def test_a_commit_that_hits_keeps_the_subtree_and_its_kv() -> None:
     loop.run()
     assert loop.guessed("s") == text(5, 4)
     session = loop.session("s")
-    slots = [session.slots[node.node_id] for node in session.tree.nodes()[:2]]
+    slots = loop.kv("s")[:2]
     loop.commit("s", 5, 6)
     assert loop.moved == [(slots[0], session.pages.slot(5)), (slots[1], session.pages.slot(6))]
-    assert [node.token_id for node in session.tree.nodes()] == [7, 8]
+    assert loop.tree("s") == [7, 8]
     plan = loop.step()
     assert plan.catching_up == [], "nothing of it is computed again"
     loop.run()
     assert loop.guessed("s") == [9, 10]
-    assert loop.scratch.num_used == len(session.slots)
+    assert loop.scratch.num_used == len(loop.kv("s"))
 
 
 def test_a_commit_that_misses_empties_the_tree_and_keeps_what_was_right() -> None:
     loop = DrafterLoop()
     loop.open("s")
     loop.run()
-    session = loop.session("s")
     loop.commit("s", 5, WRONG)
-    assert session.tree.num_nodes == loop.scratch.num_used == 0
+    assert len(loop.tree("s")) == loop.scratch.num_used == 0
     assert len(loop.moved) == 1
     loop.said.clear()
     (part,) = loop.step().catching_up
@@ -158,7 +157,7 @@ def test_a_tree_grows_as_far_as_the_price_says_and_no_further_than_there_is_room
     loop.open("cheap", price=0.1, room=20)
     loop.open("small", price=0.0, room=2)
     loop.run()
-    assert {name: loop.session(name).tree.num_nodes for name in ("dear", "cheap", "small")} == {
+    assert {name: len(loop.tree(name)) for name in ("dear", "cheap", "small")} == {
         "dear": 3,
         "cheap": 6,
         "small": 2,
@@ -170,10 +169,10 @@ def test_a_price_that_rises_with_a_commit_stops_the_growth() -> None:
     loop.open("s", room=20)
     for _ in range(3):
         loop.step()
-    before = loop.session("s").tree.num_nodes
+    before = len(loop.tree("s"))
     loop.commit("s", 5, price=1.0, room=20)
     loop.run()
-    assert loop.session("s").tree.num_nodes == before - 1
+    assert len(loop.tree("s")) == before - 1
 
 
 def test_no_tree_grows_beyond_the_context() -> None:
@@ -198,11 +197,11 @@ def test_a_session_that_finds_no_pages_takes_those_of_the_quietest() -> None:
     loop.open("c", prompt_len=30)
     loop.run()
     a, b, c = (loop.session(name) for name in "abc")
-    assert (a.pages.blocks, a.slots, a.tree.num_nodes) == ([], {}, 0)
-    assert b.tree.num_nodes == c.tree.num_nodes == 4
+    assert (a.pages.blocks, loop.kv("a"), loop.tree("a")) == ([], [], [])
+    assert len(loop.tree("b")) == len(loop.tree("c")) == 4
     loop.commit("a", 30)
     loop.run()
-    assert a.tree.num_nodes == 4, "with its next commit it is back"
+    assert len(loop.tree("a")) == 4, "with its next commit it is back"
     assert b.pages.blocks == [], "now the quietest gives way"
     assert c.pages.num_computed == 30
 
@@ -251,11 +250,11 @@ def test_without_slots_trees_stop_growing_and_go_on_when_a_commit_frees_some() -
         loop.open(name, room=100)
     loop.run()
     assert loop.scratch.num_free == 0
-    before = loop.session("b").tree.num_nodes
+    before = len(loop.tree("b"))
     loop.commit("a", WRONG, room=0)
     loop.run()
-    assert loop.session("a").tree.num_nodes == 0
-    assert loop.session("b").tree.num_nodes == before + 8
+    assert len(loop.tree("a")) == 0
+    assert len(loop.tree("b")) == before + 8
 
 
 # What verifiers say, and in which order

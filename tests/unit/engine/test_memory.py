@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.pages import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE, draft_scratch_blocks, target_scratch_blocks
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import (
     MIB,
-    draft_scratch_blocks,
     free_host_bytes,
     memory_account,
     model_needs,
     plan_memory,
-    target_scratch_blocks,
 )
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair

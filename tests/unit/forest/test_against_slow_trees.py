@@ -204,7 +204,7 @@ class Drafting:
         price, room = self._terms()
         self.growth = SlowGrowth((1, 2, 3), price, room)
         self.forest.open(int(self.row[0]), (1, 2, 3), keeps_kv=True, price=price, room=room)
-        self.forest.set_ready(int(self.row[0]), ready=True)
+        self.forest.place(int(self.row[0]), ready=True, lags=False)
         self.kvs = count()
 
     def _terms(self) -> tuple[float, int]:
@@ -242,8 +242,7 @@ class Drafting:
         room = self.rng.random() < 0.8
         goes_on = room and bool(self.growth.frontier(1, self.context_len))
         mine = self.growth.drain() if at_once else self.growth.push(goes_on=goes_on)
-        lags = np.zeros(1, np.bool_)
-        pushed = self.forest.push(self.row, lags, room=room, context_len=self.context_len, at_once=at_once)
+        pushed = self.forest.push(self.row, room=room, context_len=self.context_len, at_once=at_once)
         row, nodes = int(self.row[0]), self.forest.arrays.nodes
         paths = {
             int(nodes["id"][row, slot]): tuple(path(self.forest, row, slot)) for slot in range(self.forest.count(row))

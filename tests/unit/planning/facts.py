@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.step_time import StepCost
-from paceline.planning.guesses import DrawnGuesses, GuessSource, Ranked
-from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
+from paceline.simulated.guesses import DrawnGuesses, GuessSource, Ranked
+from paceline.simulated.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
 
 # A step of one row, and what every row more takes.
 STEP_S, ROW_S = 0.010, 0.0001

@@ -10,8 +10,8 @@ from paceline.core.messages import OpenSession
 from paceline.core.params import SamplingParams
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.guesses import RIGHT
-from paceline.planning.profile import DrafterFacts
+from paceline.simulated.guesses import RIGHT
+from paceline.simulated.profile import DrafterFacts
 from tests.unit.planning.facts import SureGuesses, profile
 
 

@@ -11,9 +11,9 @@ import pytest
 from paceline import cli
 from paceline.planning.arrivals import Arrival
 from paceline.planning.fleets import Goal, dealt, evaluate, least_fleet
-from paceline.planning.guesses import RecordedGuesses, RecordedPlace
-from paceline.planning.profile import read_profile, write_profile
 from paceline.planning.simulation import Fleet, Way
+from paceline.simulated.guesses import RecordedGuesses, RecordedPlace
+from paceline.simulated.profile import read_profile, write_profile
 from tests.unit.planning.facts import profile
 
 LOAD = [Arrival(0.02 * index, 50, 20) for index in range(200)]

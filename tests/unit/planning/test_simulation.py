@@ -15,9 +15,9 @@ from paceline.core.step_time import StepCost
 from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.profile import Profile
 from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way, run_open
 from paceline.planning.verifier import Request, SimulatedVerifier
+from paceline.simulated.profile import Profile
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
 PLAIN = Fleet(way=Way.PLAIN)

@@ -116,7 +116,7 @@ def describe(fleet: RayFleet) -> str:
     return "\n".join(
         [
             f"Paceline {paceline.__version__} is up on Ray",
-            *describe_models(fleet.checkpoints),
+            *describe_models(fleet.checkpoints, spec.services.simulate),
             f"gateways      {' '.join(urls)}",
             f"  curl -N {urls[0] if urls else 'URL'}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
             "Ctrl-C stops everything; SIGHUP reads the file again.",

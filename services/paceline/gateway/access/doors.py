@@ -6,7 +6,7 @@ An API key ends here; behind the doors only the name of its owner is known.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,11 @@ class DoorTls:
     key: Path
     certificate_pem: bytes
     key_pem: bytes = field(repr=False)
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The certificates by a short name of their file."""
+        return {"tls-cert": self.certificate_pem}
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Returns the same for the gRPC door."""

@@ -168,6 +168,7 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
         "owned_by": OWNER,
         "max_model_len": None if identity is None else identity.context_len,
         "exact": None if identity is None else identity.exact,
+        **({"simulated": True} if identity is not None and identity.simulated else {}),
     }
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack, suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import OverloadedError, PacelineError
+from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.doors import AUTHORIZATION, SCHEME, Access
+from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.console.pages import FILE_PATHS
-from paceline.gateway.http.connection import hold_connection
+from paceline.gateway.http.connection import connection_held
 from paceline.gateway.http.response import OPENAI_ERRORS, ErrorForm, Exchange, request_id
 
 # Where clients of Anthropic's API put the key.
@@ -20,27 +22,40 @@ API_KEY = "x-api-key"
 # Load balancers ask for health before anything else, and have no key; nor has a browser that fetches the console's
 # files, which reveal nothing about this fleet.
 OPEN_PATHS = frozenset({"/health", "/livez", "/ping", "/readyz"}) | FILE_PATHS
+# Operators who look what is wrong get in however many requests are under way; the answer takes a moment.
+PLACELESS_PATHS = frozenset({"/metrics"})
 # An answer without a key is small: a client that does not take it within this time is disconnected.
 OPEN_TIMEOUT_S = 10.0
 
 
 class GuardedApp:
-    """An ASGI application behind API keys; what is refused never reaches it.
+    """An ASGI application behind API keys, whose holders share the places for requests.
 
-    A connection whose request was admitted is marked (`paceline.gateway.http.connection`): it is not closed for others.
+    What is refused never reaches the application. While a request has a place, its connection is not closed for others.
     """
 
-    def __init__(self, app: ASGIApp, access: Access | None, forms: Mapping[str, ErrorForm]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access | None,
+        forms: Mapping[str, ErrorForm],
+        requests: Shares,
+        on_full: Callable[[PacelineError], None] = lambda _: None,
+    ) -> None:
         """Takes over an application.
 
         Args:
             app: What is behind the keys.
             access: The keys; None: nobody needs one.
             forms: By path, how its API reports errors; the others do it as OpenAI's.
+            requests: Places for requests that are read or answered.
+            on_full: Called with the reason for every request that gets no place.
         """
         self._app = app
         self._access = access
         self._forms = forms
+        self._requests = requests
+        self._on_full = on_full
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or answers why not."""
@@ -48,26 +63,43 @@ class GuardedApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["path"] in OPEN_PATHS:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    await self._app(scope, receive, send)
-        elif (refusal := await self._refusal(headers := Headers(scope=scope))) is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    form = self._forms.get(scope["path"], OPENAI_ERRORS)
-                    await Exchange(send, given_id=request_id(headers), form=form).fail(refusal)
+            await _briefly(self._app(scope, receive, send))
         else:
-            hold_connection(scope)
-            await self._app(scope, receive, send)
+            with ExitStack() as held:
+                try:
+                    await self._admit(scope, held)
+                except PacelineError as error:
+                    await _briefly(self._refuse(error, scope, send))
+                    return
+                await self._app(scope, receive, send)
 
-    async def _refusal(self, headers: Headers) -> PacelineError | None:
-        if self._access is None:
-            return None
+    async def _admit(self, scope: Scope, held: ExitStack) -> None:
+        """Makes the sender the current caller; puts what the request holds from now on onto a stack.
+
+        Raises:
+            UnauthenticatedError: There is no key, or it is unknown.
+            OverloadedError: The key has used up its rate or its places.
+        """
+        if self._access is not None:
+            await self._access.admit(_authorization(Headers(scope=scope)))
+        if scope["path"] in PLACELESS_PATHS:
+            return
         try:
-            await self._access.admit(_authorization(headers))
-        except PacelineError as error:
-            return error
-        return None
+            held.enter_context(self._requests.take(1, current_caller()))
+        except OverloadedError as error:
+            self._on_full(error)
+            raise
+        held.enter_context(connection_held(scope))
+
+    async def _refuse(self, error: PacelineError, scope: Scope, send: Send) -> None:
+        form = self._forms.get(scope["path"], OPENAI_ERRORS)
+        await Exchange(send, given_id=request_id(Headers(scope=scope)), form=form).fail(error)
+
+
+async def _briefly(answering: Awaitable[None]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await answering
 
 
 def _authorization(headers: Headers) -> str | None:

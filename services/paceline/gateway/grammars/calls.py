@@ -207,7 +207,7 @@ def _marked(call: str, toolbox: Toolbox, bound: bool, other: str = "") -> Iterat
     """
     whole_call = f"(to_call {call}{f' | {other}' if other else ''})"
     if bound:
-        yield f"answer: @{_FORMAT} | GAP {whole_call} further"
+        yield f"answer: @{_FORMAT} | {whole_call} further"
     elif toolbox.parallel:
         yield f"answer: {whole_call}* WITHOUT_CALL"
     else:
@@ -226,7 +226,7 @@ def _to_call(name: str, opening: Opening, bound: bool, marker: str, *others: str
 
 def _llama3(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     further = f" (GAP {_literal(';')} GAP call)*" if toolbox.parallel else ""
-    yield f"answer: {f'@{_FORMAT}' if bound else 'OTHER'} | GAP tag? GAP call{further} GAP"
+    yield f"answer: {f'@{_FORMAT} |' if bound else 'OTHER | GAP'} (tag GAP)? call{further} GAP"
     if not bound:
         yield r'OTHER: /(.|\n)*/ & ~/\s*\{\s*"name"(.|\n)*/'
     yield opening.marker("tag", llama3_json.BEGIN)
@@ -308,7 +308,7 @@ def _bare_values(
 def _pythonic(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
     if bound:
-        yield f'answer: @{_FORMAT} | GAP list_begin? GAP "[" call{further} "]" GAP list_end? GAP'
+        yield f'answer: @{_FORMAT} | (list_begin GAP)? "[" call{further} "]" GAP list_end? GAP'
         yield opening.marker("list_begin", pythonic.BEGIN)
     else:
         yield f'answer: OTHER | first_call{further} "]" GAP list_end? GAP'

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import re
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ from starlette.types import Receive, Send
 
 from paceline.gateway.http.errors import HttpError, to_http
 
-# A client that reads nothing for this long keeps places and KV pages from others.
-SEND_TIMEOUT_S = 60.0
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
 IGNORED_TOOLS = "x-paceline-ignored-tools"
@@ -33,11 +30,9 @@ STREAM_HEADERS = {
     "x-accel-buffering": "no",
 }
 
-_log = logging.getLogger(__name__)
-
-
-class ClientStalledError(Exception):
-    """The client is there but reads nothing."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# Broken text of a request, which is not UTF-8; and what some clients take for the end of a line of a stream.
+_UNFIT = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +98,7 @@ class Exchange:
 
     async def write(self, body: bytes, *, last: bool = False) -> None:
         """Sends a part of the body."""
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send({"type": "http.response.body", "body": body, "more_body": not last})
-        except TimeoutError:
-            raise ClientStalledError from None
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def whole(self, answer: Any) -> None:
         """Sends all of an answer."""
@@ -125,21 +116,14 @@ class Exchange:
     async def fail(self, error: Exception) -> None:
         """Reports an error to the client: by status before the first byte, by an event after it."""
         self._on_error(error)
-        with suppress(ClientStalledError):
-            if not isinstance(error, ClientStalledError):
-                await self._report(to_http(error, self._request_id))
-                return
-        logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
-        _log.info("a client has stopped reading its stream", extra=logged)
-
-    async def _report(self, error: HttpError) -> None:
+        told = to_http(error, self._request_id)
         # Escapes keep broken text of the request out of the answer.
-        body = json.dumps(self._form.shape(error, self._request_id)).encode()
+        body = json.dumps(self._form.shape(told, self._request_id)).encode()
         if self._begun:
             event = b"data: " + body + b"\n\n"
             await self.write(b"event: error\n" + event if self._form.named else event + DONE, last=True)
             return
-        await self.begin(error.status, {**JSON_HEADERS, **error.headers(), "content-length": str(len(body))})
+        await self.begin(told.status, {**JSON_HEADERS, **told.headers(), "content-length": str(len(body))})
         await self.write(body, last=True)
 
     @property
@@ -154,8 +138,13 @@ def request_id(headers: Headers) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Returns a value as JSON without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    """Returns a value as JSON without spaces; nearly all characters stand for themselves, so texts do not grow."""
+    text = _ENCODER.encode(value)
+    return (text if text.isascii() else _UNFIT.sub(_escaped, text)).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -17,8 +17,10 @@ from functools import partial
 import httpx
 
 from paceline.core.addresses import is_address
-from paceline.core.errors import OverloadedError, UnavailableError
+from paceline.core.errors import UnavailableError
 from paceline.core.messages import GATEWAY
+from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.console.figures import Json, Reading, read_page
 from paceline.gateway.api.console.frames import Look, OwnCounts, frame
 from paceline.store.base import Replica
@@ -110,6 +112,7 @@ class ConsoleFeed:
         self._open_reader = open_reader
         self._interval_s = interval_s
         self._clock = clock
+        self._places = Shares(MAX_VIEWERS, "viewers of this console")
         self._viewers: set[Frames] = set()
         self._polling: asyncio.Task[None] | None = None
         self._closed = False
@@ -129,23 +132,22 @@ class ConsoleFeed:
         """Counts as a viewer while a block runs; the queue yields frames, and None when there will be no more.
 
         Raises:
-            OverloadedError: There are too many viewers.
+            OverloadedError: There are too many viewers, or too many with the same key.
             UnavailableError: The gateway is shutting down.
         """
         if self._closed:
             raise UnavailableError("the gateway is shutting down")
-        if self.num_viewers >= MAX_VIEWERS:
-            raise OverloadedError(f"{MAX_VIEWERS} viewers watch this console, no more may", retry_after_s=10.0)
         frames: Frames = asyncio.Queue(MAX_WAITING_FRAMES)
-        self._viewers.add(frames)
-        if self._polling is None:
-            self._polling = asyncio.create_task(self._poll(), name="console")
-        try:
-            yield frames
-        finally:
-            self._viewers.discard(frames)
-            if not self._viewers:
-                self._stop_polling()
+        with self._places.take(1, current_caller()):
+            self._viewers.add(frames)
+            if self._polling is None:
+                self._polling = asyncio.create_task(self._poll(), name="console")
+            try:
+                yield frames
+            finally:
+                self._viewers.discard(frames)
+                if not self._viewers:
+                    self._stop_polling()
 
     async def close(self) -> None:
         """Ends the streams of all viewers and refuses later ones."""

@@ -17,7 +17,7 @@ from paceline.core.errors import InvalidRequestError, OverloadedError, Unavailab
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares
 from paceline.gateway.api.grpc.messages import check_message
-from paceline.gateway.http.response import SEND_TIMEOUT_S
+from paceline.gateway.http.connection import SEND_TIMEOUT_S
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
 FIELD = "request"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +65,23 @@ class Translated:
     context: Any = None
 
 
+class Keeper:
+    """What is done about an answer besides sending it; by default nothing."""
+
+    def begun(self) -> None:
+        """The verifier runs it: its first event has come."""
+
+    async def ended(self) -> None:
+        """It is complete. Returns before its last events are sent."""
+
+    def broke_off(self, error: Exception | None) -> None:
+        """It has begun and will not be completed here.
+
+        Args:
+            error: Why; None: its client has left.
+        """
+
+
 class ChatApi(ABC):
     """An API whose requests and answers are chats in other words.
 
@@ -86,9 +103,10 @@ class ChatApi(ABC):
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ApiAnswer:
         """Returns the empty answer of a session."""
 
-    async def keep(self, translated: Translated, answer: Any, request: SessionRequest) -> None:
-        """Called before the session runs, and again when it has ended well: by default nothing is kept."""
+    def keeper(self, translated: Translated, answer: Any, request: SessionRequest) -> Keeper:
+        """Returns what keeps an answer."""
         del translated, answer, request
+        return Keeper()
 
 
 class TranslatedEndpoint:
@@ -121,10 +139,9 @@ class TranslatedEndpoint:
         with self._sessions.admitted(1, current_caller()):
             message = Message(request.form, request.session_id)
             answer = self._api.answer(translated, request, message, call.exchange.own_id)
-            keep = partial(self._api.keep, translated, answer, request)
-            await keep()
+            keeper = self._api.keeper(translated, answer, request)
             events = call.trace.watch(self._sessions.run(request))
-            async with aclosing(answer_steps(events, answer, message, keep)) as steps:
+            async with aclosing(answer_steps(events, answer, message, keeper)) as steps:
                 if translated.stream:
                     await stream(steps, call.exchange)
                     return
@@ -153,21 +170,32 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequen
 
 
 async def answer_steps(
-    events: AsyncGenerator[Event, None], answer: ApiAnswer, message: Message, ended: Callable[[], Awaitable[object]]
+    events: AsyncGenerator[Event, None], answer: ApiAnswer, message: Message, keeper: Keeper
 ) -> AsyncGenerator[list[Json], None]:
-    """Yields the events of an answer, step by step; `ended` is awaited before the last step."""
-    opened = False
-    async with aclosing(events) as running:
-        async for event in running:
-            out = [] if opened else answer.opening()
-            opened = True
-            if isinstance(event, Ending):
-                out += answer.further(message.take(event.parts))
-                out += answer.ending(ending_of(message, event))
-                await ended()
-            else:
-                out += answer.further(message.take(event.known_parts + event.parts))
-            yield out
+    """Yields the events of an answer, step by step; what becomes of it, the keeper knows in every case."""
+    opened = ended = False
+    error: Exception | None = None
+    try:
+        async with aclosing(events) as running:
+            async for event in running:
+                out = [] if opened else answer.opening()
+                if not opened:
+                    opened = True
+                    keeper.begun()
+                if isinstance(event, Ending):
+                    out += answer.further(message.take(event.parts))
+                    out += answer.ending(ending_of(message, event))
+                    ended = True
+                    await keeper.ended()
+                else:
+                    out += answer.further(message.take(event.known_parts + event.parts))
+                yield out
+    except Exception as raised:
+        error = raised
+        raise
+    finally:
+        if opened and not ended:
+            keeper.broke_off(error)
 
 
 async def stream(steps: AsyncGenerator[list[Json], None], exchange: Exchange) -> None:

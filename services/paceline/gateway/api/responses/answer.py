@@ -36,12 +36,10 @@ class ResponseAnswer:
 
     Attributes:
         response: As it is now.
-        document: As it was kept before; empty: it was not.
     """
 
     def __init__(self, response: Json, session_id: str, call_id: Callable[[int], str], after: int = -1) -> None:
         self.response = response
-        self.document = b""
         self._session_id = session_id
         self._call_id = call_id
         self._after = after
@@ -81,6 +79,12 @@ class ResponseAnswer:
         status = self.response["status"]
         last = {"type": _ENDINGS.get(status, "response.failed"), "response": self.response}
         return self._numbered([*self._done("incomplete" if status == "incomplete" else "completed"), last])
+
+    def break_off(self, fields: Json) -> None:
+        """Its session will not end here; the response gets these fields."""
+        for _ in self._done("incomplete"):
+            continue
+        self.response |= fields
 
     def whole(self) -> Json:
         """Returns the response."""

@@ -5,7 +5,7 @@ It knows JSON values only: no models, no tokens.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
@@ -20,6 +20,11 @@ from paceline.gateway.api.openai.bodies import (
 from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
 from paceline.gateway.http.fields import Fields, TextFields
 from paceline.gateway.message.tools import MAX_TOOLS
+
+# OpenAI's bounds, as in its documentation.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class InputText(TextFields):
@@ -163,5 +168,5 @@ class ResponsesBody(SharedBody):
     text: TextOptions = TextOptions()
     store: bool = True
     previous_response_id: str | None = None
-    metadata: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    metadata: Metadata = {}  # noqa: RUF012 - pydantic copies it
     chat_template_kwargs: dict[str, Any] = Field(default={}, json_schema_extra=dict(TEMPLATE_LIMITS))

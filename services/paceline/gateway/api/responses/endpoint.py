@@ -6,31 +6,40 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from paceline.core.errors import InvalidRequestError, SessionNotFoundError
+from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
-from paceline.gateway.api.openai.translated import ChatApi, Translated, answer_steps, stream
+from paceline.gateway.api.openai.translated import ChatApi, Keeper, Translated, answer_steps, stream
 from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of
 from paceline.gateway.api.responses.bodies import ResponsesBody
-from paceline.gateway.api.responses.keeping import KeptResponse, ResponseShelf
+from paceline.gateway.api.responses.keeping import ResponseShelf
+from paceline.gateway.api.responses.kept import (
+    CANCELLED,
+    ECHOED,
+    FAILED,
+    IN_PROGRESS,
+    KeptResponse,
+    as_written,
+    interrupted,
+    running_rank,
+)
 from paceline.gateway.api.responses.requests import chat_of, output_messages
-from paceline.gateway.http.errors import HttpError
+from paceline.gateway.http.errors import HttpError, to_http
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from paceline.gateway.http.response import ErrorForm, Exchange
 from paceline.gateway.message.growing import Message
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
+from paceline.store.documents import FINAL
 
 Json = dict[str, Any]
 
-IN_PROGRESS, CANCELLED = "in_progress", "cancelled"
 MAX_DIGITS = 12
 # A second in all.
 NUM_CLAIMS, CLAIM_PAUSE_S = 21, 0.05
@@ -43,10 +52,12 @@ class _Context:
     Attributes:
         body: The request.
         messages: The conversation, without instructions.
+        kept: What is kept of the request; None: the response is not kept.
     """
 
     body: ResponsesBody
     messages: list[Json]
+    kept: bytes | None = field(repr=False)
 
 
 def error_shape(error: HttpError, request_id: str) -> Json:
@@ -86,8 +97,9 @@ class ResponsesApi(ChatApi):
         if not isinstance(previous, str):
             raise InvalidRequestError("previous_response_id", "must be a string")
         kept = await self._shelf.find(previous, current_caller().name, "previous_response_id")
-        if kept.response["status"] in (IN_PROGRESS, CANCELLED):
-            raise InvalidRequestError("previous_response_id", f"names a response that is {kept.response['status']}")
+        status = kept.response["status"]
+        if not kept.final or status == CANCELLED:
+            raise InvalidRequestError("previous_response_id", f"names a response that is {status}, not completed")
         return [*kept.messages, *output_messages(kept.response["output"])]
 
     @override
@@ -95,29 +107,93 @@ class ResponsesApi(ChatApi):
         body = read_fields(ResponsesBody, fields, unknown)
         chat, places = chat_of(body, prepared, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
-        return Translated(chat=chat, places=places, stream=body.stream, context=_Context(body=body, messages=messages))
+        kept = as_written(messages, _echoed(body), self._shelf.room_bytes) if body.store else None
+        context = _Context(body=body, messages=messages, kept=kept)
+        return Translated(chat=chat, places=places, stream=body.stream, context=context)
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
         return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id, message.call_id)
 
     @override
-    async def keep(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> None:
-        # Once it is kept, any gateway can resume it; once it has ended, it can be a `previous_response_id`.
+    def keeper(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> Keeper:
         context: _Context = translated.context
-        if not context.body.store:
+        if context.kept is None:
+            return Keeper()
+        begun = KeptResponse(
+            api_key=request.api_key,
+            response=answer.response,
+            messages=context.messages,
+            request=context.kept,
+            rank=running_rank(request.epoch),
+        )
+        return _ResponseKeeper(self._shelf, answer, begun)
+
+
+class _ResponseKeeper(Keeper):
+    """Keeps what becomes of one response.
+
+    Args:
+        shelf: Where.
+        answer: The response.
+        begun: As its session begins here.
+        replaces: Whether it is kept already.
+    """
+
+    def __init__(
+        self, shelf: ResponseShelf, answer: ResponseAnswer, begun: KeptResponse, *, replaces: bool = False
+    ) -> None:
+        self._writer = shelf.writer
+        self._answer = answer
+        self._begun = begun
+        self._replaces = replaces
+
+    @override
+    def begun(self) -> None:
+        # From now on any gateway can resume it.
+        response = {**self._answer.response, "output": []}
+        self._put(replace(self._begun, response=response, at_work=True))
+
+    @override
+    async def ended(self) -> None:
+        # From now on it can be a `previous_response_id`.
+        ended = replace(self._begun, response=self._answer.response, rank=FINAL)
+        self._put(ended)
+        await self._writer.written(ended)
+
+    @override
+    def broke_off(self, error: Exception | None) -> None:
+        if isinstance(error, StaleEpochError):
+            # It goes on elsewhere, or has been cancelled there.
+            self._writer.leave(self._begun)
             return
-        kept = KeptResponse(api_key=request.api_key, response=answer.response, messages=context.messages)
-        if answer.document:
-            await self._shelf.change(kept, answer.document)
-        else:
-            answer.document = await self._shelf.keep(kept)
+        self._answer.break_off(interrupted() if error is None else {"status": FAILED, "error": _failure(error)})
+        self._put(replace(self._begun, response=self._answer.response, rank=self._begun.rank + 1))
+
+    def _put(self, kept: KeptResponse) -> None:
+        self._writer.put(kept, replaces=self._replaces)
+
+
+def _failure(error: Exception) -> Json:
+    """Returns the error that a failed response shows."""
+    return {"code": "server_error", "message": to_http(error).message}
+
+
+def _echoed(body: ResponsesBody) -> Json:
+    """Returns what a response repeats of its request in full."""
+    echoed = {
+        "instructions": body.instructions,
+        "metadata": body.metadata,
+        "text": {"format": body.text.format or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": list(body.tools),
+    }
+    return {name: echoed[name] for name in ECHOED}
 
 
 def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json:
     """Returns a response before its first token."""
     sampling = request.sampling
-    text_format = body.text.format or {"type": "text"}
     return {
         "id": own_id,
         "object": "response",
@@ -125,9 +201,7 @@ def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json
         "status": IN_PROGRESS,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata,
         "model": request.model.shown_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -135,12 +209,10 @@ def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "store": body.store,
         "temperature": sampling.temperature,
-        "text": {"format": text_format},
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": list(body.tools),
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
+        **_echoed(body),
     }
 
 
@@ -164,28 +236,36 @@ class KeptResponses:
         if query.get("stream") != "true":
             return call.exchange.whole(kept.response)
         after = _number(query.get("starting_after"))
-        if kept.response["status"] == IN_PROGRESS:
-            return self._resume(kept, after, call.exchange)
-        return stream(_replayed(kept, after), call.exchange)
+        return self._replay(kept, after, call.exchange) if kept.final else self._resume(kept, after, call.exchange)
+
+    async def _replay(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
+        async with aclosing(_replayed(kept, after)) as steps:
+            await stream(steps, exchange)
 
     async def _resume(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
         """Runs the rest of the session here; the call that ran it ends with an error."""
         with self._sessions.admitted(1, current_caller()):
-            session = await self._claim(kept)
+            try:
+                session = await self._claim(kept)
+            except SessionNotFoundError:
+                if kept.response["status"] == IN_PROGRESS:
+                    raise
+                await self._replay(kept, after, exchange)
+                return
             message = Message(session.form, session.session_id)
-            answer = ResponseAnswer(kept.response, session.session_id, message.call_id, after)
-            ended = partial(self._shelf.change, kept, kept.document)
-            async with aclosing(answer_steps(self._sessions.run(session), answer, message, ended)) as steps:
+            answer = ResponseAnswer(_begun(kept), session.session_id, message.call_id, after)
+            begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
+            keeper = _ResponseKeeper(self._shelf, answer, begun, replaces=True)
+            async with aclosing(answer_steps(self._sessions.run(session), answer, message, keeper)) as steps:
                 await stream(steps, exchange)
 
     async def cancel(self, call: Call) -> Work:
         """Ends a response that is in progress, by taking its session and not running it."""
         kept = await self._found(call)
         if kept.response["status"] == IN_PROGRESS:
-            cancelled = replace(kept, response={**kept.response, "status": CANCELLED})
+            cancelled = replace(kept, response={**kept.response, "status": CANCELLED}, rank=FINAL, at_work=False)
             await self._claim(kept)
-            changed = await self._shelf.change(cancelled, kept.document)
-            kept = cancelled if changed else await self._found(call)
+            kept = cancelled if await self._shelf.end(cancelled) else await self._found(call)
         return call.exchange.whole(kept.response)
 
     async def delete(self, call: Call) -> Work:
@@ -199,7 +279,7 @@ class KeptResponses:
 
     async def _claim(self, kept: KeptResponse) -> SessionRequest:
         """Takes the session of a response, whose record may be written a moment after its first event is sent."""
-        for _ in range(NUM_CLAIMS - 1):
+        for _ in range(NUM_CLAIMS - 1 if kept.at_work else 0):
             with suppress(SessionNotFoundError):
                 return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
             await asyncio.sleep(CLAIM_PAUSE_S)
@@ -210,11 +290,16 @@ def _session_id(kept: KeptResponse) -> str:
     return f"{kept.response['id']}-0"
 
 
+def _begun(kept: KeptResponse) -> Json:
+    """Returns a response as it was before its first token."""
+    empty: Json = {"status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None, "error": None}
+    return {**kept.response, **empty}
+
+
 async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
     """Yields the events of a response that has ended."""
-    begun = {**kept.response, "status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None}
     call_ids = [item["call_id"] for item in kept.response["output"] if item["type"] == "function_call"]
-    answer = ResponseAnswer(begun, _session_id(kept), call_ids.__getitem__, after)
+    answer = ResponseAnswer(_begun(kept), _session_id(kept), call_ids.__getitem__, after)
     yield answer.opening()
     yield answer.further(parts_of(kept.response["output"]))
     answer.response |= {name: value for name, value in kept.response.items() if name != "output"}

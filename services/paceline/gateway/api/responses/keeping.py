@@ -2,107 +2,71 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
-from paceline.core.errors import SessionNotFoundError, UnavailableError
-from paceline.store.base import Store
+from paceline.core.errors import SessionNotFoundError
+from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
+from paceline.gateway.api.responses.keeping_writer import KeepingWriter
+from paceline.gateway.api.responses.kept import IN_PROGRESS, KeptResponse, interrupted
+from paceline.store.documents import Documents, Keeping
 
-Json = dict[str, Any]
 # Ids that gateways make; the store is not asked for others.
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-_NAME = "response:{response_id}"
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptResponse:
-    """A response as it is kept.
-
-    Attributes:
-        api_key: Name of the key of its request; empty without keys.
-        response: As clients see it.
-        messages: The conversation before it, without instructions.
-        document: As the store has it; empty: it was not read from there.
-    """
-
-    api_key: str
-    response: Json
-    messages: list[Json]
-    document: bytes = b""
-
-    def to_bytes(self) -> bytes:
-        """Returns it as it is written."""
-        fields = {"api_key": self.api_key, "response": self.response, "messages": self.messages}
-        return json.dumps(fields, separators=(",", ":")).encode()
-
-
 class ResponseShelf:
-    """Where they are kept.
+    """Where responses are kept.
 
     Args:
-        store: Holds documents.
+        documents: Of the store.
+        workers: Read long ones.
         ttl_s: Life of a response after its last change, in seconds.
+        room_bytes: Room in the store for all responses of all keys.
+
+    Attributes:
+        writer: Writes them in the background.
+        room_bytes: As given.
     """
 
-    def __init__(self, store: Store, ttl_s: float) -> None:
-        self._store = store
-        self._ttl_s = ttl_s
+    def __init__(self, documents: Documents, workers: Workers, *, ttl_s: float, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+        self._keep = partial(documents.keep, ttl_s=ttl_s, room_bytes=room_bytes)
+        self.writer = KeepingWriter(documents, self._keep)
+        self._documents = documents
+        self._workers = workers
 
-    async def keep(self, kept: KeptResponse) -> bytes:
-        """Writes a response; without a store it cannot be retrieved later, but is answered all the same.
-
-        Returns:
-            The document, needed to change it later; empty: it is not kept.
-        """
-        document = kept.to_bytes()
-        try:
-            await self._store.keep(self._name(kept), document, self._ttl_s)
-        except UnavailableError as error:
-            self._warn(kept, error)
-            return b""
-        return document
-
-    async def change(self, kept: KeptResponse, document: bytes) -> bool:
-        """Writes what has become of a response, unless it was cancelled, ended elsewhere or deleted in the meantime.
-
-        Args:
-            kept: As it is now.
-            document: As it was kept; empty: it was not.
+    async def end(self, kept: KeptResponse) -> bool:
+        """Writes a final response now.
 
         Returns:
-            Whether it was written.
+            False if it has ended otherwise by now, or is deleted.
+
+        Raises:
+            UnavailableError: The store does not answer.
         """
-        if not document:
-            return bool(await self.keep(kept))
-        try:
-            return await self._store.exchange(self._name(kept), document, kept.to_bytes(), self._ttl_s)
-        except UnavailableError as error:
-            self._warn(kept, error)
-            return False
-
-    def _name(self, kept: KeptResponse) -> str:
-        return _NAME.format(response_id=kept.response["id"])
-
-    def _warn(self, kept: KeptResponse, error: UnavailableError) -> None:
-        _log.warning("a response is not kept: %s", error, extra={"response_id": kept.response["id"]})
+        outcome = await self._keep(kept.document(), work_s=0.0)
+        self.writer.leave(kept)
+        return outcome is Keeping.DONE
 
     async def find(self, response_id: str, api_key: str, field: str = "response_id") -> KeptResponse:
-        """Returns a response.
+        """Returns a response; one that nobody runs any more is incomplete.
 
         Raises:
             SessionNotFoundError: There is none for this key.
             UnavailableError: The store does not answer.
+            OverloadedError: It is long, and too many requests are being read.
         """
-        kept = await self._find(response_id)
-        # A caller does not learn whether it exists under another key.
-        if kept is None or kept.api_key != api_key:
+        kept = await self._find(response_id, api_key)
+        if kept is None:
             raise SessionNotFoundError(f"{field}: {response_id[:80]!r} is not known; it is not kept, or no longer")
-        return kept
+        if kept.at_work or kept.response["status"] != IN_PROGRESS:
+            return kept
+        return replace(kept, response={**kept.response, **interrupted()})
 
     async def forget(self, response_id: str, api_key: str) -> None:
         """Deletes a response.
@@ -111,15 +75,23 @@ class ResponseShelf:
             SessionNotFoundError: There is none for this key.
             UnavailableError: The store does not answer.
         """
-        await self.find(response_id, api_key)
-        await self._store.forget(_NAME.format(response_id=response_id))
+        kept = await self.find(response_id, api_key)
+        self.writer.forget(kept)
+        await self._documents.forget(api_key, response_id)
 
-    async def _find(self, response_id: str) -> KeptResponse | None:
+    async def _find(self, response_id: str, api_key: str) -> KeptResponse | None:
         if _ID.fullmatch(response_id) is None:
             return None
-        document = await self._store.kept(_NAME.format(response_id=response_id))
+        waiting = self.writer.waiting(api_key, response_id)
+        if waiting is not None:
+            return waiting
+        document = await self._documents.kept(api_key, response_id)
+        if document is None:
+            return None
         try:
-            return None if document is None else KeptResponse(**json.loads(document), document=document)
-        except (ValueError, TypeError):
+            return await self._workers.run(
+                partial(KeptResponse.from_document, document), small=len(document.body) <= MAX_INLINE_BYTES
+            )
+        except (ValueError, LookupError, TypeError):
             _log.warning("a kept response cannot be read", extra={"response_id": response_id})
             return None

@@ -84,7 +84,7 @@ async def test_one_viewer_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -
     feed = Fleet().feed()
     with feed.watching():
         with feed.watching():
-            with pytest.raises(OverloadedError, match="2 viewers"):
+            with pytest.raises(OverloadedError, match="2 of 2 viewers of this console are taken"):
                 with feed.watching():
                     pass
         with feed.watching():

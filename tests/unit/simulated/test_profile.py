@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, RecordedGuesses, RecordedPlace
-from paceline.planning.profile import (
+from paceline.simulated.guesses import RIGHT, STRIDE, DrawnGuesses, RecordedGuesses, RecordedPlace
+from paceline.simulated.profile import (
     MEASURED,
     SHIPPED,
     profile_from,
@@ -19,7 +19,7 @@ from paceline.planning.profile import (
     read_profile,
     write_profile,
 )
-from paceline.planning.roofline import computed_profile
+from paceline.simulated.roofline import computed_profile
 from tests.unit.planning.facts import profile
 
 PLACES = [RecordedPlace(rank=1, confidences=(0.9, 0.05)), RecordedPlace(rank=None, confidences=(0.4,))]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.planning.guesses import DrawnGuesses
-from paceline.planning.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
+from paceline.simulated.guesses import DrawnGuesses
+from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.6
 # Seconds of a step that are neither weights nor arithmetic, of an all-reduce, and of the host for each session.
@@ -64,6 +64,7 @@ GPUS = {
     "l4": Gpu(name="L4", bytes_per_s=0.3e12, flops=121e12, memory_bytes=24e9, price_per_hour=0.6),
 }
 MODELS = {
+    "0.5b": Model(name="0.5B", parameters=0.49e9, layers=24, kv_bytes_per_token=12_288),
     "1b": Model(name="1B", parameters=1.24e9, layers=16, kv_bytes_per_token=32_768),
     "8b": Model(name="8B", parameters=8.03e9, layers=32, kv_bytes_per_token=131_072),
     "70b": Model(name="70B", parameters=70.6e9, layers=80, kv_bytes_per_token=327_680),

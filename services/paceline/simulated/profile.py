@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
-from paceline.core.step_time import StepCost
-from paceline.planning.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
+from paceline.core.step_time import KNOTS, StepCost
 from paceline.service.config import from_mapping, setting
+from paceline.simulated.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
 
 MEASURED, COMPUTED = "measured", "computed"
 SHIPPED = Path(__file__).with_name("profiles")
@@ -52,6 +52,11 @@ class DeviceFacts:
         if not rows:
             return 0.0
         return self.cost.at(rows) + self.session_s * num_sessions + self.kv_token_s * kv_tokens
+
+    def starting_cost(self) -> StepCost:
+        """What measuring steps at start-up would find: steps with one row a session, and no KV."""
+        rows = tuple(count for count in KNOTS if count <= max(4, self.max_rows))
+        return StepCost(rows=rows, seconds=tuple(self.step_s(count, num_sessions=1) for count in rows))
 
     @property
     def replica_price_per_hour(self) -> float:

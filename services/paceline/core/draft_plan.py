@@ -1,0 +1,111 @@
+"""What a drafter's next step computes, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from paceline.core.rejection_sampling import SparseDraft
+from paceline.core.scheduled_draft_session import ScheduledDraftSession
+from paceline.forest import Calls, Ints
+
+SessionT = TypeVar("SessionT", bound=ScheduledDraftSession)
+
+
+@dataclass(frozen=True, slots=True)
+class CatchingUp(Generic[SessionT]):
+    """Committed tokens of a session whose KV a step computes.
+
+    Attributes:
+        session: Whose.
+        start: First row of its pages.
+        stop: One more than the last.
+        expands: Whether the children of the root are wanted, too.
+    """
+
+    session: SessionT
+    start: int
+    stop: int
+    expands: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion(Generic[SessionT]):
+    """A node whose children a step computes.
+
+    Attributes:
+        session: Whose.
+        slot: Of the node in the forest, until the next commit.
+        position: Of the node.
+        path: Tokens from below the root down to it.
+        kv: Scratch slots of the same.
+    """
+
+    session: SessionT
+    slot: int
+    position: int
+    path: Sequence[int]
+    kv: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Growing(Generic[SessionT]):
+    """The nodes whose children a step computes, of all sessions, best first.
+
+    Args:
+        sessions: By their rows in the forest.
+        calls: The nodes.
+        ends: int32 `[nodes]`, where the path of each ends.
+        path: int32 `[n]`, tokens from below the root down to each.
+        kv: int32 `[n]`, scratch slots of the same.
+    """
+
+    sessions: Mapping[int, SessionT]
+    calls: Calls
+    ends: Ints
+    path: Ints
+    kv: Ints
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[Expansion[SessionT]]:
+        """Node by node."""
+        path, kv, start = self.path.tolist(), self.kv.tolist(), 0
+        for row, slot, end in zip(self.calls.rows.tolist(), self.calls.slots.tolist(), self.ends.tolist(), strict=True):
+            session = self.sessions[row]
+            yield Expansion(session, slot, len(session.tokens) + end - start - 1, path[start:end], kv[start:end])
+            start = end
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan(Generic[SessionT]):
+    """One step."""
+
+    catching_up: list[CatchingUp[SessionT]] = field(default_factory=list)
+    growing: Growing[SessionT] | tuple[()] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to compute; 0: there is nothing to do."""
+        return sum(each.stop - each.start for each in self.catching_up) + len(self.growing)
+
+
+class Offer(NamedTuple):
+    """What may follow a node, or the root.
+
+    Attributes:
+        session: Whose tree.
+        slot: Of the node, or ROOT.
+        token_ids: The guesses, best first.
+        confidences: In each.
+        draft: The distribution that the one guess of a chain was sampled from, and its position.
+    """
+
+    session: ScheduledDraftSession
+    slot: int
+    token_ids: Sequence[int] = ()
+    confidences: Sequence[float] = ()
+    draft: tuple[int, SparseDraft] | None = None

@@ -1,0 +1,184 @@
+"""The trees of all sessions of a drafter: how commits prune them, where they grow, and what goes to verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, Generic, NamedTuple
+
+import numpy as np
+
+from paceline.core.draft_plan import Growing, Offer, SessionT
+from paceline.core.messages import DraftNodes, NodeGuess
+from paceline.core.pages import SlotPool
+from paceline.core.params import DRAFT_MODEL
+from paceline.forest import NONE, ROOT, Forest, Ints, Pushed, rows_of
+
+# What goes to verifiers, with the sessions it is of.
+Messages = list[tuple[SessionT, DraftNodes]]
+
+
+class NewTokens(NamedTuple, Generic[SessionT]):
+    """Tokens that were committed after the first `base_len` of a session."""
+
+    session: SessionT
+    base_len: int
+    token_ids: tuple[int, ...]
+
+
+class DraftedTrees(Generic[SessionT]):
+    """The trees, and where sessions stand.
+
+    Args:
+        scratch: Slots for KV of nodes.
+        context_len: Tokens that the draft model takes.
+
+    Attributes:
+        forest: Their nodes.
+    """
+
+    def __init__(self, scratch: SlotPool, context_len: int) -> None:
+        self.forest = Forest((DRAFT_MODEL,))
+        self._scratch = scratch
+        self._context_len = context_len
+        self._sessions: dict[int, SessionT] = {}
+        self._rows = rows_of(())
+        # By row, those whose trees cannot grow before some committed tokens are computed.
+        self._behind: dict[int, SessionT] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """True while a session lags, or has nodes to push or to expand."""
+        return self.forest.any_work(self._rows, room=self._has_room, context_len=self._context_len)
+
+    @property
+    def behind(self) -> Sequence[SessionT]:
+        """Sessions that have committed tokens to be computed, or no place for more."""
+        return list(self._behind.values())
+
+    @property
+    def _has_room(self) -> bool:
+        return self._scratch.num_free > 0
+
+    def add(self, session: SessionT) -> None:
+        """A session was opened."""
+        row = session.row = self.forest.take_row()
+        self._sessions[row] = session
+        self._rows = rows_of(self._sessions)
+        self.forest.open(
+            row,
+            session.tokens,
+            chain=session.chain,
+            # What was drafted from a head's own features is computed anew from the target's.
+            keeps_kv=session.features is None,
+            price=session.price,
+            room=session.room,
+        )
+        self.place(session)
+
+    def remove(self, session: SessionT) -> None:
+        """A session has ended."""
+        self.clear(session)
+        self._behind.pop(session.row, None)
+        del self._sessions[session.row]
+        self._rows = rows_of(self._sessions)
+        self.forest.give_back(session.row)
+
+    def clear(self, session: SessionT) -> None:
+        """A session's tree has no nodes any more."""
+        self._scratch.give_back(*self.forest.kv(session.row).tolist())
+        self.forest.clear(session.row)
+
+    def place(self, session: SessionT) -> None:
+        """Something of what there is to compute of a session has changed."""
+        ready = session.ready
+        self.forest.place(session.row, ready=ready, lags=session.lags)
+        if ready:
+            self._behind.pop(session.row, None)
+        else:
+            self._behind[session.row] = session
+
+    def wants_drafts(self, session: SessionT) -> bool:
+        """Whether the verifier would take more nodes."""
+        return self.forest.wants_nodes(session.row)
+
+    def wants_guesses(self, session: SessionT, slot: int) -> bool:
+        """Whether guesses below a node are still to be drawn; below a node of a chain they are drawn only once."""
+        return not session.chain or not self.forest.has_child(session.row, slot)
+
+    def node_id(self, session: SessionT, slot: int) -> int:
+        """Name of a node on the wire; 0: the root."""
+        return 0 if slot == ROOT else int(self.forest.arrays.nodes["id"][session.row, slot])
+
+    def commit(self, commits: Sequence[NewTokens[SessionT]]) -> tuple[list[tuple[int, int]], Messages[SessionT]]:
+        """Follows committed tokens.
+
+        Returns:
+            KV of nodes on their paths, from slot to slot of the sessions' pages; and nodes to send at once, where all
+            tokens were guessed: a verifier may be waiting for what is at hand.
+        """
+        rows = rows_of(each.session.row for each in commits)
+        ends = np.cumsum([len(each.token_ids) for each in commits], dtype=np.int32)
+        done = self.forest.commit(rows, ends, rows_of(chain.from_iterable(each.token_ids for each in commits)))
+        kept, start, moves = done.moves.tolist(), 0, list[tuple[int, int]]()
+        for each, count in zip(commits, done.accepted.tolist(), strict=True):
+            moves += each.session.keep(each.base_len, kept[start : start + count])
+            start += count
+            self.place(each.session)
+        self._scratch.give_back(*done.moves[:, 0].tolist(), *done.freed.tolist())
+        prices, rooms = zip(*((each.session.price, each.session.room) for each in commits), strict=True)
+        self.forest.reprice(rows, np.array(prices), np.array(rooms, np.int64))
+        return moves, self.push(np.unique(rows[done.hits]), at_once=True)
+
+    def plan(self, *, most: int, most_each: int) -> Growing[SessionT] | tuple[()]:
+        """The best nodes of all sessions to expand, `most_each` of a session at most; takes slots for them."""
+        most = min(most, self._scratch.num_free)
+        calls = self.forest.frontier(self._rows, limit=most_each, most=most, context_len=self._context_len)
+        if not len(calls.rows):
+            return ()
+        self.forest.set_kv(calls, rows_of(self._scratch.take_many(len(calls.rows))))
+        return Growing(self._sessions, calls, *self.forest.trace(*calls))
+
+    def grow(self, offers: Sequence[Offer]) -> None:
+        """Hangs guesses that are worth it below what a step has computed, and keeps the others back."""
+        if not offers:
+            return
+        width = max(len(offer.token_ids) for offer in offers)
+        for offer in offers:
+            if offer.draft is not None:
+                position, draft = offer.draft
+                offer.session.drafts[position] = draft
+        self.forest.grow(
+            rows_of(offer.session.row for offer in offers),
+            rows_of(offer.slot for offer in offers),
+            np.array([_padded(offer.token_ids, width, NONE) for offer in offers], np.int32).reshape(-1, width),
+            np.array([_padded(offer.confidences, width, 0.0) for offer in offers]).reshape(-1, width),
+        )
+
+    def push(self, rows: Ints | None = None, *, at_once: bool = False) -> Messages[SessionT]:
+        """Nodes that are due after a draft step, of sessions in some rows or of all."""
+        rows = self._rows if rows is None else rows
+        pushed = self.forest.push(rows, room=self._has_room, context_len=self._context_len, at_once=at_once)
+        if not pushed.ends.any():
+            return []
+        guesses = [*map(NodeGuess, *(column.tolist() for column in pushed.columns))]
+        messages: Messages[SessionT] = []
+        start = 0
+        for row, end in zip(rows.tolist(), pushed.ends.tolist(), strict=True):
+            if end > start:
+                session = self._sessions[row]
+                nodes = guesses[start:end]
+                if session.chain:
+                    nodes = list(_with_drafts(session, nodes, pushed, start))
+                messages.append((session, session.message(nodes)))
+            start = end
+        return messages
+
+
+def _with_drafts(session: SessionT, nodes: Sequence[NodeGuess], pushed: Pushed, start: int) -> Iterator[NodeGuess]:
+    for place, node in enumerate(nodes, start):
+        yield node._replace(draft=session.drafts.get(int(pushed.positions[place])))
+
+
+def _padded(values: Sequence[Any], width: int, filler: float) -> Sequence[Any]:
+    return values if len(values) == width else [*values, *[filler] * (width - len(values))]

@@ -1,0 +1,248 @@
+"""Devices that take their time and compute nothing: models whose steps are as long as a profile says.
+
+A step writes digests of texts where a model writes KV. While it lasts, the interpreter is free, as beside a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.confidence import GREEDY_SHARPNESS, NUM_RANKED
+from paceline.core.features import Features
+from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.batch import Batch
+from paceline.simulated.guesses import RecordedGuesses
+from paceline.simulated.profile import DeviceFacts
+from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contributions, mixed
+
+# Keys the digests of all simulated models: drafters know the truth of their targets.
+KEY = 0x5061_6365_6C69_6E65
+# Logits of tokens that the text does not choose; a grammar that bars the chosen one leaves the best of these.
+LEAST, MOST, NUM_TABLES = -24.0, -20.0, 64
+
+Logits = npt.NDArray[np.float32]
+
+
+class DigestCache:
+    """What a simulated model keeps by physical slot: digests of the texts up to there, and what each token added."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.digests: Digests = np.zeros(num_blocks * BLOCK_SIZE, np.uint64)
+        self.added: Digests = np.zeros(num_blocks * BLOCK_SIZE, np.uint64)
+
+    def apply_moves(self, moves: list[tuple[int, int]]) -> None:
+        """Copies slots, by pairs of source and target, and clears the list."""
+        if moves:
+            sources, targets = np.array(moves, np.int64).T
+            self.digests[targets] = self.digests[sources]
+            self.added[targets] = self.added[sources]
+            moves.clear()
+
+    def features(self, slots: Sequence[int]) -> Features:
+        """There are none, float32 [n, 0]."""
+        return np.zeros((len(slots), 0), np.float32)
+
+    def state_bytes(self, slots: Sequence[int], width: int) -> bytes:
+        """There are none."""
+        del slots, width
+        return b""
+
+    def write(self, batch: Batch) -> Digests:
+        """Writes the rows of a step; returns the digests of their texts, uint64 [rows]."""
+        added = contributions(batch.token_ids, batch.positions, KEY)
+        self.added[batch.slots] = added
+        digests = np.zeros(len(added), np.uint64)
+        nodes = batch.num_ancestors > 0
+        with np.errstate(over="ignore"):
+            digests[~nodes] = self._of_prefixes(batch, added, np.flatnonzero(~nodes))
+            digests[nodes] = self._of_nodes(batch, np.flatnonzero(nodes))
+        self.digests[batch.slots[nodes]] = digests[nodes]
+        return digests
+
+    def _of_prefixes(self, batch: Batch, added: Digests, rows: Ints) -> Digests:
+        """Digests of rows that follow one another within a sequence, as batches are packed; and writes them."""
+        if not len(rows):
+            return np.zeros(0, np.uint64)
+        sequences, positions = batch.sequences[rows], batch.positions[rows]
+        starts = np.ones(len(rows), bool)
+        starts[1:] = (sequences[1:] != sequences[:-1]) | (positions[1:] != positions[:-1] + 1)
+        sums = np.cumsum(added[rows], dtype=np.uint64)
+        first = np.flatnonzero(starts)
+        before = self._committed(batch, sequences[first], positions[first]) - (sums[first] - added[rows[first]])
+        digests: Digests = sums + np.repeat(before, np.diff([*first, len(rows)]))
+        self.digests[batch.slots[rows]] = digests
+        return digests
+
+    def _of_nodes(self, batch: Batch, rows: Ints) -> Digests:
+        if not len(rows):
+            return np.zeros(0, np.uint64)
+        base = self._committed(batch, batch.sequences[rows], batch.context_lens[rows])
+        ancestors = batch.ancestors[rows]
+        counted = np.arange(ancestors.shape[1]) < batch.num_ancestors[rows, None]
+        steps = np.where(counted, self.added[np.where(counted, ancestors, 0)], np.uint64(0))
+        digests: Digests = base + steps.sum(axis=1, dtype=np.uint64)
+        return digests
+
+    def _committed(self, batch: Batch, sequences: npt.NDArray[np.int32], lengths: npt.NDArray[np.integer]) -> Digests:
+        """Digests of the first tokens of sequences; that of none is 0."""
+        last = np.maximum(lengths.astype(np.int64) - 1, 0)
+        blocks = batch.block_tables[sequences, np.minimum(last // BLOCK_SIZE, batch.block_tables.shape[1] - 1)]
+        known = self.digests[blocks.astype(np.int64) * BLOCK_SIZE + last % BLOCK_SIZE]
+        return np.where(lengths > 0, known, np.uint64(0))
+
+
+class Pace:
+    """Makes steps as long as a profile says.
+
+    Args:
+        facts: Of the device.
+        seed: Of the luck with step times.
+        clock: Monotonic seconds.
+        sleep: Waits for a number of seconds, and leaves the interpreter to others.
+    """
+
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._facts, self._clock, self._sleep = facts, clock, sleep
+        self._luck = np.random.default_rng(seed)
+
+    def now_s(self) -> float:
+        """The time."""
+        return self._clock()
+
+    def keep(self, started_s: float, batch: Batch) -> None:
+        """Returns when a step that began at `started_s` is over."""
+        left_s = started_s + self.seconds(batch) - self._clock()
+        if left_s > 0:
+            self._sleep(left_s)
+
+    def seconds(self, batch: Batch) -> float:
+        """The time of a step: by its rows, its sequences and the KV that they read."""
+        read = np.zeros(len(batch.block_tables), np.int64)
+        np.maximum.at(read, batch.sequences, batch.context_lens)
+        expected = self._facts.step_s(len(batch.token_ids), num_sessions=len(read), kv_tokens=int(read.sum()))
+        noise = self._facts.noise
+        return expected * math.exp(noise * float(self._luck.standard_normal()) - noise**2 / 2)
+
+
+class SimulatedTarget:
+    """A target model: its text's next token has all the weight; the others' logits only rank them.
+
+    Args:
+        law: Of its texts.
+        pace: Of its device.
+        vocab_size: Ids.
+    """
+
+    feature_width = state_width = 0
+
+    def __init__(self, law: TextLaw, pace: Pace, vocab_size: int) -> None:
+        self._law, self._pace = law, pace
+        ranks = np.random.default_rng(KEY).uniform(LEAST, MOST, (NUM_TABLES, vocab_size))
+        self._tables = ranks.astype(np.float32)
+
+    def new_cache(self, num_blocks: int) -> DigestCache:
+        """An empty cache."""
+        return DigestCache(num_blocks)
+
+    def rows_computed(self, rows: int) -> int:
+        """As many as are asked for."""
+        return rows
+
+    def logits(self, batch: Batch, cache: DigestCache) -> Logits:
+        """Takes a step's time; returns logits [k, vocab] of `batch.logit_rows`, in that order."""
+        started_s = self._pace.now_s()
+        digests = cache.write(batch)[batch.logit_rows]
+        logits = self._tables[(mixed(digests, LAW) % np.uint64(NUM_TABLES)).astype(np.int64)]
+        logits[np.arange(len(digests)), self._law.next_tokens(digests)] = 0.0
+        self._pace.keep(started_s, batch)
+        return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuessTable:
+    """Places of texts at which a drafter guesses.
+
+    Attributes:
+        ranks: Which of the guesses is right, int64 [places]; -1: none.
+        logits: Of the guesses, best first, such that their confidences come out as recorded, float32 [places, guesses].
+        rest: Logit of each of the tokens beside them, float32 [places].
+    """
+
+    ranks: Ints
+    logits: Logits
+    rest: Logits
+
+    @classmethod
+    def of(cls, guesses: RecordedGuesses, vocab_size: int) -> GuessTable:
+        """Makes a table of all places of some texts."""
+        places = [place for text in guesses.texts for place in text]
+        width = max(len(place.confidences) for place in places)
+        sure = np.zeros((len(places), width))
+        for at, place in enumerate(places):
+            sure[at, : len(place.confidences)] = place.confidences
+        left = np.maximum(1.0 - sure.sum(axis=1), 1e-9)
+        # What `confidences` sharpens and sums up: the likeliest tokens, and a good many of the rest.
+        beside = min(vocab_size, NUM_RANKED) - width
+        floor = 1e-12
+        return cls(
+            ranks=np.array([-1 if place.rank is None else place.rank for place in places], np.int64),
+            logits=(GREEDY_SHARPNESS * np.log(np.maximum(sure, floor))).astype(np.float32),
+            rest=(GREEDY_SHARPNESS * np.log(np.maximum(left / max(beside, 1), floor))).astype(np.float32),
+        )
+
+
+class SimulatedDraft:
+    """A draft model that knows its target's texts, and guesses them as well as a table says.
+
+    Args:
+        law: Of the target's texts.
+        pace: Of its device.
+        vocab_size: Ids.
+        table: Of its guesses.
+    """
+
+    feature_width = state_width = 0
+
+    def __init__(self, law: TextLaw, pace: Pace, vocab_size: int, table: GuessTable) -> None:
+        self._law, self._pace, self._vocab_size, self._table = law, pace, vocab_size, table
+
+    def new_cache(self, num_blocks: int) -> DigestCache:
+        """An empty cache."""
+        return DigestCache(num_blocks)
+
+    def rows_computed(self, rows: int) -> int:
+        """As many as are asked for."""
+        return rows
+
+    def logits(self, batch: Batch, cache: DigestCache) -> Logits:
+        """Takes a step's time; returns logits [k, vocab] of `batch.logit_rows`, in that order."""
+        started_s = self._pace.now_s()
+        logits = self._guesses(cache.write(batch)[batch.logit_rows])
+        self._pace.keep(started_s, batch)
+        return logits
+
+    def _guesses(self, digests: Digests) -> Logits:
+        table, width = self._table, self._table.logits.shape[1]
+        places = (mixed(digests, GUESS) % np.uint64(len(table.ranks))).astype(np.int64)
+        ranks, rows = table.ranks[places], np.arange(len(digests))
+        # The true token first, then wrong ones; those before its rank move up.
+        tokens = self._law.next_tokens(digests, others=width)
+        order = np.broadcast_to(np.arange(1, 1 + width), (len(digests), width)).copy()
+        right = ranks >= 0
+        order[rows[right], ranks[right]] = 0
+        logits = np.repeat(table.rest[places, None], self._vocab_size, axis=1)
+        logits[rows[:, None], tokens[rows[:, None], order]] = table.logits[places]
+        return logits

@@ -1,0 +1,89 @@
+"""A simulated device inside a verifier: the very engine and scheduler, with a model that takes its time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from typing_extensions import override
+
+from paceline.core.errors import ConfigError
+from paceline.core.messages import ModelIdentity
+from paceline.core.pages import BLOCK_SIZE
+from paceline.core.params import GRAMMAR, NGRAM, SUFFIX, TIER_METHODS
+from paceline.core.target_events import Submit, TargetEvent, TargetLimits
+from paceline.drafting.forced import GrammarSource
+from paceline.drafting.suffix import TextSource
+from paceline.engine.grammar import Grammars
+from paceline.engine.source_interface import AnySource
+from paceline.engine.target import TargetEngine
+from paceline.simulated.model import Simulation, find_profile
+from paceline.verifier.config import NAME, Speculation, VerifierConfig, speculation_from
+from paceline.verifier.served import ServedEngine
+
+logger = logging.getLogger(__name__)
+
+
+class SimulatedEngine(TargetEngine):
+    """An engine whose texts have one next token, whatever the temperature."""
+
+    @override
+    def handle(self, event: TargetEvent) -> None:
+        if isinstance(event, Submit):
+            greedy = replace(event.request.sampling, temperature=0.0)
+            event = replace(event, request=replace(event.request, sampling=greedy))
+        super().handle(event)
+
+
+def simulated_engine(config: VerifierConfig) -> ServedEngine:
+    """Prepares a simulated device.
+
+    Raises:
+        ConfigError: The profile, the tokenizer or another setting makes serving impossible.
+    """
+    simulation = Simulation(
+        profile=find_profile(config.profile), folder=config.model, mean_length=config.mean_output_tokens
+    )
+    speculation = speculation_from(config.speculative_config)
+    if beyond := sorted(set(speculation.methods) - {*TIER_METHODS, NGRAM, SUFFIX, GRAMMAR}):
+        raise ConfigError(f"{NAME}: the method {beyond[0]} needs a real model, and devices are simulated")
+    identity = replace(
+        simulation.identity(config.model_name),
+        methods=speculation.methods,
+        acceptance_rules=speculation.rules.names(speculation.methods),
+    )
+    logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
+    return ServedEngine(
+        identity=identity,
+        rules=speculation.rules,
+        grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
+        make=lambda: _make(config, simulation, identity, speculation),
+    )
+
+
+def _make(
+    config: VerifierConfig, simulation: Simulation, identity: ModelIdentity, speculation: Speculation
+) -> SimulatedEngine:
+    facts, policy = simulation.profile.target, speculation.draft_policy()
+    engine = SimulatedEngine(
+        decoder=simulation.target(),
+        identity=identity,
+        num_blocks=config.num_kv_blocks or facts.kv_tokens // BLOCK_SIZE,
+        limits=TargetLimits(
+            max_num_seqs=facts.max_sessions,
+            max_num_batched_tokens=facts.max_rows,
+            max_model_len=config.max_model_len or identity.context_len,
+        ),
+        policy=policy,
+        clock=time.monotonic,
+        sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
+        rules=speculation.rules,
+    )
+    cost = facts.starting_cost()
+    policy.start_from(cost, cost)
+    return engine
+
+
+def _source(name: str) -> AnySource:
+    return TextSource(name) if name in (NGRAM, SUFFIX) else GrammarSource()

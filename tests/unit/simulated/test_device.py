@@ -1,0 +1,133 @@
+"""Devices that take their time and compute nothing: texts by digest, steps by a profile, guesses by a law."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.cluster.checkpoints import DEMO_TARGET
+from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.errors import ConfigError
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
+from paceline.engine.batch import Batch
+from paceline.engine.packing import BatchBuilder
+from paceline.simulated.device import DigestCache, Pace
+from paceline.simulated.model import Simulation, find_profile, guesses_at
+from paceline.simulated.roofline import computed_profile
+
+PROFILE = computed_profile("70b+1b@4xh100+l4")
+STILL = replace(PROFILE, target=replace(PROFILE.target, noise=0.0))
+TOKENS = [5, 9, 9, 7, 300, 12, 44, 5, 9, 9, 7, 300, 12, 44, 8, 8, 8, 21, 4, 77]
+SCRATCH = 40 * BLOCK_SIZE
+
+
+def pages_of(tokens: list[int], pool: BlockPool) -> SessionPages:
+    pages = SessionPages(list(tokens), pool)
+    assert pages.reserve(len(tokens) + 8)
+    return pages
+
+
+def prefix(pages: SessionPages, start: int, stop: int) -> Batch:
+    builder = BatchBuilder()
+    builder.add_prefix(pages, start, stop, wants_logits=True)
+    return builder.build()
+
+
+def digest_of(tokens: list[int]) -> int:
+    pages, cache = pages_of(tokens, BlockPool(32)), DigestCache(64)
+    return int(cache.write(prefix(pages, 0, len(tokens)))[-1])
+
+
+def test_a_text_has_one_digest_however_it_is_cut_into_steps_and_another_order_another_one() -> None:
+    whole = digest_of(TOKENS)
+    pages, cache = pages_of(TOKENS, BlockPool(32)), DigestCache(64)
+    digests = [
+        int(each)
+        for start, stop in ((0, 3), (3, 4), (4, 19), (19, 20))
+        for each in cache.write(prefix(pages, start, stop))
+    ]
+    assert digests == [digest_of(TOKENS[:length]) for length in range(1, 1 + len(TOKENS))]
+    assert digests[-1] == whole
+    assert digest_of([*TOKENS[:-2], TOKENS[-1], TOKENS[-2]]) != whole
+
+
+def test_sequences_of_one_step_do_not_mix() -> None:
+    pool, cache = BlockPool(32), DigestCache(64)
+    first, second = pages_of(TOKENS, pool), pages_of(TOKENS[::-1], pool)
+    cache.write(prefix(second, 0, 7))
+    builder = BatchBuilder()
+    builder.add_prefix(first, 0, 20, wants_logits=True)
+    builder.add_prefix(second, 7, 20, wants_logits=True)
+    batch = builder.build()
+    found = cache.write(batch)[batch.logit_rows]
+    assert [int(each) for each in found] == [digest_of(TOKENS), digest_of(TOKENS[::-1])]
+
+
+def test_a_guess_has_the_digest_of_its_path_also_after_it_was_accepted() -> None:
+    pages, cache = pages_of(TOKENS, BlockPool(32)), DigestCache(64)
+    cache.write(prefix(pages, 0, 19))
+    builder = BatchBuilder()
+    builder.add_prefix(pages, 19, 20, wants_logits=True)
+    builder.add_node(pages, token_id=61, position=20, slot=SCRATCH, ancestors=())
+    builder.add_node(pages, token_id=62, position=21, slot=SCRATCH + 1, ancestors=(SCRATCH,))
+    builder.add_node(pages, token_id=63, position=21, slot=SCRATCH + 2, ancestors=(SCRATCH,))
+    found = [int(each) for each in cache.write(builder.build())]
+    texts = [TOKENS, [*TOKENS, 61], [*TOKENS, 61, 62], [*TOKENS, 61, 63]]
+    assert found == [digest_of(text) for text in texts]
+    moves = [(SCRATCH, pages.slot(20)), (SCRATCH + 2, pages.slot(21))]
+    cache.apply_moves(moves)
+    assert moves == []
+    pages.tokens += [61, 63, 99]
+    assert int(cache.write(prefix(pages, 22, 23))[0]) == digest_of([*TOKENS, 61, 63, 99])
+
+
+def test_a_step_takes_the_time_of_its_rows_sessions_and_kv_and_leaves_the_interpreter_meanwhile() -> None:
+    slept: list[float] = []
+    pace = Pace(STILL.target, clock=lambda: 10.004, sleep=slept.append)
+    batch = prefix(pages_of(TOKENS, BlockPool(32)), 0, 20)
+    expected = STILL.target.step_s(20, num_sessions=1, kv_tokens=20)
+    assert pace.seconds(batch) == pytest.approx(expected)
+    pace.keep(10.0, batch)
+    assert slept == [pytest.approx(expected - 0.004)]
+    pace.keep(0.0, batch)
+    assert len(slept) == 1
+
+
+def test_a_text_is_made_of_words_and_ends_by_its_length_law() -> None:
+    endless, ending = (
+        Simulation(profile=STILL, folder=DEMO_TARGET),
+        Simulation(profile=STILL, folder=DEMO_TARGET, mean_length=20.0),
+    )
+    digests = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    eos = endless.identity("").eos_token_ids[0]
+    assert not np.any(endless._law.next_tokens(digests) == eos)
+    assert np.mean(ending._law.next_tokens(digests) == eos) == pytest.approx(1 / 20, abs=0.01)
+    text = endless._tokenizer.decode(endless._law.next_tokens(digests[:60]).tolist())
+    assert len(text.split()) > 30
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+def test_a_drafter_guesses_right_as_often_as_it_is_told_and_is_as_sure_as_that(chance: float) -> None:
+    simulation = Simulation(profile=PROFILE, folder=DEMO_TARGET, acceptance=chance)
+    draft, law = simulation.draft(), simulation._law
+    digests = np.arange(4_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    logits, truth = draft._guesses(digests), law.next_tokens(digests)
+    best = logits.argmax(axis=1)
+    assert np.mean(best == truth) == pytest.approx(chance, abs=0.03)
+    row = np.sort(logits[0])[::-1].astype(np.float64)
+    shares = np.exp(row) / np.exp(row).sum()
+    assert confidences(shares[:NUM_RANKED].tolist(), greedy=True)[0] == pytest.approx(chance, abs=0.01)
+
+
+def test_guesses_of_one_chance_have_it_on_average() -> None:
+    places = guesses_at(0.7).texts[0]
+    assert np.mean([place.rank == 0 for place in places]) == pytest.approx(0.7, abs=0.03)
+
+
+def test_a_profile_is_found_by_file_or_name_and_refused_otherwise() -> None:
+    assert find_profile("8b+1b@h100+l4").name == "8B on 1 x H100 SXM, 1B on L4"
+    for name, problem in (("9b+1b@h100+l4", "no model '9b' is known"), ("nowhere.json", "nowhere.json")):
+        with pytest.raises(ConfigError, match=problem):
+            find_profile(name)
