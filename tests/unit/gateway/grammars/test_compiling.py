@@ -198,7 +198,8 @@ def test_a_grammar_costs_the_time_that_its_process_computed_and_one_that_ends_it
     monkeypatch.setattr(compiling, "PATIENCE_S", 60.0)
     assert ask_as("alice", checker, "a+b")
     checker.ask({"kind": "json_schema", "value": {"type": "integer", "multipleOf": 999_979}, "options": LAYOUT})
-    assert 0 < used[0] < 0.5
+    # Of a quick one no time may be seen.
+    assert 0 <= used[0] < 0.5
     assert used[1] == MOST_S
 
 
