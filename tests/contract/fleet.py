@@ -9,8 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from paceline.core.draft_policy import DraftPolicy, FixedGamma
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Demand, DraftPolicy, FixedGamma
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,

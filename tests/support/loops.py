@@ -59,9 +59,18 @@ class Policy:
         self.price = price
         self._four = FixedGamma(gamma=self.max_nodes)
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+    @property
+    def drafts(self) -> bool:
         """See `DraftPolicy`."""
-        return replace(self._four.allocate(demands), prices=(self.price,) * len(demands), price=self.price)
+        return self.price < 1.0
+
+    def enter(self, num_sessions: int) -> bool:
+        """See `DraftPolicy`."""
+        return num_sessions > 0 and self.drafts
+
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0) -> Allocation:
+        """See `DraftPolicy`."""
+        return self._four.allocate(demands, other_rows=other_rows)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `DraftPolicy`."""

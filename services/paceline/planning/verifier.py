@@ -20,7 +20,6 @@ from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
@@ -125,9 +124,7 @@ class SimulatedVerifier:
         self._pairing = Pairing()
         # A co-located drafter's time is its own, not a share of the verifier's.
         self._overhead = 0.0 if colocated else profile.drafting_overhead
-        plain = profile.target.starting_cost()
-        times = StepTimes(plain, plain.scaled(1.0 + self._overhead))
-        self.policy: DraftPolicy = policy or Goodput(times, max_nodes=profile.most_nodes)
+        self.policy: DraftPolicy = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
         self.scheduler = _scheduler(profile.target, self._pool, self.policy)
         self._calibrations = {address: Calibration() for address in ((INSIDE,) if colocated else self._drafters)}
@@ -232,7 +229,7 @@ class SimulatedVerifier:
         """Expected time of a step."""
         kv_tokens = sum(part.session.committed_len for part in plan.decoding)
         seconds = self._facts.step_s(plan.num_rows, num_sessions=len(plan.parts), kv_tokens=kv_tokens)
-        return seconds * (1.0 + self._overhead) if plan.mode is StepMode.DRAFTING else seconds
+        return seconds * (1.0 + self._overhead) if plan.drafters_work else seconds
 
     def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
         """Commits what the step verified."""
