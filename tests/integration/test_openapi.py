@@ -35,7 +35,7 @@ OUTSIDE_SCHEMAS = (
     "leave no token to choose",
     "exceed the limit of 128 choices",
     "is only allowed with",
-    "the chat template refuses them",
+    "the chat template refuses",
     "half of a surrogate pair",
     "tool_choice: needs tools",
     "is none of the tools",

@@ -18,16 +18,13 @@ from tests.support.scripted_checkpoint import save_scripted
 Call = tuple[str, Mapping[str, Any]]
 # Programs that people run as agents send instructions of ten thousands of characters.
 CONTEXT_LEN = 65_536
-# The user's last question of the script, and the results since: as messages of tools, or as texts of the user where a
-# client knows no others.
-STATE = r"""
+# The user's last question of the script, and the results since.
+STATE = """
 {%- set state = namespace(question=0, results=0) %}
 {%- for message in messages %}
-{%- set text = message.content or '' %}
-{%- if message.role == 'tool' or (message.role == 'user' and ('Observation:' in text or '\nError:' in text)) %}
-{%- set state.results = state.results + 1 %}{% endif %}
+{%- if message.role == 'tool' %}{% set state.results = state.results + 1 %}{% endif %}
 {%- if message.role == 'user' %}
-{%- for question in QUESTIONS %}{% if question in text %}
+{%- for question in QUESTIONS %}{% if question in (message.content or '') %}
 {%- set state.question = loop.index %}{% set state.results = 0 %}{% endif %}{% endfor %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|' ~ state.question ~ '.' ~ state.results ~ '|>' }}{% endif %}"""
 
@@ -130,18 +127,20 @@ class Family:
     Attributes:
         template: Its chat template, without what decides on the answer.
         spell: Writes calls.
-        thought: Stands before every answer.
+        thinks: Whether a thought stands before every answer.
     """
 
     template: str
     spell: Callable[[Sequence[Call]], str]
-    thought: str = ""
+    thinks: bool = False
 
-    def text(self, said: Said) -> str:
-        """Returns an answer as this family writes it."""
-        if said.required:
-            return json.dumps([{"name": name, "parameters": arguments} for name, arguments in said.calls])
-        return self.thought + (self.spell(said.calls) if said.calls else said.text)
+    def text(self, said: Said, number: int) -> str | tuple[str, ...]:
+        """Returns an answer as this family writes it, in tokens where a grammar may bind it."""
+        thought = f"<think>\nStep {number}.\n</think>\n\n" if self.thinks else ""
+        text = self.spell(said.calls) if said.calls else said.text
+        if said.free:
+            return thought + text
+        return (thought, text) if thought else (text,)
 
 
 def _hermes(calls: Sequence[Call]) -> str:
@@ -167,7 +166,7 @@ def _qwen3_coder(calls: Sequence[Call]) -> str:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "hermes": Family(template=HERMES, spell=_hermes, thought="<think>\nLet me see.\n</think>\n\n"),
+    "hermes": Family(template=HERMES, spell=_hermes, thinks=True),
     "mistral": Family(template=MISTRAL, spell=_mistral),
     "llama3_json": Family(template=LLAMA3_JSON, spell=_llama3_json),
     "qwen3_coder": Family(template=QWEN3_CODER, spell=_qwen3_coder),
@@ -182,10 +181,11 @@ def save_agent(folder: Path, tokenizer_of: Path, family: Family) -> None:
         tokenizer_of: A checkpoint whose tokenizer it has, and some tokens more.
         family: How it is talked to.
     """
-    said = {
-        f"<|{number}.{results}|>": family.text(each)
-        for number, answers in enumerate(SCRIPT.values(), 1)
-        for results, each in enumerate(answers)
-    }
+    states = [
+        (f"<|{at}.{results}|>", each)
+        for at, those in enumerate(SCRIPT.values(), 1)
+        for results, each in enumerate(those)
+    ]
+    said = {begin: family.text(each, number) for number, (begin, each) in enumerate(states, 1)}
     template = family.template + STATE.replace("QUESTIONS", json.dumps([*SCRIPT]))
     save_scripted(folder, tokenizer_of, template, said, context_len=CONTEXT_LEN)

@@ -22,13 +22,15 @@ CERTAIN = 10.0
 # Of the end, where a grammar forbids what the script has.
 OTHERWISE = 0.01
 LEAST_WIDTH = 5
+# Characters of a piece at which a longer token might begin.
+GUARDED = 24
 
 
 def save_scripted(
     folder: Path,
     tokenizer_of: Path,
     template: str,
-    said: Mapping[str, str],
+    said: Mapping[str, str | tuple[str, ...]],
     *,
     sampling: Mapping[str, Any] | None = None,
     context_len: int = 2048,
@@ -39,7 +41,8 @@ def save_scripted(
         folder: Where to.
         tokenizer_of: A checkpoint whose tokenizer it has, and some tokens more.
         template: Its chat template.
-        said: What is said, by the token that ends a prompt.
+        said: What is said, by the token that ends a prompt: a text, which is cut up, or its tokens. Of a text that a
+            grammar binds, what the grammar may force must lie within one token, or it would be cut in another way.
         sampling: The model's own, where a request is silent.
         context_len: Its longest text, in tokens.
     """
@@ -47,33 +50,38 @@ def save_scripted(
     tokenizer = Tokenizer.from_file(str(tokenizer_of / "tokenizer.json"))
     tokenizer.add_special_tokens(list(said))
     chains = _chains(said.values())
-    pieces = [piece for chain in chains.values() for piece in chain]
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    pieces = dict.fromkeys(piece for chain in chains.values() for piece in chain)
+    # What a grammar forces comes in the tokenizer's own tokens, less those at the end that might become longer ones.
+    # Such longer ones stand beside each piece, so that the piece itself is never forced apart.
+    guarded = [piece for text in said.values() if isinstance(text, tuple) for piece in text]
+    guards = {piece[cut:] for piece in guarded for cut in range(1, min(GUARDED, len(piece)))}
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys([*pieces, *sorted(guards)])])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((tokenizer_of / "tokenizer_config.json").read_text())
     settings |= {"chat_template": template, "model_max_length": context_len}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     end = tokenizer.token_to_id(settings["eos_token"])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end, **(sampling or {})}))
-    begun = [(begin, chains[text][0]) for begin, text in said.items()]
-    joined = [pair for chain in chains.values() for pair in pairwise([*chain, settings["eos_token"]])]
-    follows = [(tokenizer.token_to_id(before), tokenizer.token_to_id(after)) for before, after in begun + joined]
+    begun = {(begin, chains[text][0]) for begin, text in said.items()}
+    joined = {pair for chain in chains.values() for pair in pairwise([*chain, settings["eos_token"]])}
+    follows = {tokenizer.token_to_id(before): tokenizer.token_to_id(after) for before, after in begun | joined}
+    assert len(follows) == len(begun | joined), "a token has two that follow it"
     _save_model(folder, tokenizer.get_vocab_size(), follows, end, context_len)
 
 
-def _chains(texts: Iterable[str]) -> dict[str, list[str]]:
+def _chains(texts: Iterable[str | tuple[str, ...]]) -> dict[str | tuple[str, ...], tuple[str, ...]]:
     """Cuts texts so that no two pieces are alike: a piece tells where in which text it stands."""
-    chains: dict[str, list[str]] = {}
-    seen: set[str] = set()
-    for text in dict.fromkeys(texts):
+    chains: dict[str | tuple[str, ...], tuple[str, ...]] = {each: each for each in texts if isinstance(each, tuple)}
+    seen = {piece for chain in chains.values() for piece in chain}
+    for text in dict.fromkeys(each for each in texts if isinstance(each, str)):
         widths = range(LEAST_WIDTH, len(text) + 1)
-        cuts = ([text[at : at + width] for at in range(0, len(text), width)] for width in widths)
+        cuts = (tuple(text[at : at + width] for at in range(0, len(text), width)) for width in widths)
         chains[text] = next(cut for cut in cuts if len({*cut} - seen) == len(cut))
         seen |= {*chains[text]}
     return chains
 
 
-def _save_model(folder: Path, vocab_size: int, follows: list[tuple[int, int]], end: int, context_len: int) -> None:
+def _save_model(folder: Path, vocab_size: int, follows: Mapping[int, int], end: int, context_len: int) -> None:
     """Writes a Llama whose only layer adds nothing: a token has a dimension of its own, and the head looks it up."""
     size = 64 * (len(follows) // 64 + 1)
     embedding = np.zeros((vocab_size, size), np.float32)
@@ -81,7 +89,7 @@ def _save_model(folder: Path, vocab_size: int, follows: list[tuple[int, int]], e
     embedding[:, -1] = 1.0
     head[end] = OTHERWISE
     head[end, -1] = CERTAIN
-    for at, (before, after) in enumerate(follows):
+    for at, (before, after) in enumerate(follows.items()):
         embedding[before, [at, -1]] = 1.0, 0.0
         head[after, at] = CERTAIN
     inner, ones = np.zeros((NUM_HEADS * HEAD_DIM, size), np.float32), np.ones(size, np.float32)

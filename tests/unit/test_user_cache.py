@@ -13,7 +13,7 @@ from paceline import user_cache as module
 from paceline.core.errors import ConfigError
 from paceline.service.config import load, setting
 from paceline.service.learned import kept_in
-from paceline.user_cache import user_cache, writable
+from paceline.user_cache import NothingWritableError, user_cache, writable
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,9 @@ def test_a_temporary_folder_of_somebody_else_is_not_trusted(tmp_path: Path, temp
 def test_with_no_place_at_all_one_line_names_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"cannot be written, and neither can .*: set NUMBA_CACHE_DIR or TMPDIR to"):
+    with pytest.raises(
+        NothingWritableError, match=r"cannot be written, and neither can .*: set NUMBA_CACHE_DIR or TMPDIR to"
+    ):
         writable(tmp_path / "file", "NUMBA_CACHE_DIR")
 
 

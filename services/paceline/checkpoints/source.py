@@ -275,8 +275,11 @@ def _has_weights(folder: Path) -> bool:
     index = folder / INDEX
     if not index.is_file():
         return any(folder.glob(WEIGHTS))
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return all((folder / name).is_file() for name in names)
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((folder / name).is_file() for name in names)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def _check(record: CommitRecord, name: str, flag: str) -> None:

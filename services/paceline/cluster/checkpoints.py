@@ -137,13 +137,23 @@ def facts_of(path: Path) -> CheckpointFacts:
             vocab_hash=vocab_hash(path),
             widened_from=None if widened is None else str(widened["name"]),
         )
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"checkpoint {path}: a file in it is broken ({error})") from error
 
 
 def num_parameters(path: Path) -> int:
-    """Returns how many numbers the weight files hold; raises `ValueError` when one is broken."""
-    return sum(_num_parameters(file) for file in sorted(path.glob("*.safetensors")))
+    """Returns how many numbers the weight files hold.
+
+    Raises:
+        ConfigError: One is broken.
+    """
+    total = 0
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            total += _num_parameters(file)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+            raise ConfigError(f"{file} cannot be read as safetensors: {error!r}") from error
+    return total
 
 
 def _num_parameters(file: Path) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from paceline.checkpoints.families import architectures
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
@@ -47,7 +48,7 @@ class MedusaShape:
             ConfigError: It holds no Medusa heads, or those of another target; names the field.
         """
         described = read_object(folder / "config.json")
-        if described.get("model_type") != MODEL_TYPE and ARCHITECTURE not in (described.get("architectures") or []):
+        if described.get("model_type") != MODEL_TYPE and ARCHITECTURE not in architectures(described):
             raise ConfigError(f"{folder} holds no Medusa heads: model_type in its config.json is not {MODEL_TYPE!r}")
         for field, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
             if described.get(field, size) != size:

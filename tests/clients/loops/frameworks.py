@@ -16,10 +16,9 @@ from langchain_core.messages import messages_from_dict, messages_to_dict
 from langchain_core.tools import StructuredTool, ToolException
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
-from pydantic_ai import Agent, ModelMessagesTypeAdapter, ModelRetry, NativeOutput
+from pydantic_ai import Agent, ModelMessagesTypeAdapter, ModelRetry, NativeOutput, Tool
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from smolagents import LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 
 from loops.run import INSTRUCTIONS, Run, Turn
 
@@ -35,7 +34,10 @@ def openai_agents_sdk(door: Callable[..., Any], run: Run) -> Turn:
             agent = openai_agents.Agent(
                 name="agent",
                 instructions=INSTRUCTIONS,
-                tools=[openai_agents.function_tool(each) for each in (run.tools.get_weather, run.tools.add)],
+                tools=[
+                    openai_agents.function_tool(each, strict_mode=False)
+                    for each in (run.tools.get_weather, run.tools.add)
+                ],
                 model=door(model=run.served.model, openai_client=client),
                 model_settings=openai_agents.ModelSettings(max_tokens=run.max_tokens, extra_body=run.more),
                 output_type=run.answer_type,
@@ -124,7 +126,7 @@ def pydantic_ai_agent(door: Callable[[Run], Any], run: Run) -> Turn:
         agent: Any = Agent(
             door(run),
             instructions=INSTRUCTIONS,
-            tools=[run.tools.get_weather, add],
+            tools=[Tool(each, strict=False) for each in (run.tools.get_weather, add)],
             output_type=NativeOutput(run.answer_type) if run.answer_type else str,
             model_settings={"max_tokens": run.max_tokens, "extra_body": run.more},
         )
@@ -139,47 +141,6 @@ def pydantic_ai_agent(door: Callable[[Run], Any], run: Run) -> Turn:
         return Turn(answer=text, history=result.all_messages_json().decode())
 
     return asyncio.run(answered())
-
-
-def smolagents_agent(run: Run) -> Turn:
-    """smolagents, which demands a call in every answer, and replays calls and results as texts."""
-    model = OpenAIServerModel(
-        run.served.model,
-        api_base=run.served.v1,
-        api_key="none",
-        client_kwargs={"max_retries": 0},
-        max_tokens=run.max_tokens,
-        extra_body=run.more,
-    )
-
-    @tool
-    def get_weather(city: str) -> str:
-        """The degrees in a city.
-
-        Args:
-            city: Its name.
-        """
-        return run.tools.get_weather(city)
-
-    @tool
-    def add(a: int, b: int) -> int:
-        """The sum of two numbers.
-
-        Args:
-            a: One.
-            b: The other.
-        """
-        return run.tools.add(a, b)
-
-    agent = ToolCallingAgent(
-        [get_weather, add],
-        model,
-        instructions=INSTRUCTIONS,
-        stream_outputs=run.streamed,
-        verbosity_level=LogLevel.OFF,
-        max_steps=6,
-    )
-    return Turn(answer=str(agent.run(run.question)), history="")
 
 
 def _pydantic_chat(run: Run) -> Any:

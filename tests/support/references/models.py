@@ -39,6 +39,26 @@ RULES = (
         "use `--engine vllm`",
     ),
     (
+        "`rope_scaling` of the kind `linear`",
+        "serves `factor` times `max_position_embeddings`",
+        "nothing",
+    ),
+    (
+        "`rope_scaling` of the kind `yarn`",
+        "serves `max_position_embeddings`",
+        "ask for up to `factor` times the original length with `--max-model-len`; short texts may lose by it",
+    ),
+    (
+        "`tie_word_embeddings`, and another `lm_head.weight` in the file",
+        "uses the file's, with a warning, as transformers and vLLM do",
+        "correct config.json",
+    ),
+    (
+        "a field that is null, of another type or out of range",
+        "refuses it with the file, the field and the value",
+        "correct the file, or copy the original's",
+    ),
+    (
         "`sliding_window`",
         "serves texts up to the window, where it changes nothing",
         "use `--engine vllm` for longer ones",
@@ -46,6 +66,9 @@ RULES = (
     ("`vision_config`", "refuses it", "use `--engine vllm`, which serves the text alone"),
 )
 TAIL = """
+Tokens that end a text are those of `generation_config.json`, or else of `config.json`, and the `eos_token` of
+`tokenizer_config.json`. Ids outside the vocabulary are ignored with a warning. `models check` shows this beforehand.
+
 Weights are read from `*.safetensors`. Pickle files (`.bin`, `.pt`), which can run code when read, and GGUF files are
 refused, with a sentence that says what to do.
 """

@@ -16,8 +16,10 @@ from paceline.cluster.models import main
 from paceline.core.errors import ConfigError
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.eagle3 import EagleConfig
+from paceline.engine.identity import model_identity
 from tests.support.checkpoints import save_tokenizer
 from tests.unit.engine.test_config import LLAMA, shape_of, write
+from tests.unit.engine.tiny_models import SIZES, save_tiny
 
 ABSENT = object()
 VALUES: list[Any] = [ABSENT, None, "x", "257", 1.5, -1, 0, 2**40, [], [None], {}, {"x": None}, True, math.nan, math.inf]
@@ -174,6 +176,18 @@ def test_linear_scaling_stretches_the_context_and_yarn_does_where_asked(
         256,
         256,
     )
+
+
+def test_an_identity_has_the_context_that_was_asked_for_as_far_as_yarn_goes(tmp_path: Path) -> None:
+    folder = save_tiny(
+        tmp_path / "model", "llama", {**SIZES, "rope_parameters": {**SCALINGS["yarn"], "rope_theta": 1e4}}
+    )
+    config = json.loads((folder.folder / "config.json").read_text())
+    config["max_position_embeddings"] = 64
+    (folder.folder / "config.json").write_text(json.dumps(config))
+    save_tokenizer(folder.folder)
+    lens = [model_identity(folder.folder, max_model_len=asked).context_len for asked in (0, 40, 100, 256, 1000)]
+    assert lens == [64, 64, 100, 256, 256]
 
 
 # EAGLE-3 heads.

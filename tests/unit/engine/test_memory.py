@@ -107,7 +107,7 @@ def test_both_engines_set_aside_the_scratch_that_is_accounted_for(tmp_path: Path
     pair = EnginePair(*save_pair(tmp_path), max_num_batched_tokens=100)
     assert pair.draft is not None
     assert pair.target._scratch.num_slots == target_scratch_blocks(100) * BLOCK_SIZE
-    assert pair.draft._scratch.num_slots == draft_scratch_blocks(256) * BLOCK_SIZE
+    assert pair.draft.scheduler.trees._scratch.num_slots == draft_scratch_blocks(256) * BLOCK_SIZE
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
@@ -91,6 +92,15 @@ def test_the_store_drives_nothing_out_neither_here_nor_under_up(defaults: Render
     for arguments in (defaults.container("redis")["args"], own):
         assert arguments[arguments.index("--maxmemory-policy") + 1] == "noeviction"
         assert arguments[arguments.index("--maxmemory") + 1].endswith("mb")
+
+
+def test_kept_responses_leave_half_of_the_stores_memory_to_registry_records_and_counts(rendered: Rendered) -> None:
+    if "redis" not in rendered.workloads:
+        pytest.skip("the store is somebody else's")
+    gateway: Any = load(CONFIG_OF["gateway"], [], settings_of(rendered, "gateway"), "paceline", "")
+    arguments = rendered.container("redis")["args"]
+    most_mb = int(arguments[arguments.index("--maxmemory") + 1].removesuffix("mb"))
+    assert 2 * gateway.response_room_bytes <= most_mb << 20
 
 
 def test_gateways_are_probed_at_their_http_door_which_answers_whoever_is_at_it(rendered: Rendered) -> None:

@@ -99,7 +99,7 @@ def test_a_computed_step_reads_all_weights_or_computes_all_rows() -> None:
 def test_what_cannot_be_computed_is_refused_by_name() -> None:
     for name, message in (
         ("8b@h100", "not in the form"),
-        ("9b+1b@h100+l4", "no model '9b' is known; there are 1b"),
+        ("9b+1b@h100+l4", "no model '9b' is known; there are 0.5b, 1b"),
         ("8b+1b@h100+l5", "no GPU 'l5' is known; there are h100"),
         ("70b+8b@h100+l4", "70B does not fit 1 x H100"),
         ("8b+1b@9xh100+l4", "from 1 to 8 GPUs, got 9"),

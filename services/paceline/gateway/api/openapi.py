@@ -86,7 +86,11 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what
   this page says about fields holds for theirs, an error names theirs, and events of a stream have their types as names.
   A response with `store` (the default) is kept for a time (`--response-ttl-s`), for the same API key: to be retrieved,
-  resumed after event `starting_after`, named as `previous_response_id`, cancelled, or deleted.
+  resumed after event `starting_after`, named as `previous_response_id`, cancelled, or deleted. It is `in_progress`
+  while a gateway runs it, then `completed`, `failed`, `cancelled` or `incomplete`: by `max_output_tokens`, or
+  `interrupted`, if its client or gateway left. One that failed or was interrupted can be streamed to its end while its
+  session is known (`--record-ttl-s`). All kept responses share `--response-room-bytes`; where it ends, the key that
+  keeps most loses its oldest. `metadata` have 16 members, keys of 64 and values of 512 characters at most.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it is, and may hold some.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.

@@ -1,8 +1,8 @@
 """A process that compiles the grammars of clients: `python -m paceline.gateway.grammars.checker SECONDS`.
 
 It reads one JSON object per line, `{"kind", "value", "options"}`, and answers with `{"grammar"}`, `{"schemas"}` or
-`{"error"}`. It dies if an answer takes more than SECONDS of processor time, because nothing else bounds the time of
-every grammar.
+`{"error"}`, and with the processor time that it took in `"seconds"`. It dies if an answer takes more than SECONDS of
+processor time, because nothing else bounds the time of every grammar.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -105,7 +106,8 @@ def main() -> None:
     for line in sys.stdin.buffer:
         # Processor time, not wall-clock time: on a busy machine every grammar would be too slow.
         signal.setitimer(signal.ITIMER_PROF, most_s)
-        answered = json.dumps(answer(json.loads(line))).encode() + b"\n"
+        begun_s = time.process_time()
+        answered = json.dumps({**answer(json.loads(line)), "seconds": time.process_time() - begun_s}).encode() + b"\n"
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answered)
         sys.stdout.buffer.flush()

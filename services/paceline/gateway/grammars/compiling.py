@@ -21,13 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.core.params import MAX_GRAMMAR_CHARS
+from paceline.gateway.access.allowance import Allowance
+from paceline.gateway.access.callers import current_caller
 from paceline.gateway.message.schemas import REFERENCES
 
 MAX_CHOICES = 1024
 # Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
 MOST_S, PATIENCE_S, START_S = 0.8, 5.0, 20.0
+# Processor time that a key may use for new grammars: a burst, such as all schemas of a client that has just started,
+# then a tenth of a core. A verifier compiles each of them again, and holds its interpreter meanwhile. Without keys
+# there is no bound.
+BURST_S, SECONDS_PER_S = 10.0, 0.1
 # Answers that are cached: the same schema comes with every request of a client.
 MOST_KEPT = 64
 # As Python's `json.dumps` writes it: with a fixed layout, most of the syntax of an answer is forced.
@@ -44,6 +50,7 @@ class Checker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._allowance = Allowance(burst=BURST_S, per_s=SECONDS_PER_S)
         self._process: subprocess.Popen[bytes] | None = None
         self._kept: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         atexit.register(self.close)
@@ -51,13 +58,16 @@ class Checker:
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a question, as `paceline.gateway.grammars.checker` gives it.
 
+        What is new costs the current caller processor time; what is known is free.
+
         Raises:
+            OverloadedError: The caller has used up its processor time; names the wait.
             UnavailableError: The machine is too busy to answer in time.
         """
         line = json.dumps(question).encode() + b"\n"
         key = hashlib.sha256(line).digest()
         with self._lock:
-            known = self._kept.get(key) or self._answer(line)
+            known = self._kept.get(key) or self._new(line, current_caller().name)
             self._kept[key] = known
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
@@ -71,6 +81,23 @@ class Checker:
             process.kill()
             process.communicate()
 
+    def _new(self, line: bytes, caller: str) -> dict[str, Any]:
+        if caller and (wait_s := self._allowance.wait_s(caller)):
+            raise OverloadedError(
+                f"API key {caller!r} has had its {BURST_S:g} s of compiling grammars, and gets {SECONDS_PER_S:g} s "
+                "more each second; grammars that were asked for lately are free",
+                retry_after_s=wait_s,
+            )
+        begun_s = time.monotonic()
+        try:
+            answer = self._answer(line)
+        except UnavailableError:
+            # Nobody knows how long it computed, at most as long as it may.
+            self._allowance.use(caller, min(MOST_S, time.monotonic() - begun_s))
+            raise
+        self._allowance.use(caller, answer.pop("seconds"))
+        return answer
+
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             if self._process is None:
@@ -82,7 +109,7 @@ class Checker:
             raise UnavailableError("the machine is too busy to compile a grammar; try again") from None
         except (_DiedError, OSError):
             self.close()
-            return {"error": f"takes more than {MOST_S:g} s, or too much memory, to be compiled"}
+            return {"error": f"takes more than {MOST_S:g} s, or too much memory, to be compiled", "seconds": MOST_S}
         return answer
 
     def _exchange(self, line: bytes, most_s: float) -> bytes:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.gateway.access.allowance import Allowance
+from paceline.gateway.access.callers import Caller, become
 from paceline.gateway.api.openai.bodies import CompletionBody, parse_body
 from paceline.gateway.api.openai.structured import grammar_of
 from paceline.gateway.grammars import compiling
 from paceline.gateway.grammars.compiling import (
+    LAYOUT,
+    MOST_S,
+    Checker,
     grammar_of_choices,
     grammar_of_json_schema,
     grammar_of_lark,
@@ -141,6 +148,73 @@ def test_what_takes_too_long_is_refused_and_the_next_one_served(monkeypatch: pyt
         grammar_of_json_schema({"type": "integer", "multipleOf": 999_979}, field="schema")
     assert grammar_of_choices(["a", "b"])
     assert grammar_of_lark('start: "c"')
+
+
+@pytest.fixture
+def checker() -> Iterator[Checker]:
+    """A process whose callers have used nothing yet."""
+    checker = Checker()
+    yield checker
+    checker.close()
+
+
+def ask_as(name: str, checker: Checker, value: str) -> dict[str, str]:
+    def asked() -> dict[str, str]:
+        become(Caller(name=name))
+        return checker.ask({"kind": "regex", "value": value, "options": None})
+
+    return copy_context().run(asked)
+
+
+def test_a_key_that_has_used_up_its_time_of_compiling_waits_and_others_do_not(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 grammars of 0.8 s each kept the one compiler, and each verifier after it, from all other keys for a minute."""
+    now_s = 1000.0
+    checker._allowance = Allowance(burst=1.0, per_s=0.1, clock=lambda: now_s)
+    monkeypatch.setattr(checker, "_answer", lambda line: {"grammar": line.decode(), "seconds": 0.8})
+    for value in ("a", "b"):
+        assert "seconds" not in ask_as("greedy", checker, value)
+    with pytest.raises(OverloadedError, match="'greedy' has had its 10 s of compiling grammars") as refused:
+        ask_as("greedy", checker, "c")
+    assert refused.value.retry_after_s == pytest.approx(6.0)
+    assert ask_as("greedy", checker, "a"), "what is known is free"
+    assert ask_as("modest", checker, "c")
+    now_s += 6.01
+    assert ask_as("greedy", checker, "d")
+
+
+def test_without_keys_nobody_waits(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "_answer", lambda line: {"grammar": line.decode(), "seconds": 60.0})
+    for value in "abc":
+        assert ask_as("", checker, value)
+
+
+def test_a_grammar_costs_the_time_that_its_process_computed_and_one_that_ends_it_all_it_may(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[float] = []
+    monkeypatch.setattr(checker._allowance, "use", lambda caller, amount: used.append(amount))
+    monkeypatch.setattr(compiling, "PATIENCE_S", 60.0)
+    assert ask_as("alice", checker, "a+b")
+    checker.ask({"kind": "json_schema", "value": {"type": "integer", "multipleOf": 999_979}, "options": LAYOUT})
+    # Of a quick one no time may be seen.
+    assert 0 <= used[0] < 0.5
+    assert used[1] == MOST_S
+
+
+def test_a_machine_too_busy_to_answer_costs_no_more_than_it_may_have_computed(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(_: bytes) -> dict[str, str]:
+        raise UnavailableError("too busy")
+
+    used: list[float] = []
+    monkeypatch.setattr(checker._allowance, "use", lambda caller, amount: used.append(amount))
+    monkeypatch.setattr(checker, "_answer", busy)
+    with pytest.raises(UnavailableError):
+        ask_as("alice", checker, "a")
+    assert 0 <= used[0] <= MOST_S
 
 
 def test_what_no_grammar_holds_is_left_out_of_a_loosened_schema() -> None:

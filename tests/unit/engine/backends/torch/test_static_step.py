@@ -153,6 +153,7 @@ def meta_model():
         architecture="LlamaForCausalLM",
         vocab_size=128256,
         context_len=131072,
+        longest_context_len=131072,
         eos_token_ids=(),
         num_layers=1,
         num_heads=32,
