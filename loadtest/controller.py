@@ -21,7 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from paceline.core.draft_policy import Allocation, Demand, DraftPolicy, FixedGamma, Goodput
+from paceline.core.draft_policy import Allocation, Demand, FixedGamma, Goodput
 from paceline.core.goodput import best_prefix
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree, Node
@@ -57,7 +57,7 @@ def main() -> None:
 def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
     loads = [*LOADS, *LOADS[-2::-1]]
-    policies: dict[str, DraftPolicy] = {
+    policies: dict[str, Goodput] = {
         CONTROLLER: Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes),
         OPTIMUM: Oracle(profile, truth, clairvoyant=False),
         CLAIRVOYANT: Oracle(profile, truth, clairvoyant=True),
@@ -142,7 +142,7 @@ class Oracle(Goodput):
         """Learns nothing: it knows everything."""
 
 
-def rate_of(profile: Profile, policy: DraftPolicy, load: int, seconds: float, seed: int) -> float:
+def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: int) -> float:
     """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
     events, requests = Events(seed), list[Request]()
     running: set[int] = set()

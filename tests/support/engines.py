@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.draft_policy import DraftPolicy, Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
@@ -56,7 +56,7 @@ class EnginePair:
         target: Path,
         drafter: Path,
         *,
-        policy: DraftPolicy | None = None,
+        policy: Goodput | None = None,
         width: int = 2,
         num_blocks: int = 256,
         max_num_seqs: int = 32,

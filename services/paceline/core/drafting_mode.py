@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from paceline.core.goodput import EXPLORATION
 
@@ -28,16 +30,14 @@ HALF_LIFE = 200
 LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED = 6, 16, 64
 # A difference is clear beyond this many standard errors; least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
-# Share by which a mode that was never tried is taken to be slower.
-UNKNOWN_LOSS = 1 / 3
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
+# Share by which drafting is taken to be slower while nothing is known of it.
+UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
 SAME_LOAD = 0.7
 # No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 4.0
-# Steps for which what was known before a trial stands in it: the machine and the texts may have changed.
-REMEMBERED = 4.0
 
 
 class Mode(enum.Enum):
@@ -52,61 +52,50 @@ class Mode(enum.Enum):
         return Mode.PLAIN if self is Mode.DRAFTING else Mode.DRAFTING
 
 
-@dataclass(slots=True)
 class Rate:
     """Tokens over time, of steps of one mode at one load.
 
-    Attributes:
-        steps: How many it stands for.
-        tokens, time: Their sums.
-        tokens2, cross, time2: Sums of squares and products.
+    Args:
+        value: What is known from before; it stands for `LEAST_STEPS` steps. None: nothing.
     """
 
-    steps: float = 0.0
-    tokens: float = 0.0
-    time: float = 0.0
-    tokens2: float = 0.0
-    cross: float = 0.0
-    time2: float = 0.0
-
-    @classmethod
-    def known(cls, value: float) -> Rate:
-        """What is known from before."""
-        few = REMEMBERED
-        return cls(few, few * value, few, few * value * value, few * value, few)
+    def __init__(self, value: float | None = None) -> None:
+        # Sums over steps of 1, tokens, time, tokens squared, tokens * time and time squared.
+        self._sums = np.zeros(6)
+        if value is not None:
+            self._sums += LEAST_STEPS * np.array([1.0, value, 1.0, value * value, value, 1.0])
 
     def add(self, tokens: float, time: float) -> None:
         """Takes in a step."""
         if self.steps >= LEAST_STEPS:
-            time = min(time, MOST_DELAY * self.time / self.steps)
-        self.steps += 1.0
-        self.tokens += tokens
-        self.time += time
-        self.tokens2 += tokens * tokens
-        self.cross += tokens * time
-        self.time2 += time * time
+            time = min(time, MOST_DELAY * self.step_time)
+        self._sums += (1.0, tokens, time, tokens * tokens, tokens * time, time * time)
 
     def keep(self, share: float) -> None:
         """Forgets all but this share."""
-        self.steps *= share
-        self.tokens *= share
-        self.time *= share
-        self.tokens2 *= share
-        self.cross *= share
-        self.time2 *= share
+        self._sums *= share
+
+    @property
+    def steps(self) -> float:
+        """How many it stands for."""
+        return float(self._sums[0])
+
+    @property
+    def step_time(self) -> float:
+        """Mean time of a step."""
+        return float(self._sums[2] / self._sums[0])
 
     @property
     def value(self) -> float:
         """Tokens over time."""
-        return self.tokens / self.time
+        return float(self._sums[1] / self._sums[2])
 
     @property
     def error(self) -> float:
         """Standard error of that."""
-        value = self.value
-        residual = self.tokens2 - value * (2.0 * self.cross - value * self.time2)
-        least = (LEAST_SPREAD * self.tokens) ** 2 / self.steps
-        return math.sqrt(max(residual, least)) / self.time
+        value, (steps, tokens, time, tokens2, cross, time2) = self.value, self._sums
+        residual = tokens2 - value * (2.0 * cross - value * time2)
+        return math.sqrt(max(residual, (LEAST_SPREAD * tokens) ** 2 / steps)) / float(time)
 
 
 @dataclass(slots=True)
@@ -170,8 +159,9 @@ class Load:
         elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
             self.trial = Trial()
             other = self.rates[self.mode.other]
-            if other.steps > REMEMBERED:
-                other.keep(REMEMBERED / other.steps)
+            if other.steps > LEAST_STEPS:
+                # The machine and the texts may have changed since.
+                other.keep(LEAST_STEPS / other.steps)
 
     def _count(self, tokens: float, time: float) -> None:
         for rate in self.rates.values():
@@ -216,7 +206,7 @@ class Load:
             loss = 1.0 - 1.0 / (ours.value + ours.error)
         else:
             loss = self.loss
-        return self.warm_up + max(0.0, loss) * MOST_STEPS * ours.time / ours.steps
+        return self.warm_up + max(0.0, loss) * MOST_STEPS * ours.step_time
 
 
 class DraftingMode:
@@ -306,7 +296,7 @@ class DraftingMode:
         for at, *values in zip(*[iter(learned)] * 3, strict=True):
             if not all(map(math.isfinite, (at, *values))) or at < 0 or min(values) < 0.0:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
-            rates: Mapping[Mode, float] = dict(zip(Mode, values, strict=True))
-            known = {mode: Rate.known(value) if value else Rate() for mode, value in rates.items()}
-            loads[int(at)] = Load(max(Mode, key=lambda mode: rates[mode]), rates=known)
+            rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
+            mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
+            loads[int(at)] = Load(mode, on_loan=not values[1], rates=rates)
         self.loads = loads

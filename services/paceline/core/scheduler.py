@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Generic
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.planned_step import Part, SessionT, StepPlan
@@ -42,7 +42,7 @@ class Scheduler(Generic[SessionT]):
     """
 
     def __init__(
-        self, *, pool: BlockPool, scratch: SlotPool, limits: TargetLimits, policy: DraftPolicy, tier: DrafterTier
+        self, *, pool: BlockPool, scratch: SlotPool, limits: TargetLimits, policy: Goodput, tier: DrafterTier
     ) -> None:
         self.pool = pool
         self.tier = tier

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.draft_policy import Allocation, Demand, DraftPolicy
+from paceline.core.draft_policy import Allocation, Demand, Goodput
 from paceline.core.link import SessionLink
 from paceline.core.moving_average import MovingAverage
 from paceline.core.tree import DraftTree
 from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
 
-# Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
-STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01
+# Seconds of a step before one was seen.
+FIRST_STEP_S = 0.01
 # No step waits for less, or rounding could keep simulated time from going on.
 LEAST_WAIT_S = 1e-6
 
@@ -59,9 +59,9 @@ class StepDrafts:
         step_s: Seconds that a step usually takes.
     """
 
-    def __init__(self, policy: DraftPolicy) -> None:
+    def __init__(self, policy: Goodput) -> None:
         self._policy = policy
-        self._usual_step = MovingAverage(FIRST_STEP_S, STEP_SMOOTHING)
+        self._usual_step = MovingAverage(FIRST_STEP_S)
 
     @property
     def step_s(self) -> float:

@@ -26,17 +26,9 @@ Ints = npt.NDArray[np.int64]
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps with more are not learned, so no guesses are taken beyond them: their cost would never be learned.
 MOST_ROWS = KNOTS[-1]
-# Least spread of single steps around their expectation, as a share of it; how fast their spread is learned; and how far
-# off, in spreads, one may be before it is an accident.
-NOISE = 0.08
-NOISE_SMOOTHING = 0.02
-CLIP = 3.0
-# A step that computes a prompt besides pays for its arrival and for attention over it: its spread is this many times
-# as wide, and it teaches the less of the price of a row.
-MIXED_NOISE = 4.0
-# After the first number of like steps in a row, the second number are taken in together: learning takes a twentieth of
-# a small model's step.
-FIRST_ALIKE, ALIKE = 8, 4
+# Least spread of single steps around their expectation, as a share of it; how fast their spread is learned, a step; and
+# how far off, in spreads, one may be before it is an accident.
+NOISE, NOISE_SMOOTHING, CLIP = 0.08, 0.02, 3.0
 # Standard deviation of a normal error over its mean size.
 SIGMA_OF_SIZE = 1.25
 # How far factors may be off at the start: all together, and each for itself; and the share of that uncertainty which
@@ -142,52 +134,29 @@ class StepTimes:
         self._factors = np.ones(len(self._base))
         self._spread = doubt**2 * self._start
         self._noise = NOISE
-        # Rows and guesses of the last step and whether it was mixed, how many in a row were so, and the times of those
-        # not taken in yet.
-        self._alike: tuple[int, int, bool] = (0, 0, False)
-        self._num_alike = 0
-        self._seconds: list[float] = []
         self._table: StepCost | None = None
 
-    def observe(self, *, rows: int, guesses: int, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, rows: int, guesses: int, seconds: float) -> None:
         """Takes in the time of one step; those with more rows than the table are left out.
 
         Args:
             rows: Of the step.
             guesses: How many of them were guesses.
             seconds: From the end of the step before it.
-            mixed: Whether some of its rows were prefill.
         """
         if self._computed is not None and rows < len(self._computed):
             rows = int(self._computed[rows])
         if not 1 <= rows <= MOST_ROWS:
             return
-        if self._alike != (rows, guesses, mixed):
-            self._take_in()
-            self._alike, self._num_alike = (rows, guesses, mixed), 0
-        self._num_alike += 1
-        self._seconds.append(seconds)
-        if self._num_alike <= FIRST_ALIKE or len(self._seconds) >= ALIKE:
-            self._take_in()
-
-    def _take_in(self) -> None:
-        count = len(self._seconds)
-        if not count:
-            return
-        seconds = sum(self._seconds) / count
-        self._seconds.clear()
-        rows, guesses, mixed = self._alike
         weights = self._weights(rows, guesses)
         expected = float(weights @ self._factors)
-        self._spread += count * FORGETTING * (self._start - self._spread)
+        self._spread += FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
-        noise = self._noise * (MIXED_NOISE if mixed else 1.0)
-        surprise = float(weights @ shared) + (noise * expected) ** 2 / count
+        surprise = float(weights @ shared) + (self._noise * expected) ** 2
         error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
         # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the table.
-        size = SIGMA_OF_SIZE * count**0.5 * abs(error) / expected
-        if not mixed:
-            self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
+        size = SIGMA_OF_SIZE * abs(error) / expected
+        self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
         self._factors = np.clip(self._factors + shared / surprise * error, *FACTORS)
         self._spread -= np.outer(shared, shared) / surprise
         self._table = None

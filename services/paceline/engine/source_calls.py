@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import LEAST_SURVIVAL, num_tried
 from paceline.core.messages import GenerateRequest
 from paceline.core.moving_average import MovingAverage
@@ -16,9 +16,6 @@ from paceline.core.source_record import Gain, SourceRecord, in_hand
 from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Follower, Turn
 from paceline.engine.target_session import TargetSession
-
-# Weight of a step in the time of steps that calls are weighed against.
-STEP_SMOOTHING = 0.1
 
 _gain_of = attrgetter("gain")
 
@@ -44,9 +41,7 @@ class SourceCalls:
         clock: Seconds, monotonic.
     """
 
-    def __init__(
-        self, sources: Sequence[AnySource], policy: DraftPolicy, rules: Rules, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, sources: Sequence[AnySource], policy: Goodput, rules: Rules, clock: Callable[[], float]) -> None:
         self._sources = sources
         self._rules = rules
         self._policy = policy
@@ -79,7 +74,7 @@ class SourceCalls:
         if not self._policy.drafts:
             return
         if self._usual_step is None:
-            self._usual_step = MovingAverage(seconds, STEP_SMOOTHING)
+            self._usual_step = MovingAverage(seconds)
         if not report.num_prefill_rows:
             self._usual_step.add(seconds)
         for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):

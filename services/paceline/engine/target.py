@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.acceptance_rules import Rules
 from paceline.core.calibration import Calibrations, CalibrationStore
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
@@ -75,7 +75,7 @@ class TargetEngine:
         identity: ModelIdentity,
         num_blocks: int,
         limits: TargetLimits,
-        policy: DraftPolicy,
+        policy: Goodput,
         clock: Callable[[], float],
         sources: Sequence[AnySource] = (),
         rules: Rules | None = None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.calibration import Calibration, Calibrations
-from paceline.core.draft_policy import DraftPolicy, Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest
 from paceline.core.moving_average import MovingAverage
@@ -115,7 +115,7 @@ class SimulatedVerifier:
         colocated: bool,
         drafters: Sequence[DrafterProcess] = (),
         on_end: Callable[[Request], None],
-        policy: DraftPolicy | None = None,
+        policy: Goodput | None = None,
     ) -> None:
         self._events, self._facts, self._on_end = events, profile.target, on_end
         self._inside = SimulatedDrafter(profile.colocated, profile.truth, events) if colocated else None
@@ -124,7 +124,7 @@ class SimulatedVerifier:
         self._pairing = Pairing()
         # A co-located drafter's time is its own, not a share of the verifier's.
         self._overhead = 0.0 if colocated else profile.drafting_overhead
-        self.policy: DraftPolicy = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
+        self.policy: Goodput = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
         self.scheduler = _scheduler(profile.target, self._pool, self.policy)
         self._calibrations = {address: Calibration() for address in ((INSIDE,) if colocated else self._drafters)}
@@ -258,7 +258,7 @@ class SimulatedVerifier:
             self._ended(session)
 
 
-def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: DraftPolicy) -> Scheduler[SimulatedSession]:
+def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Scheduler[SimulatedSession]:
     return Scheduler(
         pool=pool,
         scratch=SlotPool(first_block=0, num_blocks=1 + facts.max_rows // BLOCK_SIZE),

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.core.calibration import Calibrations, CalibrationStore
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ToDrafter
@@ -56,7 +56,7 @@ class ChainScheduler:
         self,
         *,
         name: str,
-        policy: DraftPolicy,
+        policy: Goodput,
         drafters: Matchmaker,
         methods: Sequence[str],
         vocab_size: int,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.step_time import DEFAULT_STEP_COST, StepCost
 
 # Steps without guesses that show how fast this vLLM is, before anything is drafted; and the slow first ones, which are
@@ -31,7 +31,7 @@ class StepClock:
         plain: The cost that the policy began with; None before it is known.
     """
 
-    def __init__(self, policy: DraftPolicy) -> None:
+    def __init__(self, policy: Goodput) -> None:
         self.plain: StepCost | None = None
         self._policy = policy
         self._first: list[tuple[int, float]] = []

@@ -233,12 +233,12 @@ def test_steps_show_nothing_of_drafting_before_drafters_have_answered():
     assert policy.mode.learned()[2] == 0.0
 
 
-def test_times_are_learned_from_steps_that_draft_and_not_from_those_that_are_mostly_prompt():
+def test_times_are_learned_from_steps_that_draft_and_not_from_those_that_read_prompts():
     policy = drafting(STEEP)
     before = policy.times.learned()
-    policy.observe(roots=1, guesses=2, tokens=2, seconds=1.0, other_rows=4)
+    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0, other_rows=1)
     assert policy.times.learned() == before
-    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0, other_rows=4)
+    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0)
     assert policy.times.learned() != before
     before = policy.times.learned()
     policy.enter(0)

@@ -102,19 +102,6 @@ def test_steps_that_scatter_do_not_shake_the_table():
     assert np.mean(ratios) == pytest.approx(truth, rel=0.1)
 
 
-def test_steps_with_prefill_say_little_beside_others_and_enough_where_there_are_no_others():
-    def learned(pure) -> float:
-        times = StepTimes(PROFILE)
-        for _ in range(300):
-            if pure:
-                times.observe(rows=8, guesses=0, seconds=PROFILE.at(8))
-            times.observe(rows=8, guesses=0, seconds=1.3 * PROFILE.at(8), mixed=True)
-        return times.table.at(8) / PROFILE.at(8)
-
-    assert learned(pure=True) < 1.05
-    assert learned(pure=False) > 1.25
-
-
 def test_what_a_guess_costs_besides_its_row_is_told_from_the_row():
     times, rng = StepTimes(PROFILE), np.random.default_rng(5)
     for _ in range(2000):

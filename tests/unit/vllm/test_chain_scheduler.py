@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL
@@ -27,7 +27,7 @@ class Vllm:
 
     def __init__(
         self,
-        policy: DraftPolicy | None = None,
+        policy: Goodput | None = None,
         *,
         drafter: ToldDrafter | None = None,
         plain_s: float = 0.010,
