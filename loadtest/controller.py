@@ -21,11 +21,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from paceline.core.draft_policy import Allocation, DraftPolicy, FixedGamma, Goodput
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Allocation, Demand, FixedGamma, Goodput
 from paceline.core.goodput import best_prefix
 from paceline.core.params import DRAFT_MODEL
-from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
@@ -59,10 +57,8 @@ def main() -> None:
 def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
     loads = [*LOADS, *LOADS[-2::-1]]
-    plain = profile.target.starting_cost()
-    times = StepTimes(plain, plain.scaled(1.0 + profile.drafting_overhead))
-    policies: dict[str, DraftPolicy] = {
-        CONTROLLER: Goodput(times, max_nodes=profile.most_nodes),
+    policies: dict[str, Goodput] = {
+        CONTROLLER: Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes),
         OPTIMUM: Oracle(profile, truth, clairvoyant=False),
         CLAIRVOYANT: Oracle(profile, truth, clairvoyant=True),
         **{f"gamma {gamma}": FixedGamma(gamma=gamma) for gamma in GAMMAS},
@@ -103,15 +99,19 @@ class Oracle(Goodput):
     """
 
     price = 0.0
+    drafts = True
 
     def __init__(self, profile: Profile, truth: DrawnGuesses, *, clairvoyant: bool) -> None:
         super().__init__(max_nodes=profile.most_nodes)
         self.trees: Callable[[], Iterator[tuple[int, DraftTree]]] = lambda: iter(())
         self._profile, self._truth, self._clairvoyant = profile, truth, clairvoyant
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+    def enter(self, num_sessions: int) -> bool:
+        """Always drafts."""
+        return num_sessions > 0
+
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0) -> Allocation:
         """Picks the nodes of highest goodput."""
-        del joining
         numbers = {id(tree): number for number, tree in self.trees()}
         ranked = [
             (survival, index, node)
@@ -125,7 +125,7 @@ class Oracle(Goodput):
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[: best.count]:
             chosen[index].append(node)
-        return Allocation(nodes=tuple(map(tuple, chosen)), prices=(0.0,) * len(demands), price=0.0)
+        return Allocation(nodes=tuple(map(tuple, chosen)))
 
     def _ranked_of(self, demand: Demand, number: int) -> Sequence[tuple[float, Node]]:
         """The nodes of a session that are likeliest to be right, best first, so parents before children."""
@@ -138,11 +138,11 @@ class Oracle(Goodput):
             found.append((survivals[id(node)], node))
         return sorted(found, key=lambda entry: -entry[0])[: demand.cap]
 
-    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
         """Learns nothing: it knows everything."""
 
 
-def rate_of(profile: Profile, policy: DraftPolicy, load: int, seconds: float, seed: int) -> float:
+def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: int) -> float:
     """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
     events, requests = Events(seed), list[Request]()
     running: set[int] = set()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from paceline.core.draft_policy import DraftPolicy, FixedGamma
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Demand, FixedGamma, Goodput
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
@@ -135,7 +134,7 @@ class ToyDrafter:
 class ToyFleet:
     """One verifier, one drafter, one session at a time, and the link between them."""
 
-    def __init__(self, *, seed: int = 1, length: int = 40, policy: DraftPolicy | None = None) -> None:
+    def __init__(self, *, seed: int = 1, length: int = 40, policy: Goodput | None = None) -> None:
         self.seed = seed
         self.length = length
         self.prompt = [1, 2, 3]

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.draft_policy import Allocation, DraftPolicy
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Allocation, Demand, Goodput
 from paceline.core.link import SessionLink
 from paceline.core.moving_average import MovingAverage
-from paceline.core.step_time import StepMode
-from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
 from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
 
-# Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
-STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01
+# Seconds of a step before one was seen.
+FIRST_STEP_S = 0.01
 # No step waits for less, or rounding could keep simulated time from going on.
 LEAST_WAIT_S = 1e-6
 
@@ -29,8 +26,7 @@ class SpeculatingSession(Protocol):
 
     tree: DraftTree
     link: SessionLink
-    usual: SessionSurvivals
-    own_survivals: list[float]
+    has_sources: bool
 
     @property
     def committed_len(self) -> int:
@@ -63,9 +59,9 @@ class StepDrafts:
         step_s: Seconds that a step usually takes.
     """
 
-    def __init__(self, policy: DraftPolicy) -> None:
+    def __init__(self, policy: Goodput) -> None:
         self._policy = policy
-        self._usual_step = MovingAverage(FIRST_STEP_S, STEP_SMOOTHING)
+        self._usual_step = MovingAverage(FIRST_STEP_S)
 
     @property
     def step_s(self) -> float:
@@ -80,10 +76,9 @@ class StepDrafts:
         """Most nodes of a session in a step."""
         return min(session.cap, self._policy.max_nodes)
 
-    def mode(self, sessions: Sequence[SpeculatingSession]) -> StepMode:
+    def drafters_work(self, sessions: Sequence[SpeculatingSession]) -> bool:
         """Whether drafters are at work for any of the sessions."""
-        works = any(each.link.drafter and each.link.price < 1.0 and self.cap(each) for each in sessions)
-        return StepMode.DRAFTING if works else StepMode.PLAIN
+        return any(each.link.drafter and each.link.price < 1.0 and self.cap(each) for each in sessions)
 
     def choose(
         self,
@@ -93,7 +88,7 @@ class StepDrafts:
         other_rows: int = 0,
         most_each: int | None = None,
     ) -> Allocation:
-        """Picks what the next step verifies, and sets the prices that drafters receive with its commits.
+        """Decides whether the next step drafts; picks what it verifies, and sets the prices that drafters receive.
 
         Args:
             decoding: Sessions that decode in it.
@@ -101,12 +96,18 @@ class StepDrafts:
             other_rows: Rows of the step that are taken.
             most_each: Most nodes of a session; None: its own bound.
         """
-        demands = [self._demand(session, most_each) for session in decoding]
-        drafted = [session.link.drafter is not None and self.cap(session) > 0 for session in joining]
-        allocation = self._policy.allocate(demands, other_rows=other_rows, joining=drafted)
-        prices = [*allocation.prices, *(allocation.price for _ in joining)]
-        for session, price in zip([*decoding, *joining], prices, strict=True):
-            session.link.look_ahead(price, self.cap(session), self.step_s)
+        sessions = [*decoding, *joining]
+        speculate = any((each.link.drafter or each.has_sources) and self.cap(each) for each in sessions)
+        if not self._policy.enter(len(sessions) if speculate else 0):
+            for session in sessions:
+                session.link.idle()
+            return Allocation(nodes=((),) * len(decoding))
+        allocation = self._policy.allocate(
+            [self._demand(session, most_each) for session in decoding], other_rows=other_rows
+        )
+        for session in sessions:
+            cap = self.cap(session)
+            session.link.look_ahead(self._policy.price if cap else 1.0, cap, self.step_s)
         return allocation
 
     def _demand(self, session: SpeculatingSession, most_each: int | None) -> Demand:
@@ -117,13 +118,12 @@ class StepDrafts:
             chain=session.takes_chains,
             drafted=session.link.drafter is not None,
             answered=session.link.has_answered,
-            own=session.own_survivals,
-            num_unread=session.committed_len - session.link.sent_len,
-            usual=session.usual,
         )
 
     def num_silenced(self, sessions: Sequence[SpeculatingSession], now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""
+        if not self._policy.drafts:
+            return 0
         return sum(session.may_wait and session.link.mark_silent(now_s) for session in sessions)
 
     def waits(self, sessions: Sequence[SpeculatingSession], now_s: float) -> list[float | None]:

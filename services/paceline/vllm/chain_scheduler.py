@@ -11,14 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.core.calibration import Calibrations, CalibrationStore
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ToDrafter
 from paceline.core.params import TIER_METHODS
 from paceline.core.session import num_accepted_of
 from paceline.core.step_drafts import StepDrafts
-from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
@@ -57,7 +56,7 @@ class ChainScheduler:
         self,
         *,
         name: str,
-        policy: DraftPolicy,
+        policy: Goodput,
         drafters: Matchmaker,
         methods: Sequence[str],
         vocab_size: int,
@@ -90,7 +89,7 @@ class ChainScheduler:
     @property
     def drafts(self) -> bool:
         """Whether drafters are active; if not, the proposer need not wait for chains."""
-        return self._drafts.mode(self._rows) is StepMode.DRAFTING
+        return self._drafts.drafters_work(self._rows)
 
     # What happens
 
@@ -113,12 +112,15 @@ class ChainScheduler:
 
     def _take_time(self, message: StepMessage) -> None:
         decoding = {session.session_id for session in self._rows if not session.reads}
-        rows, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
+        roots, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
+        tokens = sum(len(row.token_ids) for row in message.rows)
         counts = all(self._id(row.session) in decoding and row.base_len and not row.reads for row in message.rows)
-        seconds = self._clock.end(message.began_s, rows=rows + guesses, guesses=guesses, counts=counts and rows > 0)
+        seconds = self._clock.end(
+            message.began_s, roots=roots, guesses=guesses, tokens=tokens, counts=counts and roots > 0
+        )
         if seconds is not None:
             self._drafts.took(seconds)
-            self.report.seconds, self.report.num_rows = seconds, rows + guesses
+            self.report.seconds, self.report.num_rows = seconds, roots + guesses
 
     def _commit_row(self, row: RowTokens, batch_size: int, now_s: float) -> ChainSession:
         session = self._sessions.get(self._id(row.session))
@@ -210,9 +212,8 @@ class ChainScheduler:
             return [[] for _ in self._rows]
         decoding = [session for session in self._rows if not session.reads]
         joining = [session for session in self._rows if session.reads]
-        self._clock.begin(self._drafts.mode(self._rows))
         allocation = self._drafts.choose(decoding, joining)
-        self.report.price = allocation.price
+        self.report.price = self._policy.price
         for session, nodes in zip(decoding, allocation.nodes, strict=True):
             session.verifies = nodes
         return [[node.token_id for node in session.verifies] for session in self._rows]

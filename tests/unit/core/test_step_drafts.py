@@ -11,7 +11,6 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
-from paceline.core.survivals import SessionSurvivals
 from paceline.core.wait_for_drafts import Prospect
 
 
@@ -30,7 +29,7 @@ class Session(VerifierSession):
                 speculation=SpeculationParams(),
             )
         )
-        self.usual, self.own_survivals = SessionSurvivals(), []
+        self.has_sources = False
         self.link = SessionLink(self, "d" if drafted else "")
         if drafted:
             self.link.connect(ConnectedDrafter())
