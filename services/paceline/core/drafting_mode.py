@@ -25,10 +25,12 @@ from paceline.core.goodput import EXPLORATION
 
 # Steps after which an observation counts half.
 HALF_LIFE = 200
-# Steps of a trial that count: before it may be called off, and at most. And the most that do not count: drafters read
-# what they have missed, and prompts are read.
-LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED = 6, 16, 64
-# A difference is clear beyond this many standard errors; least spread of single steps, as a share of their mean.
+# Steps of a trial that count: before it may be called off, usually, and at most.
+LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
+# The most that do not count: drafters read what they have missed, and prompts are read.
+MOST_UNCOUNTED = 64
+# Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
+# do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
@@ -37,7 +39,7 @@ UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
 SAME_LOAD = 0.7
 # No step counts for more than this many times the usual one: such a delay is an accident.
-MOST_DELAY = 4.0
+MOST_DELAY = 3.0
 
 
 class Mode(enum.Enum):
@@ -182,8 +184,8 @@ class Load:
             if over:
                 self.end_trial()
             return
-        gain, clear = other.value - ours.value, CLEAR * math.hypot(ours.error, other.error)
-        if over or abs(gain) > clear:
+        gain, error = other.value - ours.value, math.hypot(ours.error, other.error)
+        if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
             self.end_trial(won=gain > 0.0)
 
     def end_trial(self, *, won: bool = False) -> None:
@@ -206,7 +208,7 @@ class Load:
             loss = 1.0 - 1.0 / (ours.value + ours.error)
         else:
             loss = self.loss
-        return self.warm_up + max(0.0, loss) * MOST_STEPS * ours.step_time
+        return self.warm_up + max(0.0, loss) * USUAL_STEPS * ours.step_time
 
 
 class DraftingMode:
