@@ -128,7 +128,7 @@ class Load:
 
     Attributes:
         rates: Of both modes.
-        saved: What trials may lose now, in plain steps; less than 0: what they have lost beyond that.
+        saved: What a trial may lose now, in plain steps; less than 0: what the last ones lost beyond that.
         trial: Under way.
         warm_up: What the last trial lost before its first counted step.
     """
@@ -148,7 +148,7 @@ class Load:
 
     def tried(self, mode: Mode) -> bool:
         """Whether a mode's rate is known."""
-        return self.rates[mode].steps >= 1.0
+        return self.rates[mode].steps > 0.0
 
     def observe(self, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
         """Takes in a step of the mode at work; see `DraftingMode.observe`."""
@@ -192,7 +192,8 @@ class Load:
         """Ends a trial, if there is one, and pays for it."""
         if self.trial is None:
             return
-        self.saved -= max(0.0, self.trial.lost)
+        # Nothing is saved up for several trials in a row.
+        self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
         self.warm_up = max(0.0, self.trial.warm_up)
         self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS
         self.trial = None
