@@ -277,7 +277,8 @@ class SessionLink:
         if message.epoch != self._session.epoch or not message.nodes:
             return outcome, None
         self._answered_len = max(self._answered_len, message.base_len)
-        self._answered = True
+        # What it guessed from the first of what it had missed came late.
+        self._answered = self._answered or message.base_len > self._called_len
         round_trip_s = self._answers.received(message.base_len, arrived_s, self._drafter)
         if round_trip_s is not None and message.base_len == self._session.committed_len:
             tree = self._session.tree
