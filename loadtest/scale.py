@@ -54,8 +54,6 @@ from tools.scrape import mean_between, scrape
 
 PROFILES = ("70b+1b@4xh100+l4", "8b+0.5b@h100+l4")
 LOADS = (1, 8, 32, 64, 128, 256)
-# More streams need more time to find their pace: so many take twice as long as none.
-DOUBLING_STREAMS = 128
 LEAST_ALONE = 64
 STEPS, SESSIONS, NODES = "paceline:step_seconds", "paceline:gamma", "paceline:draft_nodes_total"
 FATES = ("accepted", "rejected", "unverified", "late")
@@ -65,7 +63,8 @@ PROCESSES = (*SERVICES, "valkey", "client")
 BUSY_CORE, BUSY_MACHINE = 0.9, 0.93
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Hashed by what it is, since it stands in names of loads.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Served:
     """A way to be served.
 
@@ -106,7 +105,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=LOADS, help="loads (default 1 to 256)")
     parser.add_argument("--ways", nargs="+", choices=names, default=names, help="(default: all)")
     parser.add_argument("--max-tokens", type=int, default=96, help="mean tokens of a text (default 96)")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of a load; at 128 streams twice that (default 2.5)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of a load, until no text begins (default 2.5)")
     parser.add_argument("--rounds", type=int, default=2, help="of each way at each load (default 2)")
     parser.add_argument("--acceptance", type=float, help="chance that a first guess is right (default: the profile's)")
     run(parser, measure)
@@ -199,7 +198,7 @@ class Bench:
     async def _measure(self, fleet: LocalFleet, cell: Cell) -> None:
         profile, streams, way = cell
         self._bar.set_postfix_str(f"{profile}, {streams} {way.name}")
-        seconds = self._arguments.seconds * (1.0 + streams / DOUBLING_STREAMS)
+        seconds = self._arguments.seconds
         running = asyncio.create_task(self._run(fleet, way, streams, seconds))
         since_s = time.perf_counter()
         await asyncio.sleep(SETTLING * seconds)

@@ -1,4 +1,4 @@
-"""The rendered values/simulated.yaml as containers: three verifiers and two drafters without torch, under 64 streams."""
+"""The rendered values/simulated.yaml as containers: three verifiers and two drafters without torch, 64 streams."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.draft_warm_up import warm_up
 from paceline.engine.drafter import DraftEngine
 from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import DrawnGuesses, RecordedGuesses, RecordedPlace, texts_of
@@ -125,17 +126,19 @@ class Simulation:
         return SimulatedDraft(self._law, Pace(facts), self._vocab_size, table)
 
     def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int = 0) -> DraftEngine:
-        """Makes an engine with the draft model.
+        """Makes an engine with the draft model, and runs its first steps.
 
         Args:
             facts: Of its device.
             identity: What it calls itself.
             num_blocks: Pages; 0: as many as the device has.
         """
-        return DraftEngine(
+        engine = DraftEngine(
             decoder=self.draft(facts),
             identity=identity,
             num_blocks=num_blocks or facts.kv_tokens // BLOCK_SIZE,
             limits=facts.limits,
             clock=time.monotonic,
         )
+        warm_up(engine, 0)
+        return engine

@@ -11,7 +11,7 @@ from typing_extensions import override
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.params import GRAMMAR, NGRAM, SUFFIX, TIER_METHODS
+from paceline.core.params import GRAMMAR, NGRAM, SUFFIX, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent, TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.forced import GrammarSource
@@ -21,7 +21,7 @@ from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.simulated.model import Simulation, find_profile
 from paceline.verifier.config import NAME, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.served import ServedEngine
+from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ def _make(
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
         rules=speculation.rules,
     )
+    warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
     policy.start_from(facts.starting_cost())
     if speculation.own_draft is None:
         return engine
