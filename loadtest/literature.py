@@ -36,8 +36,6 @@ from loadtest.streams import Ask, HttpDoor
 
 TOKEN_MS, VERIFY_MS, DRAFT_MS = 7.0, 8.0, 0.5
 CHANCES, MOST_LENGTH = (0.9, 0.8, 0.7, 0.5, 0.3), 16
-# Loads that the controller learns from before it is measured, in loads.
-LEARNING = 2
 PLACEMENTS = {"turns": {"placement": "verifier"}, "tier": {}}
 FIXED, CONTROLLER = "fixed", "controller"
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -50,9 +48,9 @@ def main() -> None:
     """Parses the command line and runs the bench."""
     parser = bench_parser("literature", __doc__)
     parser.add_argument("--chances", nargs="+", type=float, default=CHANCES, help="acceptance (default 0.9 to 0.3)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a load (default 4)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a load (default 2)")
     parser.add_argument("--rounds", type=int, default=2, help="of each way (default 2)")
-    parser.add_argument("--max-tokens", type=int, default=400, help="of a text (default 400)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="of a text (default 200)")
     run(parser, measure)
 
 
@@ -150,8 +148,7 @@ class Bench:
         return await self._speed_ups(door, ways)
 
     async def _controlled(self, door: HttpDoor) -> dict[str, list[float]]:
-        for _ in range(LEARNING):
-            await self._tokens_per_s(door, None)
+        await self._tokens_per_s(door, None)
         return await self._speed_ups(door, {CONTROLLER: None})
 
     def _lengths(self) -> dict[str, int]:

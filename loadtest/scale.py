@@ -17,7 +17,9 @@ In the table, all of it after the load has found its pace:
 * gap_ms: between tokens, those that came at once sharing their wait; ideal: the planner's, at the verifier
 * empty: share of a session's steps without a guess to verify, as drafts came too late or the controller wanted none
 * late: share of all guesses that came when other tokens were committed
-* limit: the devices; the process that is busy for nearly all of a core; or this machine, whose cores are all busy
+* cores: how many of this machine's all processes together kept busy; busiest: the process that took most, and how many.
+  Near 1 that process is the limit. Below it a verifier is slower than its device as it works in turn with it: a step is
+  longer by what planning and committing take
 
 Figures of one machine: client, gateway and services share its cores, as they would not in a cluster. The bench is met
 when all ways give the same texts.
@@ -46,7 +48,6 @@ from loadtest.paced import OFF, PROMPT_TOKENS, SETTLING, ask_of, keep_busy, plan
 from loadtest.straight import StraightDoor
 from loadtest.streams import Ask, Completion, Door, HttpDoor
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import available_cpus
 from paceline.planning.simulation import Outcome, Way
 from paceline.simulated.model import find_profile
 from tools.procfs import cpu_s
@@ -59,8 +60,6 @@ STEPS, SESSIONS, NODES = "paceline:step_seconds", "paceline:gamma", "paceline:dr
 FATES = ("accepted", "rejected", "unverified", "late")
 SERVICES = ("verifier", "drafter", "gateway")
 PROCESSES = (*SERVICES, "valkey", "client")
-# Share of a core, and of all, above which it is what limits.
-BUSY_CORE, BUSY_MACHINE = 0.9, 0.93
 
 
 # Hashed by what it is, since it stands in names of loads.
@@ -273,15 +272,8 @@ def averaged(rounds: Sequence[Mapping[str, Any]], ideal: Outcome) -> dict[str, A
         "ideal": ideal.tokens_per_s,
         "share": statistics.fmean(speeds) / ideal.tokens_per_s,
     }
-    return {**_rounded(own | mean), "limit": limit_of(cores)}
-
-
-def limit_of(cores: Mapping[str, float]) -> str:
-    """What kept a load from being faster, by the cores that each process took."""
     busiest = max(cores, key=cores.__getitem__)
-    if cores[busiest] >= BUSY_CORE:
-        return busiest
-    return f"machine ({busiest})" if sum(cores.values()) >= BUSY_MACHINE * len(available_cpus()) else "devices"
+    return {**_rounded(own | mean | {"cores": sum(cores.values())}), "busiest": f"{busiest} {cores[busiest]:.2f}"}
 
 
 def _mean(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
