@@ -66,7 +66,7 @@ class Deed:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Runs all deeds; True when no stream lost anything."""
     requests = [request_of(number, arguments.max_tokens) for number in range(arguments.streams)]
-    replicas = {f"num_{tier}s": 2 for tier in TIERS}
+    replicas: dict[str, Any] = {f"num_{tier}s": 2 for tier in TIERS}
     launcher = {"back_off": BackOff(first_s=0.2, most_s=0.5)}
     async with bench_fleet(simulate=arguments.profile, launcher=launcher, grace_s=8.0, **replicas) as fleet:
         gateways = [each.second_address for each in fleet.endpoints_of("gateway")]

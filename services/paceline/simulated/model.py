@@ -125,13 +125,13 @@ class Simulation:
         table = GuessTable.of(guesses_of(self.profile, self.acceptance), self._vocab_size)
         return SimulatedDraft(self._law, Pace(facts), self._vocab_size, table)
 
-    def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int = 0) -> DraftEngine:
+    def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int | None = None) -> DraftEngine:
         """Makes an engine with the draft model, and runs its first steps.
 
         Args:
             facts: Of its device.
             identity: What it calls itself.
-            num_blocks: Pages; 0: as many as the device has.
+            num_blocks: Pages; None: as many as the device has.
         """
         engine = DraftEngine(
             decoder=self.draft(facts),
