@@ -10,14 +10,14 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numba
 from numba import njit
 
-__all__ = ["ARITHMETIC", "PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
+__all__ = ["ARITHMETIC", "FOREST", "PACKAGE", "cache_folder", "kept_with", "njit", "sources_hash", "take_shipped"]
 
 # What compiled code is made of.
 PACKAGE = Path(__file__).parent
@@ -38,8 +38,8 @@ ARITHMETIC = (
     f"{_CPU}/simd.py",
     "kernel_cache.py",
 )
-SOURCES = (
-    *ARITHMETIC,
+# Of the draft trees.
+FOREST = (
     "forest/calibrating.py",
     "forest/choosing.py",
     "forest/committing.py",
@@ -47,10 +47,11 @@ SOURCES = (
     "forest/growing.py",
     "forest/kernel.py",
     "forest/records.py",
+    "kernel_cache.py",
 )
 
 
-def sources_hash(package: Path, sources: Sequence[str] = SOURCES) -> str:
+def sources_hash(package: Path, sources: Sequence[str]) -> str:
     """Names the state of sources of kernels below a folder: equal ones compute equal bits."""
     digest = hashlib.sha256()
     for name in sources:
@@ -58,16 +59,17 @@ def sources_hash(package: Path, sources: Sequence[str] = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
+def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[str]) -> Path:
     """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, or in the user's cache.
 
     Args:
         environ: Environment variables.
         package: Folder that the sources lie in.
+        sources: Their names in it.
     """
     named = environ.get("NUMBA_CACHE_DIR")
     user = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    return (Path(named) if named else user) / f"kernels-{sources_hash(package)}"
+    return (Path(named) if named else user) / f"kernels-{sources_hash(package, sources)}"
 
 
 def take_shipped(shipped: Path, folder: Path) -> None:
@@ -88,6 +90,15 @@ def take_shipped(shipped: Path, folder: Path) -> None:
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.
-_FOLDER = cache_folder(os.environ, PACKAGE)
-take_shipped(SHIPPED, _FOLDER)
-numba.config.CACHE_DIR = str(_FOLDER)
+_FOLDERS = {sources: cache_folder(os.environ, PACKAGE, sources) for sources in (ARITHMETIC, FOREST)}
+for _folder in _FOLDERS.values():
+    take_shipped(SHIPPED, _folder)
+numba.config.CACHE_DIR = str(_FOLDERS[ARITHMETIC])
+
+
+@contextmanager
+def kept_with(sources: tuple[str, ...]) -> Iterator[None]:
+    """What is decorated in a block is kept in the folder of these sources."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_FOLDERS[sources])
+    yield
+    numba.config.CACHE_DIR = before

@@ -24,7 +24,7 @@ from paceline.engine.decoder import Decoder
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.memory import draft_scratch_blocks
 from paceline.engine.packing import BatchBuilder
-from paceline.forest import ROOT
+from paceline.forest import ROOT, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class DraftEngine:
             context_len=identity.context_len,
             open_session=lambda opened: DraftSession(opened, identity, self.pool, decoder.feature_width),
         )
+        warm_up(self.scheduler.trees.forest)
         self._num_reported = 0
 
     @property

@@ -15,7 +15,7 @@ IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-print(*sorted({"torch", "transformers", "numba", "grpc"} & sys.modules.keys()))
+print(*sorted({"torch", "transformers", "grpc"} & sys.modules.keys()))
 """
 
 
