@@ -90,7 +90,9 @@ def take_shipped(shipped: Path, folder: Path) -> None:
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.
-_FOLDERS = {sources: cache_folder(os.environ, PACKAGE, sources) for sources in (ARITHMETIC, FOREST)}
+_FOLDERS: dict[tuple[str, ...], Path] = {
+    sources: cache_folder(os.environ, PACKAGE, sources) for sources in (ARITHMETIC, FOREST)
+}
 for _folder in _FOLDERS.values():
     take_shipped(SHIPPED, _folder)
 numba.config.CACHE_DIR = str(_FOLDERS[ARITHMETIC])

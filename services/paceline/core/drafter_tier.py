@@ -116,15 +116,14 @@ class DrafterTier:
         report: StepReport,
     ) -> None:
         """Adds a message to those to be taken in, as far as it is of use."""
-        known = tuple(node for node in message.nodes if node.within(self._vocab_size))
-        if not session.check(message):
-            known = ()
-        elif len(known) == len(message.nodes):
-            drafts.append((session, message))
-        else:
-            drafts.append((session, replace(message, nodes=known)))
-        if len(known) < len(message.nodes):
-            report.late_by[source] += len(message.nodes) - len(known)
+        num_known = 0
+        if session.check(message):
+            known = [node for node in message.nodes if node.within(self._vocab_size)]
+            num_known = len(known)
+            whole = num_known == len(message.nodes)
+            drafts.append((session, message if whole else replace(message, nodes=tuple(known))))
+        if num_known < len(message.nodes):
+            report.late_by[source] += len(message.nodes) - num_known
 
     @staticmethod
     def _graft(

@@ -12,8 +12,10 @@ from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSess
 from paceline.core.moving_average import MovingAverage
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.session import VerifierSession
-from paceline.core.wait_for_drafts import CHILD_SHARE
 
+# Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses show what it is: the
+# mean confidence of a fair one.
+CHILD_SHARE = 0.75
 # Weight of a new observation.
 SMOOTHING = 0.2
 # Nodes are overdue after this many times the usual delay.

@@ -13,12 +13,11 @@ import numpy as np
 
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_worth import Demand
-from paceline.core.link import SessionLink
+from paceline.core.link import CHILD_SHARE, SessionLink
 from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import StepMode
 from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import CHILD_SHARE
 from paceline.forest import Bools, Forest, Ints, Taken, rows_of
 
 # Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
@@ -132,8 +131,9 @@ class StepDrafts:
         drafted = [session.link.drafter is not None and self.cap(session) > 0 for session in joining]
         allocation = self._policy.allocate(demands, picked, other_rows=other_rows, joining=drafted)
         prices = [*allocation.prices, *(allocation.price for _ in joining)]
-        for session, price in zip([*decoding, *joining], prices, strict=True):
-            session.link.look_ahead(price, self.cap(session), self.step_s)
+        caps += map(self.cap, joining)
+        for session, price, cap in zip([*decoding, *joining], prices, caps, strict=True):
+            session.link.look_ahead(price, cap, self.step_s)
         counts = allocation.counts
         taken = self._forest.take(rows, picked.slots, counts)
         return Choice(counts.tolist(), rows.repeat(counts), taken, allocation.price)

@@ -14,9 +14,9 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.core.goodput import is_worth
+from paceline.core.link import CHILD_SHARE
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
-from paceline.core.wait_for_drafts import CHILD_SHARE
 from paceline.drafting.growing import StatelessFollower, best_guesses
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache

@@ -208,7 +208,7 @@ class ChainScheduler:
     # What comes of it
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which it pays to wait for guesses; see `paceline.core.wait_for_drafts`."""
+        """Seconds for which it pays to wait for guesses; see `StepDrafts.worth_waiting`."""
         sessions = [session for session in self._rows if not session.reads]
         self.report.num_silenced += self._drafts.num_silenced(sessions, now_s)
         if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):

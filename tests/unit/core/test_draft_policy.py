@@ -14,12 +14,11 @@ from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.drafter_worth import LEAST_SURVIVAL, Demand
 from paceline.core.drafting_switch import JUDGE_EVERY, MOST_UNANSWERED, Drafting
 from paceline.core.errors import ConfigError
-from paceline.core.link import ConnectedDrafter
+from paceline.core.link import CHILD_SHARE, ConnectedDrafter
 from paceline.core.messages import NodeGuess
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import MOST_LOOKS, Record, SessionSurvivals, UsualSurvivals
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import CHILD_SHARE
 from paceline.forest import ROOT, rows_of
 from tests.support.trees import Allotted, allot, graft_into, new_tree, nodes_of
 
