@@ -22,10 +22,10 @@ class Called(Goodput):
         self.price = price
         self.answered = []
 
-    def allocate(self, demands, *, other_rows=0, joining=()):
+    def allocate(self, demands, picked, *, other_rows=0, joining=()):
         self.answered = [each.answered for each in demands]
         prices = (self.price,) * len(demands)
-        return replace(FixedGamma(gamma=4).allocate(demands), prices=prices, price=self.price)
+        return replace(FixedGamma(gamma=4).allocate(demands, picked), prices=prices, price=self.price)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_pair):

@@ -23,7 +23,7 @@ from paceline.core.params import (
 )
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived
-from paceline.core.tree import DraftTree
+from paceline.forest import Forest
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
 from tests.support.heads import random_medusa, save_medusa
@@ -241,15 +241,21 @@ def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(tiny_pai
 
 def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
     added: Counter[str] = Counter()
-    suggest = DraftTree.suggest
+    hang, graft = Forest.hang, Forest.graft
 
-    def counted(tree, parent, token_id, confidence, source):
-        # Trees of drafters take every source at its word; they mirror those that are meant here.
-        if tree._probability is not None and token_id not in parent.children:
-            added[source] += 1
-        return suggest(tree, parent, token_id, confidence, source)
+    def hung(forest, row, parent, token, confidence, source):
+        before = forest.count(row)
+        slot = hang(forest, row, parent, token, confidence, source)
+        added[forest.sources[source]] += forest.count(row) - before
+        return slot
 
-    monkeypatch.setattr(DraftTree, "suggest", counted)
+    def grafted(forest, source, *columns):
+        grafts = graft(forest, source, *columns)
+        added[forest.sources[source]] += int(grafts.counts[:, 0].sum())
+        return grafts
+
+    monkeypatch.setattr(Forest, "hang", hung)
+    monkeypatch.setattr(Forest, "graft", grafted)
     pair = EnginePair(*tiny_pair, methods=(DRAFT_MODEL, SUFFIX), policy=FixedGamma(gamma=3))
     for _ in range(2):
         texts(pair, SAMPLINGS["sampled"], 4)

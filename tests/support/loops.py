@@ -28,15 +28,14 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.planned_step import StepPlan
+from paceline.core.params import METHODS, SamplingParams, SpeculationParams
+from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
-from paceline.core.wait_for_drafts import Prospect
-from paceline.forest import NONE, ROOT
+from paceline.forest import NONE, ROOT, Floats, Forest, Picked
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -59,13 +58,15 @@ class Policy:
         self.price = price
         self._four = FixedGamma(gamma=self.max_nodes)
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+    def allocate(
+        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
+    ) -> Allocation:
         """See `DraftPolicy`."""
-        return replace(self._four.allocate(demands), prices=(self.price,) * len(demands), price=self.price)
+        return replace(self._four.allocate(demands, picked), prices=(self.price,) * len(demands), price=self.price)
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """See `DraftPolicy`."""
-        return self._four.waits(prospects, wait_s=wait_s, step_s=step_s)
+        return self._four.waits(expected, gains, wait_s=wait_s, step_s=step_s)
 
     def observe(self, **_: object) -> None:
         """See `DraftPolicy`."""
@@ -88,7 +89,12 @@ class VerifierLoop:
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=1 + self.max_rows // BLOCK_SIZE)
         limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows, max_model_len=4096)
         self.scheduler: Scheduler[ScheduledSession] = Scheduler(
-            pool=self.pool, scratch=self.scratch, limits=limits, policy=self.policy, tier=DrafterTier(VOCAB_SIZE)
+            pool=self.pool,
+            scratch=self.scratch,
+            limits=limits,
+            policy=self.policy,
+            tier=DrafterTier(VOCAB_SIZE),
+            forest=Forest(METHODS),
         )
         self.sessions: list[ScheduledSession] = []
         self._num_guessed = 0
@@ -109,6 +115,7 @@ class VerifierLoop:
             self.pool,
             max_model_len=4096,
             drafter_address=DRAFTER,
+            forest=self.scheduler.forest,
             submitted_s=self.now_s,
             price=self.policy.price,
         )
@@ -146,19 +153,21 @@ class VerifierLoop:
         for part in [part for part in plan.parts if part.judged]:
             told = [PositionLogprobs(token_id=position + 1, logprob=-1.0) for position in part.judged]
             self._hear([(part.session.serial, part.session.hand_out_prompt(told))])
-        for part in [part for part in plan.parts if part.commits]:
-            tokens = walk(part.session.tree.root, part.nodes, lambda node: node.position + 1)
-            for count, token in enumerate(tokens, start=1):
-                if part.session.ends_with(token):
-                    tokens = tokens[:count]
-                    break
-            verdict = Verdict(token_ids=tokens)
-            self._hear([self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self.now_s)])
+        judged = [(part, self._judge(part)) for part in plan.parts if part.commits]
+        self._hear(self.scheduler.commit(judged, batch_size=batch_size, now_s=self.now_s))
         self.scheduler.moves.clear()
         self.scheduler.end_step(plan, self.now_s)
         self.report = self.scheduler.take_report(plan)
         self._pass_on()
         return plan
+
+    @staticmethod
+    def _judge(part: Part[ScheduledSession]) -> Verdict:
+        tokens = walk(part.root, part.nodes, lambda node: node.position + 1)
+        for count, token in enumerate(tokens, start=1):
+            if part.session.ends_with(token):
+                return Verdict(token_ids=tokens[:count])
+        return Verdict(token_ids=tokens)
 
     def run(self) -> None:
         """Steps until every session has ended."""

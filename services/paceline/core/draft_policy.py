@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Protocol
+
+import numpy as np
 
 from paceline.core.drafter_worth import LEAST_SURVIVAL, Demand, DrafterWorth, Steps
 from paceline.core.drafting_switch import Drafting
-from paceline.core.goodput import best_prefix, is_worth
+from paceline.core.goodput import Floats, best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
-from paceline.core.tree import Node, best_nodes
-from paceline.core.wait_for_drafts import Prospect
+from paceline.forest import Ints, Picked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class Allocation:
     """What a step verifies, and the prices that drafters receive with its commits.
 
     Args:
-        nodes: One tuple a session, parents before children.
+        counts: int32 `[sessions]`, how many of its best nodes each one verifies.
         prices: Of each session.
         price: Of sessions whose prompts are read.
     """
 
-    nodes: tuple[tuple[Node, ...], ...]
+    counts: Ints
     prices: tuple[float, ...]
     price: float
 
@@ -73,11 +73,14 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+    def allocate(
+        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
+    ) -> Allocation:
         """Picks nodes for every session.
 
         Args:
             demands: The sessions that decode.
+            picked: The best nodes of each, within its cap and `max_nodes`.
             other_rows: Rows of the step that are taken (prefill).
             joining: For each session whose prompt is being read, whether its drafter's guesses would be of use; these
                 sessions decode in the steps that the price is for.
@@ -88,8 +91,15 @@ class DraftPolicy(Protocol):
         """Learns the time of a step; arguments as in `StepTimes.observe`."""
         ...
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """True when the step should wait `wait_s` seconds for the next nodes rather than run now in `step_s`."""
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
+        """True when the step should wait `wait_s` seconds for the next nodes rather than run now in `step_s`.
+
+        Args:
+            expected: Tokens of each session in a step now, `[sessions]`.
+            gains: What the next nodes would add, `[sessions]`.
+            wait_s: See above.
+            step_s: See above.
+        """
         ...
 
     def num_asked(
@@ -137,19 +147,21 @@ class FixedGamma:
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Takes nothing over."""
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+    def allocate(
+        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
+    ) -> Allocation:
         """Picks the `gamma` best nodes of every session."""
         del other_rows, joining
-        chosen = tuple(tuple(best_nodes(each.tree, min(self.gamma, each.cap), chain=each.chain)) for each in demands)
-        return Allocation(nodes=chosen, prices=(self.price,) * len(demands), price=self.price)
+        counts = np.minimum((picked.survivals > 0.0).sum(axis=1, dtype=np.int32), np.int32(self.gamma))
+        return Allocation(counts=counts, prices=(self.price,) * len(demands), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """Learns nothing."""
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
-        del wait_s, step_s
-        return any(each.gain for each in prospects)
+        del expected, wait_s, step_s
+        return bool(gains.any())
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
@@ -195,33 +207,30 @@ class Goodput:
         self.drafters.own.resume(learned["own"])
         self.drafters.switch.compared = set(map(int, learned["compared"]))
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
+    def allocate(
+        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
+    ) -> Allocation:
         """Picks the nodes of highest goodput, and decides who drafts from now on."""
+        held = np.where(picked.survivals >= LEAST_SURVIVAL, picked.survivals, 0.0)
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
-        ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
+        best_each(held, max(0, MOST_ROWS - len(demands)))
         table = self.times.table(StepMode.DRAFTING if any(map(self.drafters.work_for, demands)) else StepMode.PLAIN)
         step = Steps(table, len(demands), prefill_rows=other_rows)
-        best = step.best([survival for survival, _, _ in ranked])
+        best = step.best(np.sort(held[held > 0.0])[::-1])
         self.least_survival = step.price(best)
-        chosen: list[list[Node]] = [[] for _ in demands]
-        for _, index, node in ranked[: best.count]:
-            chosen[index].append(node)
-        held: list[list[float]] = [[] for _ in demands]
-        for survival, index, _ in ranked:
-            held[index].append(survival)
+        counts = best_each(held.copy(), best.count)
         self.drafters.look(demands, held, self.times, rate=best.rate, other_rows=other_rows, joining=joining)
         prices = tuple(self.drafters.price if self.drafters.work_for(each) else 1.0 for each in demands)
-        return Allocation(nodes=tuple(map(tuple, chosen)), prices=prices, price=self.price)
+        return Allocation(counts=counts, prices=prices, price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """Learns the time of a step."""
         self.times.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds, mixed=mixed)
         self.drafters.switch.observe(seconds)
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Applies the same objective to the time of waiting."""
-        gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
-        return is_worth(gain, expected, cost_s=wait_s, step_s=step_s)
+        return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
@@ -230,14 +239,19 @@ class Goodput:
         seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
         return best_prefix(expected, gains, seconds).count
 
-    def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
-        ranked = [
-            (survival, index, node)
-            for index, each in enumerate(demands)
-            if each.cap and each.tree.root.children
-            for node in best_nodes(each.tree, min(self.max_nodes, each.cap), chain=each.chain)
-            if (survival := each.tree.survival(node)) >= LEAST_SURVIVAL
-        ]
-        # Of equals those that came first stay first, so parents before children.
-        ranked.sort(key=itemgetter(0), reverse=True)
-        return ranked
+
+def best_each(survivals: Floats, count: int) -> Ints:
+    """How many of its best nodes each session gets when `count` of all are taken, of equals those that come first.
+
+    Args:
+        survivals: Of the nodes of each session, best first, `[sessions, most]`; those that are not taken become 0.
+        count: Most nodes of all sessions.
+    """
+    flat = survivals[survivals > 0.0]
+    if count < len(flat):
+        least = np.partition(flat, len(flat) - count)[len(flat) - count] if count else np.inf
+        ties = survivals == least
+        left = count - int((survivals > least).sum())
+        survivals[(survivals < least) | (ties & (np.cumsum(ties).reshape(ties.shape) > left))] = 0.0
+    counts: Ints = (survivals > 0.0).sum(axis=1, dtype=np.int32)
+    return counts

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Generic
 
 from paceline.core.draft_plan import CatchingUp, DraftPlan, SessionT
-from paceline.core.drafted_trees import DraftedTrees, NewTokens
+from paceline.core.drafted_trees import DraftedTrees, FreshTokens
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -112,7 +112,7 @@ class DraftScheduler(Generic[SessionT]):
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
         # Commits that the trees do not know yet, and who catches up in the step under way.
-        self._commits: list[NewTokens[SessionT]] = []
+        self._commits: list[FreshTokens[SessionT]] = []
         self._computing: list[SessionT] = []
 
     @property
@@ -234,7 +234,7 @@ class DraftScheduler(Generic[SessionT]):
                 self._queue(key[0], lagging)
                 self.trees.place(session)
             case tuple() as fresh:
-                self._commits.append(NewTokens(session, base_len, fresh))
+                self._commits.append(FreshTokens(session, base_len, fresh))
             case None:
                 self.trees.place(session)
 

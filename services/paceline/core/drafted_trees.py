@@ -18,7 +18,7 @@ from paceline.forest import NONE, ROOT, Forest, Ints, Pushed, rows_of
 Messages = list[tuple[SessionT, DraftNodes]]
 
 
-class NewTokens(NamedTuple, Generic[SessionT]):
+class FreshTokens(NamedTuple, Generic[SessionT]):
     """Tokens that were committed after the first `base_len` of a session."""
 
     session: SessionT
@@ -110,7 +110,7 @@ class DraftedTrees(Generic[SessionT]):
         """Name of a node on the wire; 0: the root."""
         return 0 if slot == ROOT else int(self.forest.arrays.nodes["id"][session.row, slot])
 
-    def commit(self, commits: Sequence[NewTokens[SessionT]]) -> tuple[list[tuple[int, int]], Messages[SessionT]]:
+    def commit(self, commits: Sequence[FreshTokens[SessionT]]) -> tuple[list[tuple[int, int]], Messages[SessionT]]:
         """Follows committed tokens.
 
         Returns:

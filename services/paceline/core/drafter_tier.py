@@ -8,9 +8,11 @@ from typing import Protocol
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink
-from paceline.core.messages import DraftNodes, LaggingSession, ToDrafter, ToVerifier
+from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.scheduled_session import ScheduledSession
+from paceline.core.session import graft
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
+from paceline.core.tree import DraftTree
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
@@ -21,6 +23,11 @@ class LinkedSession(Protocol):
 
     session_id: str
     link: SessionLink
+    tree: DraftTree
+
+    def check(self, message: DraftNodes) -> bool:
+        """See `VerifierSession.check`."""
+        ...
 
 
 class DrafterTier:
@@ -80,37 +87,60 @@ class DrafterTier:
         if drafter is None:
             return
         drafter.silent = False
+        drafts: list[tuple[LinkedSession, DraftNodes]] = []
         try:
             for message in event.messages:
                 session = sessions.get(message.session_id)
-                if session is not None and session.link.drafter is drafter:
-                    self._receive_one(session, message, event.arrived_s, report)
+                if session is None or session.link.drafter is not drafter:
+                    continue
+                if isinstance(message, DraftNodes):
+                    self._collect(session, message, drafter.source, drafts, report)
+                elif session not in self._answered:
+                    # An answer may begin the tree anew.
+                    self._graft(drafts, drafter.source, event.arrived_s, report)
+                    # One answer a step is enough: a drafter cannot make us work by asking more often.
+                    self._answered.append(session)
+                    self.queue(session.link.address, session.link.catch_up(message))
         except RemoteProtocolError as error:
             self._broken[event.address] = error
+        self._graft(drafts, drafter.source, event.arrived_s, report)
+        if event.address in self._broken:
             self._lose(event.address, sessions)
 
-    def _receive_one(self, session: LinkedSession, message: ToVerifier, arrived_s: float, report: StepReport) -> None:
-        match message:
-            case DraftNodes():
-                self._graft(session, message, arrived_s, report)
-            case LaggingSession() if session not in self._answered:
-                # One answer a step is enough: a drafter cannot make us work by asking more often.
-                self._answered.append(session)
-                self.queue(session.link.address, session.link.catch_up(message))
-            case LaggingSession():
-                pass
+    def _collect(
+        self,
+        session: LinkedSession,
+        message: DraftNodes,
+        source: str,
+        drafts: list[tuple[LinkedSession, DraftNodes]],
+        report: StepReport,
+    ) -> None:
+        """Adds a message to those to be taken in, as far as it is of use."""
+        num_known = 0
+        if session.check(message):
+            known = [node for node in message.nodes if node.within(self._vocab_size)]
+            num_known = len(known)
+            whole = num_known == len(message.nodes)
+            drafts.append((session, message if whole else replace(message, nodes=tuple(known))))
+        if num_known < len(message.nodes):
+            report.late_by[source] += len(message.nodes) - num_known
 
-    def _graft(self, session: LinkedSession, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
-        known = [node for node in message.nodes if node.within(self._vocab_size)]
-        num_strange = len(message.nodes) - len(known)
-        if num_strange:
-            message = replace(message, nodes=tuple(known))
-        outcome, round_trip_s = session.link.receive(message, arrived_s)
-        num_lost = outcome.num_late + outcome.num_stale + num_strange
-        if num_lost and session.link.drafter is not None:
-            report.late_by[session.link.drafter.source] += num_lost
-        if round_trip_s is not None:
-            report.round_trips_s.append(round_trip_s)
+    @staticmethod
+    def _graft(
+        drafts: list[tuple[LinkedSession, DraftNodes]], source: str, arrived_s: float, report: StepReport
+    ) -> None:
+        """Takes messages in, all at once but for those of sessions that look at each guess."""
+        alone = [[each] for each in drafts if each[0].tree.looks_at_guesses]
+        together = [each for each in drafts if not each[0].tree.looks_at_guesses]
+        drafts.clear()
+        for batch in (*alone, together) if together else alone:
+            grafts = graft(batch[0][0].tree.forest, source, batch)
+            if num_lost := int(grafts.counts[:, 1:].sum()):
+                report.late_by[source] += num_lost
+            for (session, message), first in zip(batch, grafts.firsts.tolist(), strict=True):
+                round_trip_s = session.link.take_in(message, first, arrived_s)
+                if round_trip_s is not None:
+                    report.round_trips_s.append(round_trip_s)
 
     def update(self, session: LinkedSession, now_s: float) -> None:
         """Queues what a session's drafter does not know yet."""

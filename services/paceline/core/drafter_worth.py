@@ -20,7 +20,6 @@ from paceline.core.goodput import Best, Floats, best_prefix, num_tried
 from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import SessionSurvivals, UsualSurvivals, first_survivals
-from paceline.core.tree import DraftTree
 
 Numbers = TypeVar("Numbers", float, Floats)
 
@@ -38,9 +37,7 @@ class Demand:
     """One decoding session, as the policies see it.
 
     Args:
-        tree: Its guesses.
         cap: Most nodes it may have verified.
-        chain: Whether they must be one chain.
         drafted: Whether a drafter is there for it.
         answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
         own: Survivals of guesses that it has without a drafter, best first.
@@ -48,9 +45,7 @@ class Demand:
         usual: What it usually has in hand; the policy keeps it up.
     """
 
-    tree: DraftTree
     cap: int
-    chain: bool = False
     drafted: bool = True
     answered: bool = True
     own: Sequence[float] = ()
@@ -142,7 +137,7 @@ class DrafterWorth:
     def look(
         self,
         demands: Sequence[Demand],
-        held: Sequence[Sequence[float]],
+        held: Floats,
         times: StepTimes,
         *,
         rate: float,
@@ -153,7 +148,7 @@ class DrafterWorth:
 
         Args:
             demands: The sessions that decode in it.
-            held: Survivals of the nodes that each has, best first.
+            held: Survivals of the nodes that each has, best first, `[demands, most]`, 0 behind the last.
             times: Of steps.
             rate: Goodput of the step.
             other_rows: Rows of prompts in it.
@@ -181,7 +176,7 @@ class DrafterWorth:
             for each in sorted(drafted, key=attrgetter("num_unread"))[: num_tried(len(drafted))]:
                 each.usual.tries = True
 
-    def _remember(self, demands: Sequence[Demand], held: Sequence[Sequence[float]]) -> None:
+    def _remember(self, demands: Sequence[Demand], held: Floats) -> None:
         """Takes in what sessions have in hand; those whose drafters idle are taken to be like the others."""
         drafted = [(each, survivals) for each, survivals in zip(demands, held, strict=True) if each.is_drafted]
         working = [(each, survivals) for each, survivals in drafted if self.work_for(each)]

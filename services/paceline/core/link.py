@@ -12,9 +12,10 @@ from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSess
 from paceline.core.moving_average import MovingAverage
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.session import VerifierSession
-from paceline.core.tree import GraftOutcome
-from paceline.core.wait_for_drafts import CHILD_SHARE
 
+# Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses show what it is: the
+# mean confidence of a fair one.
+CHILD_SHARE = 0.75
 # Weight of a new observation.
 SMOOTHING = 0.2
 # Nodes are overdue after this many times the usual delay.
@@ -259,27 +260,26 @@ class SessionLink:
 
     # From the drafter
 
-    def receive(self, message: DraftNodes, arrived_s: float) -> tuple[GraftOutcome, float | None]:
-        """Takes in guesses.
+    def take_in(self, message: DraftNodes, first: float, arrived_s: float) -> float | None:
+        """Guesses have come, and are in the tree.
+
+        Args:
+            message: They.
+            first: Best survival of a guess below the root; below 0: they know other tokens than those committed.
+            arrived_s: When they came.
 
         Returns:
-            What became of them, and the seconds since the commit that they answer, if they are the first that do.
-
-        Raises:
-            RemoteProtocolError: See `VerifierSession.receive`.
+            Seconds since the commit that they answer, if they are the first that do.
         """
         assert self._drafter is not None, "only a drafter whose stream is up sends anything"
-        outcome = self._session.receive(message, self._drafter.source)
-        if message.epoch != self._session.epoch or not message.nodes:
-            return outcome, None
+        if not message.nodes:
+            return None
         self._answered_len = max(self._answered_len, message.base_len)
         self._answered = True
         round_trip_s = self._answers.received(message.base_len, arrived_s, self._drafter)
-        if round_trip_s is not None and message.base_len == self._session.committed_len:
-            tree = self._session.tree
-            best = max(map(tree.survival, tree.root.children.values()), default=0.0)
-            self._drafter.child_share.add(best)
-        return outcome, round_trip_s
+        if round_trip_s is not None and first >= 0.0:
+            self._drafter.child_share.add(first)
+        return round_trip_s
 
     @property
     def has_answered(self) -> bool:

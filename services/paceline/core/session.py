@@ -7,10 +7,12 @@ epochs are dropped, and nothing is ever rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
-from paceline.core.calibration import Calibrations
+import numpy as np
+
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.grammar import OutputGrammar
 from paceline.core.messages import (
@@ -21,8 +23,9 @@ from paceline.core.messages import (
     OpenSession,
     SpeculationRecord,
 )
-from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
-from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
+from paceline.core.params import CHAIN_RULES, COUPLED, METHODS
+from paceline.core.tree import DraftTree
+from paceline.forest import Committed, Forest, Grafts, rows_of
 
 
 @dataclass(slots=True)
@@ -67,16 +70,16 @@ class SpeculationTally:
         )
 
 
-def num_accepted_of(matched: Sequence[Node], token_ids: Sequence[int]) -> int:
+def num_accepted_of(num_matched: int, token_ids: Sequence[int]) -> int:
     """Guesses that a step has accepted beside the one token that it commits in any case.
 
     A guess that ends the text takes the place of that token: nothing is committed after it.
 
     Args:
-        matched: The verified guesses that were committed.
+        num_matched: Verified guesses that were committed.
         token_ids: All that the step has committed, at least one.
     """
-    return min(len(matched), len(token_ids) - 1)
+    return min(num_matched, len(token_ids) - 1)
 
 
 class VerifierSession:
@@ -84,8 +87,9 @@ class VerifierSession:
 
     Args:
         request: What to generate.
-        calibrations: Of the sources that draft for it; they learn from every commit. Others take effect with the
-            next `open`.
+        forest: Where its tree is; None: in one of its own.
+        calibrations: Numbers of those of the sources that draft for it; they learn from every commit. Others take
+            effect with the next `open`.
         acceptance: Name of the rule that judges guesses.
         grammar: What its output follows, moved on by whoever chooses its tokens; None: none.
     """
@@ -93,19 +97,29 @@ class VerifierSession:
     def __init__(
         self,
         request: GenerateRequest,
-        calibrations: Calibrations | None = None,
+        forest: Forest | None = None,
+        calibrations: Mapping[str, int] | None = None,
         acceptance: str = COUPLED,
         grammar: OutputGrammar | None = None,
     ) -> None:
         self.request = request
         self.grammar = grammar
         self.acceptance = acceptance
-        self.calibrations = Calibrations() if calibrations is None else calibrations
+        self.calibrations = calibrations or {}
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
-        self.tree = self._new_tree()
+        chain = acceptance in CHAIN_RULES
+        # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
+        can_follow = None if grammar is None or chain else grammar.permits
+        self.tree = DraftTree(
+            Forest(METHODS) if forest is None else forest,
+            self.tokens,
+            self.calibrations,
+            chain=chain,
+            can_follow=can_follow,
+        )
         self.tally = SpeculationTally()
 
     @property
@@ -125,7 +139,7 @@ class VerifierSession:
             price: Least survival worth drafting for; 1: the drafter idles.
             room: Nodes that it may have in the tree.
         """
-        self.tree = self._new_tree()
+        self.tree.open(self.tokens, self.calibrations)
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
@@ -140,29 +154,6 @@ class VerifierSession:
             traceparent=self.request.traceparent,
         )
 
-    def _new_tree(self) -> DraftTree:
-        chain = self.acceptance in CHAIN_RULES
-        # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
-        can_follow = None if self.grammar is None or chain else self.grammar.permits
-        return DraftTree(len(self.tokens), self.calibrations.probability, chain=chain, can_follow=can_follow)
-
-    def commit(self, token_ids: Sequence[int], chances: Sequence[float] | None = None) -> Pruning:
-        """Appends newly committed tokens, scores the guesses by them, and prunes the tree.
-
-        Args:
-            token_ids: The tokens.
-            chances: See `DraftTree.outcomes`.
-
-        Raises:
-            LocalProtocolError: There is no token to commit.
-        """
-        if not token_ids:
-            raise LocalProtocolError("a commit holds at least one token")
-        for source, confidence, matched in self.tree.outcomes(token_ids, chances):
-            self.calibrations.observe(source, confidence, matched=matched)
-        self.tokens.extend(token_ids)
-        return self.tree.advance(token_ids)
-
     def commit_message(self, since_len: int, *, price: float = 0.0, room: int = 0) -> Commit:
         """All that was committed since a drafter's `since_len` tokens; price and room as in `open`."""
         return Commit(
@@ -174,21 +165,102 @@ class VerifierSession:
             room=room,
         )
 
-    def receive(self, message: DraftNodes, source: str = DRAFT_MODEL) -> GraftOutcome:
-        """Takes in a drafter's guesses; those of another epoch are dropped and counted as stale.
+    def check(self, message: DraftNodes) -> bool:
+        """Whether a drafter's guesses are of this epoch.
 
         Raises:
             RemoteProtocolError: The drafter claims to know tokens that were never committed, or leaves out the
                 distribution of a guess where the acceptance rule needs it.
         """
         if message.epoch != self.epoch:
-            return GraftOutcome(num_added=0, num_late=0, num_stale=len(message.nodes))
-        if self.acceptance in CHAIN_RULES and any(node.draft is None for node in message.nodes):
+            return False
+        if self.tree.chain and any(node.draft is None for node in message.nodes):
             raise RemoteProtocolError(
                 f"DraftNodes.drafts: session {self.session_id} is judged by the rule {self.acceptance}, and needs the"
                 " distribution of every guess"
             )
-        return self.tree.graft(message.nodes, message.base_len, self.tokens, source)
+        if not 1 <= message.base_len <= len(self.tokens):
+            raise RemoteProtocolError(
+                f"base_len {message.base_len} is not within the {len(self.tokens)} committed tokens"
+            )
+        return True
+
+
+class Grafted(Protocol):
+    """A session that guesses are made for."""
+
+    tree: DraftTree
+
+
+def graft(forest: Forest, source: str, messages: Sequence[tuple[Grafted, DraftNodes]]) -> Grafts:
+    """Takes in a drafter's messages that were found right, `VerifierSession.check`.
+
+    Args:
+        forest: Of the sessions.
+        source: The drafter's method.
+        messages: With their sessions; of a session that looks at its guesses, no more than one.
+    """
+    nodes = [node for _, message in messages for node in message.nodes]
+    # Kernels compare ids and no more, so that their sign means nothing.
+    ids, parent_ids, token_ids = np.array([node[:3] for node in nodes], np.uint32).reshape(-1, 3).astype(np.int32).T
+    before = [session.tree.num_nodes if session.tree.looks_at_guesses else 0 for session, _ in messages]
+    grafts = forest.graft(
+        forest.number_of[source],
+        rows_of(session.tree.row for session, _ in messages),
+        rows_of(message.base_len for _, message in messages),
+        np.cumsum([len(message.nodes) for _, message in messages], dtype=np.int32),
+        ids.copy(),
+        parent_ids.copy(),
+        token_ids.copy(),
+        np.array([node.confidence for node in nodes], np.float64),
+    )
+    for index, (session, message) in enumerate(messages):
+        if session.tree.looks_at_guesses:
+            num_barred = session.tree.took_in(before[index], message)
+            grafts.counts[index] += np.array((-num_barred, 0, num_barred), np.int32)
+    return grafts
+
+
+class NewTokens(NamedTuple):
+    """What a step commits to a session.
+
+    Attributes:
+        session: Whose.
+        token_ids: At least one.
+        chances: For each, the probability that the guess in its place was accepted, where the acceptance rule knows it;
+            None: a guess matched or did not.
+    """
+
+    session: VerifierSession
+    token_ids: Sequence[int]
+    chances: Sequence[float] | None = None
+
+    @property
+    def all_chances(self) -> Sequence[float]:
+        """One for each token, -1 where it is not known."""
+        known = self.chances or ()
+        return [*known, *[-1.0] * (len(self.token_ids) - len(known))]
+
+
+def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
+    """Appends newly committed tokens to sessions, scores guesses by them, and prunes the trees.
+
+    Raises:
+        LocalProtocolError: There is no token to commit.
+    """
+    if not all(each.token_ids for each in commits):
+        raise LocalProtocolError("a commit holds at least one token")
+    for each in commits:
+        each.session.tokens.extend(each.token_ids)
+        if each.session.tree.drafts:
+            each.session.tree.forget_drafts(each.session.committed_len)
+    known = any(each.chances is not None for each in commits)
+    return forest.commit(
+        rows_of(each.session.tree.row for each in commits),
+        np.cumsum([len(each.token_ids) for each in commits], dtype=np.int32),
+        rows_of(token_id for each in commits for token_id in each.token_ids),
+        np.array([chance for each in commits for chance in each.all_chances] if known else ()),
+    )
 
 
 class DrafterSession:

@@ -7,16 +7,18 @@ tier under vLLM, share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from paceline.core.draft_policy import Allocation, DraftPolicy
+import numpy as np
+
+from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_worth import Demand
-from paceline.core.link import SessionLink
+from paceline.core.link import CHILD_SHARE, SessionLink
 from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import StepMode
 from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
+from paceline.forest import Bools, Forest, Ints, Taken, rows_of
 
 # Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
 STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01
@@ -53,18 +55,36 @@ class SpeculatingSession(Protocol):
         ...
 
 
+class Choice(NamedTuple):
+    """What a step verifies.
+
+    Attributes:
+        counts: Nodes of each decoding session.
+        rows: int32 `[nodes]`, rows of the forest.
+        taken: The nodes, session by session.
+        price: Of sessions whose prompts are read.
+    """
+
+    counts: list[int]
+    rows: Ints
+    taken: Taken
+    price: float
+
+
 class StepDrafts:
     """The drafts of the steps of one engine.
 
     Args:
         policy: Which nodes a step verifies.
+        forest: The trees of all sessions.
 
     Attributes:
         step_s: Seconds that a step usually takes.
     """
 
-    def __init__(self, policy: DraftPolicy) -> None:
+    def __init__(self, policy: DraftPolicy, forest: Forest) -> None:
         self._policy = policy
+        self._forest = forest
         self._usual_step = MovingAverage(FIRST_STEP_S, STEP_SMOOTHING)
 
     @property
@@ -92,7 +112,7 @@ class StepDrafts:
         *,
         other_rows: int = 0,
         most_each: int | None = None,
-    ) -> Allocation:
+    ) -> Choice:
         """Picks what the next step verifies, and sets the prices that drafters receive with its commits.
 
         Args:
@@ -101,20 +121,26 @@ class StepDrafts:
             other_rows: Rows of the step that are taken.
             most_each: Most nodes of a session; None: its own bound.
         """
-        demands = [self._demand(session, most_each) for session in decoding]
+        caps = [self.cap(session) for session in decoding]
+        demands = [
+            self._demand(session, cap if most_each is None else min(cap, most_each))
+            for session, cap in zip(decoding, caps, strict=True)
+        ]
+        rows, chains = _rows_of(decoding)
+        picked = self._forest.best(rows, rows_of(each.cap for each in demands), chains)
         drafted = [session.link.drafter is not None and self.cap(session) > 0 for session in joining]
-        allocation = self._policy.allocate(demands, other_rows=other_rows, joining=drafted)
+        allocation = self._policy.allocate(demands, picked, other_rows=other_rows, joining=drafted)
         prices = [*allocation.prices, *(allocation.price for _ in joining)]
-        for session, price in zip([*decoding, *joining], prices, strict=True):
-            session.link.look_ahead(price, self.cap(session), self.step_s)
-        return allocation
+        caps += map(self.cap, joining)
+        for session, price, cap in zip([*decoding, *joining], prices, caps, strict=True):
+            session.link.look_ahead(price, cap, self.step_s)
+        counts = allocation.counts
+        taken = self._forest.take(rows, picked.slots, counts)
+        return Choice(counts.tolist(), rows.repeat(counts), taken, allocation.price)
 
-    def _demand(self, session: SpeculatingSession, most_each: int | None) -> Demand:
-        cap = self.cap(session)
+    def _demand(self, session: SpeculatingSession, cap: int) -> Demand:
         return Demand(
-            tree=session.tree,
-            cap=cap if most_each is None else min(cap, most_each),
-            chain=session.takes_chains,
+            cap=cap,
             drafted=session.link.drafter is not None,
             answered=session.link.has_answered,
             own=session.own_survivals,
@@ -143,18 +169,28 @@ class StepDrafts:
         left_s = self.step_s - idle_s
         if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
             return 0.0
-        prospects = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
-        gainful = [wait_s for wait_s, each in zip(waits, prospects, strict=True) if wait_s is not None and each.gain]
-        if not gainful or not self._policy.waits(prospects, wait_s=min(gainful), step_s=self.step_s):
+        rows, chains = _rows_of(sessions)
+        prices = [
+            1.0 if wait_s is None else session.link.price for session, wait_s in zip(sessions, waits, strict=True)
+        ]
+        expected, gains = self._forest.prospects(
+            rows,
+            rows_of(map(self.cap, sessions)),
+            np.array(prices),
+            np.array([_child_share(session) for session in sessions]),
+            chains,
+        )
+        gainful = [wait_s for wait_s, gain in zip(waits, gains.tolist(), strict=True) if wait_s is not None and gain]
+        if not gainful or not self._policy.waits(expected, gains, wait_s=min(gainful), step_s=self.step_s):
             return 0.0
         return min(max(gainful), left_s)
 
-    def _prospect(self, session: SpeculatingSession, wait_s: float | None) -> Prospect:
-        drafter = session.link.drafter
-        return prospect(
-            session.tree,
-            self.cap(session),
-            price=1.0 if wait_s is None else session.link.price,
-            child_share=CHILD_SHARE if drafter is None else drafter.child_share.value,
-            chain=session.takes_chains,
-        )
+
+def _rows_of(sessions: Sequence[SpeculatingSession]) -> tuple[Ints, Bools]:
+    """Rows of sessions in the forest, and whether chains of them are verified, `[sessions]`."""
+    return rows_of(each.tree.row for each in sessions), np.array([each.takes_chains for each in sessions], np.bool_)
+
+
+def _child_share(session: SpeculatingSession) -> float:
+    drafter = session.link.drafter
+    return CHILD_SHARE if drafter is None else drafter.child_share.value

@@ -83,7 +83,7 @@ class UsualSurvivals:
         known = self._known(records)
         return np.repeat(known.sum(axis=0) / len(known), num_sessions) if len(known) else np.empty(0)
 
-    def see(self, records: Sequence[Record], looks: Sequence[Sequence[float]]) -> None:
+    def see(self, records: Sequence[Record], looks: Sequence[Sequence[float] | Floats]) -> None:
         """Looks at what each session has, best first; ranks it does not have count as 0."""
         if not records:
             return

@@ -22,7 +22,7 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
-from paceline.forest import ROOT
+from paceline.forest import ROOT, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class DraftEngine:
             context_len=identity.context_len,
             open_session=lambda opened: DraftSession(opened, identity, self.pool, decoder.feature_width),
         )
+        warm_up(self.scheduler.trees.forest)
         self._num_reported = 0
 
     @property

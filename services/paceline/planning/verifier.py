@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import DraftPolicy, Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest
 from paceline.core.moving_average import MovingAverage
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import Pairing
-from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, METHODS, SamplingParams, SpeculationParams
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
+from paceline.forest import NONE, Forest
 from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
 from paceline.planning.events import Act, Events
 from paceline.simulated.guesses import RIGHT, STRIDE
@@ -66,13 +66,22 @@ class SimulatedSession(ScheduledSession):
         asked: What is to be generated.
         drafter: Address of its drafter; empty: it decodes plainly.
         pool: Pages.
-        calibration: Of the drafter's guesses.
+        forest: Where its tree is.
+        calibration: Number of that of the drafter's guesses.
         now_s: The time.
         price: Of the last step.
     """
 
     def __init__(
-        self, asked: Request, drafter: str, pool: BlockPool, calibration: Calibration, *, now_s: float, price: float
+        self,
+        asked: Request,
+        drafter: str,
+        pool: BlockPool,
+        forest: Forest,
+        calibration: int,
+        *,
+        now_s: float,
+        price: float,
     ) -> None:
         request = GenerateRequest(
             session_id=str(asked.number),
@@ -88,7 +97,8 @@ class SimulatedSession(ScheduledSession):
             asked.number,
             pool,
             drafter_address=drafter,
-            calibrations=Calibrations({DRAFT_MODEL: calibration}),
+            forest=forest,
+            calibrations={DRAFT_MODEL: calibration},
             max_model_len=asked.num_prompt_tokens + asked.num_output_tokens,
             submitted_s=now_s,
             price=price,
@@ -130,7 +140,8 @@ class SimulatedVerifier:
         self.policy: DraftPolicy = policy or Goodput(times, max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
         self.scheduler = _scheduler(profile.target, self._pool, self.policy)
-        self._calibrations = {address: Calibration() for address in ((INSIDE,) if colocated else self._drafters)}
+        addresses = (INSIDE,) if colocated else self._drafters
+        self._calibrations = {address: self.scheduler.forest.new_calibration() for address in addresses}
         for address in self._calibrations:
             self.scheduler.change_link(LinkChanged(address=address, up=True), 0.0)
         self._inbox: list[Act] = []
@@ -147,9 +158,10 @@ class SimulatedVerifier:
         self._post(lambda: self._open(asked, address))
 
     def _open(self, asked: Request, drafter: str) -> None:
-        calibration = self._calibrations[drafter] if drafter else Calibration()
-        now_s, price = self._events.now_s, self.policy.price
-        self.scheduler.submit(SimulatedSession(asked, drafter, self._pool, calibration, now_s=now_s, price=price))
+        calibration = self._calibrations.get(drafter, NONE)
+        now_s, price, forest = self._events.now_s, self.policy.price, self.scheduler.forest
+        session = SimulatedSession(asked, drafter, self._pool, forest, calibration, now_s=now_s, price=price)
+        self.scheduler.submit(session)
 
     def _ended(self, session: SimulatedSession) -> None:
         drafter = self._drafters.get(session.link.address)
@@ -236,29 +248,29 @@ class SimulatedVerifier:
 
     def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
         """Commits what the step verified."""
-        batch_size = plan.batch_size
-        for part in plan.parts:
-            if part.commits:
-                self._commit(part, batch_size)
+        judged = [(part, self._judge(part)) for part in plan.parts if part.commits]
+        self.scheduler.commit(judged, batch_size=plan.batch_size, now_s=self._events.now_s)
+        for part, verdict in judged:
+            part.session.asked.pieces.append((self._events.now_s, len(verdict.token_ids)))
+            if part.session.ended:
+                self._ended(part.session)
         self.scheduler.moves.clear()
         self.scheduler.end_step(plan, self._events.now_s)
         self.scheduler.take_report(plan)
         self._send()
         self._drive()
 
-    def _commit(self, part: Part[SimulatedSession], batch_size: int) -> None:
-        session, asked, now_s = part.session, part.session.asked, self._events.now_s
-        tokens = walk(session.tree.root, part.nodes, lambda _: RIGHT)
+    @staticmethod
+    def _judge(part: Part[SimulatedSession]) -> Verdict:
+        session, asked = part.session, part.session.asked
+        tokens = walk(part.root, part.nodes, lambda _: RIGHT)
         if session.is_decoding:
             asked.num_steps += 1
             asked.num_drafted += len(part.nodes)
             asked.num_accepted += len(tokens) - 1
         for token_id in tokens:
             session.ends_with(token_id)
-        self.scheduler.commit(part, Verdict(token_ids=tokens), batch_size=batch_size, now_s=now_s)
-        asked.pieces.append((now_s, len(tokens)))
-        if session.ended:
-            self._ended(session)
+        return Verdict(token_ids=tokens)
 
 
 def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: DraftPolicy) -> Scheduler[SimulatedSession]:
@@ -272,4 +284,5 @@ def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: DraftPolicy) -> Sche
         ),
         policy=policy,
         tier=DrafterTier(STRIDE),
+        forest=Forest(METHODS),
     )
