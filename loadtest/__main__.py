@@ -28,6 +28,7 @@ BENCHES = {
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "step": "a plain step inside the running verifier against its packed linears alone",
     "structured": "schema-bound answers with forced tokens as guesses and without",
+    "tenants": "a modest tenant's p99 and errors beside a greedy one, in seven ways, by turns",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",
     "vllm": "vLLM's load client, unmodified, against the fleet: it reads our acceptance from /metrics",
 }

@@ -8,8 +8,9 @@ First the streams run undisturbed; then again, each as often as time allows, whi
 drafters, gateways and the store in turn. There are more streams than places: some clients are refused and come again.
 They are `ResumingClient`s, over gRPC and over HTTP, know all gateways, and go on at another one when a stream breaks
 off. Some prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was taken
-gets its answer, and a poisonous request is refused before it has ended a third engine. The same seed gives the same
-faults. Printed are the faults, what became of the streams, and how long they paused around kills.
+gets its answer, a poisonous request is refused before it has ended a third engine, and a key that is withdrawn in a
+change that breaks the file of keys is gone, while that of the streams stays. The same seed gives the same faults.
+Printed are the faults, what became of the streams, and how long they paused around kills.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ import numpy as np
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, run, show
-from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, Disturbance, Fault, Poisoned, Site, planned
+from loadtest.faults import FAULTS, KEY_FILE, KILL, POISONER, VALKEY, Disturbance, Fault, Poisoned, Site, planned
 from loadtest.faulty.orders import FOLDER_VARIABLE
 from loadtest.fleet import DEMO_PAIR, bench_fleet
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
+from loadtest.key_faults import KeyFile, Withdrawn
 from loadtest.resuming_http import ResumingHttpClient
 from loadtest.steadfast import Answer, Request, keep_running, long_request, mixed_requests, over, run_each
 from loadtest.store_faults import UNWRITABLE_S
@@ -89,13 +91,15 @@ class Outcome:
     reference: Sequence[History]
     verdict: Verdict
     poisoned: Sequence[Poisoned]
+    withdrawn: Sequence[Withdrawn]
     faults: Sequence[Fault]
     num_resumed: int
 
     @property
     def ok(self) -> bool:
         """Whether nothing came to harm."""
-        return self.verdict.clean and all(each.contained for each in self.poisoned)
+        withdrawn = not any(each.num_left for each in self.withdrawn)
+        return self.verdict.clean and withdrawn and all(each.contained for each in self.poisoned)
 
 
 async def measure(options: argparse.Namespace) -> bool:
@@ -113,7 +117,7 @@ async def disturb(options: argparse.Namespace) -> Outcome:
     settings: dict[str, Any] = {"num_verifiers": options.verifiers, "gateway_arg": (f"--max-sessions={places}",)}
     async with (
         disturbed_fleet(options.replicas, chance, options.logs, **settings) as site,
-        _clients(site.fleet) as clients,
+        _clients(site.fleet, site.keys.stays) as clients,
     ):
         answers = [over(client) for client in clients]
         reference = await _undisturbed(answers[0], requests)
@@ -125,21 +129,25 @@ async def disturb(options: argparse.Namespace) -> Outcome:
             reference=reference,
             verdict=judge(histories, reference),
             poisoned=site.poisoned,
+            withdrawn=site.withdrawn,
             faults=disturbance.done,
             num_resumed=sum(client.num_resumed for client in clients),
         )
 
 
 @asynccontextmanager
-async def _clients(fleet: LocalFleet) -> AsyncIterator[tuple[ResumingClient, ResumingClient]]:
+async def _clients(fleet: LocalFleet, api_key: str) -> AsyncIterator[tuple[ResumingClient, ResumingClient]]:
     """One for each door."""
     gateways = fleet.endpoints_of("gateway")
     # A stream that waits for its turn is silent; the pings of gRPC find gateways that are frozen.
     grpc_client = ResumingClient(
-        [each.second_address for each in gateways], patience_s=PATIENCE_S, silence_s=PATIENCE_S
+        [each.second_address for each in gateways], api_key=api_key, patience_s=PATIENCE_S, silence_s=PATIENCE_S
     )
     http_client = ResumingHttpClient(
-        [f"http://{each.address}" for each in gateways], patience_s=PATIENCE_S, silence_s=SILENCE_S
+        [f"http://{each.address}" for each in gateways],
+        api_key=api_key,
+        patience_s=PATIENCE_S,
+        silence_s=SILENCE_S,
     )
     async with grpc_client, http_client:
         yield grpc_client, http_client
@@ -170,15 +178,18 @@ async def disturbed_fleet(
 
         for role in FAULTY if logs is None else ():
             (Path(folder) / f"{role}-0.log").symlink_to("/dev/full")
+        keys = KeyFile(Path(folder) / "keys")
+        gateway_arg = (*settings.pop("gateway_arg", ()), f"--api-keys-file={keys.path}")
         fleet = bench_fleet(
             environ={FOLDER_VARIABLE: folder},
             launcher={"back_off": BACK_OFF, "announce": through_a_proxy, "modules": FAULTY},
+            gateway_arg=gateway_arg,
             **{**_defaults(num_replicas, Path(folder) if logs is None else logs), **settings},
         )
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(fleet)
             store = await opened.enter_async_context(open_store(fleet.redis_url))
-            yield Site(fleet=fleet, store=store, proxies=proxies, orders=Path(folder), chance=chance)
+            yield Site(fleet=fleet, store=store, proxies=proxies, keys=keys, orders=Path(folder), chance=chance)
 
 
 def _defaults(num_replicas: int, log_dir: Path) -> dict[str, Any]:
@@ -197,7 +208,14 @@ def _defaults(num_replicas: int, log_dir: Path) -> dict[str, Any]:
 
 
 def _names(fleet: LocalFleet) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {"verifier": [], "gateway": [], "drafter": [], VALKEY: [], POISONER: [POISONER]}
+    names: dict[str, list[str]] = {
+        "verifier": [],
+        "gateway": [],
+        "drafter": [],
+        VALKEY: [],
+        POISONER: [POISONER],
+        KEY_FILE: [KEY_FILE],
+    }
     for endpoint in fleet.endpoints:
         names[endpoint.role].append(endpoint.name)
     return names
@@ -238,6 +256,9 @@ def print_report(options: argparse.Namespace, outcome: Outcome) -> bool:
     for each in outcome.poisoned:
         last = each.history.events[-1]
         print(f"poisonous ({each.kind}): ended {each.num_engines} engines; {last.kind}: {last.why}")
+    for each in outcome.withdrawn:
+        times = ", ".join(f"{gone_s:.1f} s" for gone_s in each.gone_s)
+        print(f"withdrawn key: gone after {times} at the gateways; {each.num_left} still took it")
     for history in histories:
         accuse(history, outcome.reference[history.index], faults)
     return report(
@@ -257,6 +278,8 @@ def print_report(options: argparse.Namespace, outcome: Outcome) -> bool:
         **asdict(outcome.verdict),
         poisonous=[each.num_engines for each in outcome.poisoned],
         poison_contained=all(each.contained for each in outcome.poisoned),
+        withdrawn_keys=len(outcome.withdrawn),
+        withdrawn_keys_left=sum(each.num_left for each in outcome.withdrawn),
         **_quantiles([pause for each in pauses.values() for pause in each], "recovery"),
         ok=outcome.ok,
     )

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from loadtest.faulty import orders
 from loadtest.histories import History
+from loadtest.key_faults import KeyFile, Withdrawn
 from loadtest.steadfast import over, run_one
 from loadtest.store_faults import fail_over, fill, make_read_only
 from paceline.client.resuming import ResumingClient
@@ -33,6 +34,8 @@ KILL = "kill"
 VALKEY = "valkey"
 # Not a process: who sends poisonous requests, one at a time.
 POISONER = "poisoner"
+# Nor is the file of API keys.
+KEY_FILE = "key file"
 WRONG_ANSWERS = (orders.INTERNAL, orders.GARBAGE, orders.NONSENSE, orders.GAP, orders.HALF)
 # Seconds that a mark to drain lasts, or a bad network, or what was ordered.
 LASTS_S = 3.0
@@ -111,17 +114,21 @@ class Site:
         fleet: Running processes.
         store: The fleet's own, for marks to drain.
         proxies: By the name of the replica behind each.
+        keys: Keys of the gateways' clients.
         orders: Folder through which services are ordered to go wrong.
         chance: Draws what a fault leaves open.
         poisoned: Poisonous requests so far.
+        withdrawn: Keys that were withdrawn so far.
     """
 
     fleet: LocalFleet
     store: Store
     proxies: Mapping[str, DelayProxy]
+    keys: KeyFile
     orders: Path
     chance: random.Random
     poisoned: list[Poisoned] = field(default_factory=list)
+    withdrawn: list[Withdrawn] = field(default_factory=list)
 
 
 async def _kill(site: Site, name: str) -> None:
@@ -216,10 +223,19 @@ async def _poison(kind: str, site: Site, name: str) -> None:
     )
     deaths_before = orders.num_deaths(site.orders)
     gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
-    async with ResumingClient(gateways, patience_s=POISON_PATIENCE_S) as client:
+    async with ResumingClient(gateways, api_key=site.keys.stays, patience_s=POISON_PATIENCE_S) as client:
         history = await run_one(over(client), request, index=0)
     num_engines = orders.num_deaths(site.orders) - deaths_before
     site.poisoned.append(Poisoned(kind=kind, history=history, num_engines=num_engines))
+
+
+async def _break_keys(site: Site, name: str) -> None:
+    """A change of the file of keys that withdraws one and spoils other lines; the streams' own key stays."""
+    del name
+    urls = [f"http://{endpoint.address}" for endpoint in site.fleet.endpoints_of("gateway")]
+    async with site.keys.broken(urls) as withdrawn:
+        site.withdrawn.append(withdrawn)
+        await asyncio.sleep(LASTS_S)
 
 
 _SERVICES = ("verifier", "drafter", "gateway")
@@ -240,6 +256,7 @@ FAULTS: dict[str, tuple[Callable[[Site, str], Awaitable[None]], tuple[str, ...]]
     "full": (partial(_to_the_store, fill), (VALKEY,)),
     "read-only": (partial(_to_the_store, make_read_only), (VALKEY,)),
     "failed-over": (_fail_over, (VALKEY,)),
+    "broken-keys": (_break_keys, (KEY_FILE,)),
     **{f"poison-{kind}": (partial(_poison, kind), (POISONER,)) for kind in orders.POISON},
 }
 

@@ -32,15 +32,19 @@ class ResumingHttpClient(ResumingClient):
 
     Args:
         urls: Of gateways, `http://host:port`.
+        api_key: Sent with every request; empty: none.
         patience_s: How long to go on trying without new text, in seconds.
         silence_s: Longest wait for the next event of a stream, in seconds.
     """
 
-    def __init__(self, urls: Sequence[str], *, patience_s: float = 60.0, silence_s: float = 60.0) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, api_key: str = "", patience_s: float = 60.0, silence_s: float = 60.0
+    ) -> None:
         super().__init__([], patience_s=patience_s)
         self._urls = list(urls)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()

@@ -11,8 +11,8 @@ from loadtest.faults import KILL
 
 pytestmark = pytest.mark.full
 
-# A few of each sort: of a process, of the network, of what is inside a process, of the store, at the doors.
-KINDS = [KILL, "cut", "drain", "garbage", "gap", "half", "full", "crowd"]
+# A few of each sort: of a process, of the network, of what is inside a process, of the store, at the doors, of keys.
+KINDS = [KILL, "cut", "drain", "garbage", "gap", "half", "full", "crowd", "broken-keys"]
 
 
 def test_nothing_is_lost_doubled_changed_or_left_without_an_answer_while_things_go_wrong() -> None:
@@ -36,3 +36,4 @@ def test_nothing_is_lost_doubled_changed_or_left_without_an_answer_while_things_
     assert killed >= {"verifier", "drafter", "gateway"}
     assert {history.door for history in outcome.histories} == {"grpc", "http"}
     assert outcome.num_resumed
+    assert [gone for each in outcome.withdrawn for gone in each.gone_s], "a gateway has refused the key"

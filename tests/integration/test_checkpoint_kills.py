@@ -123,6 +123,13 @@ def test_a_start_that_is_killed_at_fifty_places_is_finished_by_the_next(
     killed_and_started_again(hub, tmp_path, NUM_PLACES, monkeypatch)
 
 
+@pytest.mark.parametrize("byte", [1, 16_384, 199_999])
+def test_a_hub_that_breaks_off_within_a_file_is_asked_again(byte: int, hub: Hub) -> None:
+    hub.repos["org/sharded"].cut_after = byte
+    assert is_whole(fetch(pinned(hub)))
+    assert not hub.repos["org/sharded"].cut_after, "it broke off"
+
+
 def test_a_part_that_another_program_has_fetched_is_not_taken_for_the_whole(hub: Hub) -> None:
     commit = hub.repos["org/sharded"].commit
     for name in ("config.json", SHARDS[0]):

@@ -90,9 +90,14 @@ class SessionRequest:
     span: Span = field(default=INVALID_SPAN, compare=False)
 
     @property
+    def num_resumptions(self) -> int:
+        """How many calls, maybe at other gateways, took it over from another one."""
+        return self.epoch // EPOCHS_PER_OWNER
+
+    @property
     def resumed(self) -> bool:
         """Whether another call, maybe at another gateway, had it before."""
-        return self.epoch >= EPOCHS_PER_OWNER
+        return self.num_resumptions > 0
 
     @property
     def resumable(self) -> bool:

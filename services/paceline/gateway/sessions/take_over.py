@@ -14,6 +14,7 @@ from typing import Any
 from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
 from paceline.core.messages import FinishReason
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.access.callers import Caller
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.sessions.known_tokens import check_known
@@ -21,6 +22,8 @@ from paceline.gateway.sessions.request import SessionRequest, check_salt, check_
 from paceline.store.base import LoggedSession, SessionState, Store
 
 MAX_SESSION_ID_CHARS = 128
+# A session goes on that often without counting against the rate of its key: more often than gateways die under one.
+FREE_RESUMPTIONS = 4
 
 
 class Resumption:
@@ -36,6 +39,16 @@ class Resumption:
         self._store = store
         self._fleet = fleet
         self._owner = owner
+
+    async def claim_for(self, caller: Caller, session_id: str, offset: int, digest: str) -> SessionRequest:
+        """Does what `claim` does for a caller whose request has been counted.
+
+        The first resumptions of a session are not: it was counted when it began.
+        """
+        session = await self.claim(session_id, offset, digest, caller.name)
+        if session.num_resumptions <= FREE_RESUMPTIONS:
+            await caller.give_back()
+        return session
 
     async def claim(self, session_id: str, offset: int, digest: str, api_key: str) -> SessionRequest:
         """Returns what is left of a session to run; from now on this gateway owns it.

@@ -82,9 +82,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         # A gateway that has no place for the session must not take it from the gateway that runs it.
         caller = current_caller()
         with self._errors_counted(), self._sessions.admitted(1, caller):
-            session = await self._resumption.claim(request.session_id, request.offset, request.digest, caller.name)
-            # It was counted when it began.
-            await caller.give_back()
+            session = await self._resumption.claim_for(caller, request.session_id, request.offset, request.digest)
             traceparent = incoming(context) or session.traceparent
             with traced_request(self._tracer, TEXT_COMPLETION, traceparent) as trace:
                 trace.span.set_attribute(OFFSET, request.offset)

@@ -152,9 +152,7 @@ class CompletionEndpoint:
         """Streams what follows a place in the stream of a session."""
         caller = current_caller()
         with self._sessions.admitted(1, caller):
-            session = await self._resumption.claim(place.session_id, place.offset, place.digest, caller.name)
-            # It was counted when it began.
-            await caller.give_back()
+            session = await self._resumption.claim_for(caller, place.session_id, place.offset, place.digest)
             call.exchange.own_id = session.session_id.rpartition("-")[0]
             requests = [replace(session, span=call.trace.span)]
             await self._run(self._ordered(call, requests, options, stream=True, num_samples=1), call)
