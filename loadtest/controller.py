@@ -22,11 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from paceline.core.draft_policy import Allocation, DraftPolicy, FixedGamma, Goodput, best_each
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Demand, FixedGamma, Goodput, best_each
 from paceline.core.goodput import best_prefix
-from paceline.core.step_time import StepMode, StepTimes
-from paceline.forest import NONE, ROOT, Picked
+from paceline.forest import NONE, ROOT, Ints, Picked
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
 from paceline.planning.simulation import Outcome
@@ -59,10 +57,8 @@ def main() -> None:
 def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
     loads = [*LOADS, *LOADS[-2::-1]]
-    plain = profile.target.starting_cost()
-    times = StepTimes(plain, plain.scaled(1.0 + profile.drafting_overhead))
-    policies: dict[str, DraftPolicy] = {
-        CONTROLLER: Goodput(times, max_nodes=profile.most_nodes),
+    policies: dict[str, Goodput] = {
+        CONTROLLER: Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes),
         OPTIMUM: Oracle(profile, truth, clairvoyant=False),
         CLAIRVOYANT: Oracle(profile, truth, clairvoyant=True),
         **{f"gamma {gamma}": FixedGamma(gamma=gamma) for gamma in GAMMAS},
@@ -103,17 +99,19 @@ class Oracle(Goodput):
     """
 
     price = 0.0
+    drafts = True
 
     def __init__(self, profile: Profile, truth: DrawnGuesses, *, clairvoyant: bool) -> None:
         super().__init__(max_nodes=profile.most_nodes)
         self.sessions: Callable[[], dict[int, SimulatedSession]] = dict
         self._profile, self._truth, self._clairvoyant = profile, truth, clairvoyant
 
-    def allocate(
-        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
-    ) -> Allocation:
+    def enter(self, num_sessions: int) -> bool:
+        """Always drafts."""
+        return num_sessions > 0
+
+    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput."""
-        del joining
         decoding = [each for each in self.sessions().values() if each.is_decoding]
         for index, (demand, session) in enumerate(zip(demands, decoding, strict=True)):
             ranked = self._ranked_of(session)[: min(demand.cap, picked.slots.shape[1])]
@@ -124,8 +122,7 @@ class Oracle(Goodput):
         rows = [len(demands) + other_rows + number for number in range(len(survivals) + 1)]
         seconds = [self._profile.target.step_s(each, num_sessions=len(demands)) for each in rows]
         best = best_prefix(len(demands), survivals, seconds)
-        counts = best_each(picked.survivals, best.count)
-        return Allocation(counts=counts, prices=(0.0,) * len(demands), price=0.0)
+        return best_each(picked.survivals, best.count)
 
     def _ranked_of(self, session: SimulatedSession) -> Sequence[tuple[float, int]]:
         """The nodes of a session that are likeliest to be right, best first, so parents before children."""
@@ -138,11 +135,11 @@ class Oracle(Goodput):
         del survivals[ROOT]
         return sorted(((survival, slot) for slot, survival in survivals.items()), key=lambda entry: -entry[0])
 
-    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
         """Learns nothing: it knows everything."""
 
 
-def rate_of(profile: Profile, policy: DraftPolicy, load: int, seconds: float, seed: int) -> float:
+def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: int) -> float:
     """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
     events, requests = Events(seed), list[Request]()
 

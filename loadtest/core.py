@@ -29,7 +29,7 @@ from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import METHODS
 from paceline.core.planned_step import Part
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepCost, StepTimes
+from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.forest import Forest
@@ -95,7 +95,7 @@ class Verifier:
         self.now_s = 0.0
         rows = num_sessions * (1 + max(num_nodes, PROMPT_TOKENS))
         cost = StepCost(rows=(1, rows), seconds=(STEP_S, STEP_S + ROW_S * rows))
-        policy = Goodput(StepTimes(cost), max_nodes=num_nodes)
+        policy = Goodput(cost, max_nodes=num_nodes)
         # Known loads: nothing is tried for the sake of comparison.
         policy.resume(policy.learned() | {"compared": [*map(float, range(16))]})
         pool, forest = BlockPool(num_sessions * KV_TOKENS // BLOCK_SIZE), Forest(METHODS)

@@ -183,7 +183,7 @@ def ideal(profile: Profile, streams: int, arguments: argparse.Namespace, way: st
         policy=Goodput(max_nodes=profile.most_nodes),
     )
     cost = profile.target.starting_cost()
-    verifier.policy.start_from(cost, cost)
+    verifier.policy.start_from(cost)
     for _ in range(streams):
         ask()
     events.run(IDEAL_S)

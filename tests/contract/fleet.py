@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.core.draft_policy import DraftPolicy, FixedGamma
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Demand, FixedGamma, Goodput
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
@@ -139,7 +138,7 @@ class ToyDrafter:
 class ToyFleet:
     """One verifier, one drafter, one session at a time, and the link between them."""
 
-    def __init__(self, *, seed: int = 1, length: int = 40, policy: DraftPolicy | None = None) -> None:
+    def __init__(self, *, seed: int = 1, length: int = 40, policy: Goodput | None = None) -> None:
         self.seed = seed
         self.length = length
         self.prompt = [1, 2, 3]
@@ -192,7 +191,7 @@ class ToyFleet:
 
     def _choose(self, cap: int) -> tuple[Node, list[Node]]:
         tree = self.session.tree
-        (slots,) = allot(self.policy, [tree], [Demand(cap=cap)]).slots
+        (slots,) = allot(self.policy, [tree], [Demand(cap=cap)])
         rows = rows_of([tree.row])
         taken = tree.forest.take(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
         tree.forest.set_kv(Calls(rows.repeat(len(slots)), taken.slots), taken.slots)

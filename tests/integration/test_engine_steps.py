@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.link import MOST_UNANSWERED
 from paceline.core.params import SamplingParams
@@ -22,10 +20,17 @@ class Called(Goodput):
         self.price = price
         self.answered = []
 
-    def allocate(self, demands, picked, *, other_rows=0, joining=()):
+    @property
+    def drafts(self):
+        return self.price < 1.0
+
+    def enter(self, num_sessions):
+        self.answered = []
+        return num_sessions > 0 and self.drafts
+
+    def allocate(self, demands, picked, *, other_rows=0):
         self.answered = [each.answered for each in demands]
-        prices = (self.price,) * len(demands)
-        return replace(FixedGamma(gamma=4).allocate(demands, picked), prices=prices, price=self.price)
+        return FixedGamma(gamma=4).allocate(demands, picked)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_pair):
@@ -36,9 +41,9 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_p
     for _ in range(20):
         pair.round()
     assert not pair.to_drafter, "not even that there are sessions"
-    assert policy.answered == [False, False]
     policy.price = 0.0
     pair.round()
+    assert policy.answered == [False, False]
     assert sorted(type(each).__name__ for each in pair.to_drafter) == ["OpenSession", "OpenSession"]
     assert all(len(each.token_ids) > 20 for each in pair.to_drafter)
     pair.round()
@@ -50,7 +55,6 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_p
     for _ in range(5):
         pair.round()
     assert sorted((type(each).__name__, each.price) for each in pair.to_drafter) == [("Commit", 1.0)] * 2
-    assert policy.answered == [False, False]
     pair.run()
     assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
 
@@ -74,8 +78,8 @@ class Told(Called):
         super().__init__(price)
         self.steps = []
 
-    def observe(self, *, rows, guesses, mode, seconds, mixed=False):
-        self.steps.append((rows, guesses, mixed))
+    def observe(self, *, roots, guesses, tokens, seconds, other_rows=0):
+        self.steps.append((roots, guesses, tokens, other_rows))
 
 
 def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(tiny_pair):
@@ -85,8 +89,10 @@ def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(tiny_pair):
         pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     for _ in range(6):
         pair.round()
-    assert [sum(report.gammas) for report in pair.reports[-4:]] == [guesses for _, guesses, _ in policy.steps[-4:]]
-    assert policy.steps[-1] == (2 + 8, 8, False)
+    assert [sum(report.gammas) for report in pair.reports[-4:]] == [guesses for _, guesses, *_ in policy.steps[-4:]]
+    roots, guesses, tokens, other_rows = policy.steps[-1]
+    assert (roots, guesses, other_rows) == (2, 8, 0)
+    assert tokens == 2 + sum(pair.reports[-1].accepted)
 
 
 def test_the_policy_is_told_which_steps_had_prefill_in_them(tiny_pair):
@@ -100,4 +106,4 @@ def test_the_policy_is_told_which_steps_had_prefill_in_them(tiny_pair):
     pair.submit("late", [9, 8, 7], greedy)
     pair.round(draft_steps=0)
     pair.round(draft_steps=0)
-    assert policy.steps == [(3, 0, False), (6, 0, True), (4, 0, False)], "and of steps that are mostly prefill nothing"
+    assert policy.steps == [(3, 0, 3, 0), (3, 0, 3, 3), (4, 0, 4, 0)], "and of steps of prefill alone nothing"

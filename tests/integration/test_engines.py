@@ -21,7 +21,6 @@ from paceline.core.params import (
     SamplingParams,
     SpeculationParams,
 )
-from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived
 from paceline.forest import Forest
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
@@ -293,8 +292,7 @@ def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(tiny_pair):
     pair.run()
     rows = [(report.num_prefill_rows, report.num_rows) for report in pair.reports if report.num_rows]
     assert sum(0 < prefill < all_rows for prefill, all_rows in rows) == 1, "the second prompt came into decoding"
-    wanted = [StepMode.PLAIN if prefill else StepMode.DRAFTING for prefill, _ in rows]
-    assert pair.thread_modes == wanted
+    assert pair.drafters_worked == [prefill == 0 for prefill, _ in rows]
 
 
 def test_max_draft_tokens_caps_every_step(tiny_pair):

@@ -8,12 +8,11 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.params import SamplingParams
-from paceline.core.step_time import StepCost, StepMode
+from paceline.core.step_time import StepCost
 from paceline.engine.identity import model_identity
 from paceline.service.learned import NOWHERE, LearnedFile
 from paceline.verifier.config import VerifierConfig
@@ -31,7 +30,7 @@ def file(tmp_path: Path) -> LearnedFile:
 
 def fresh(folders) -> EnginePair:
     pair = EnginePair(*folders, policy=Goodput())
-    pair.target._policy.start_from(COST, COST)
+    pair.target._policy.start_from(COST)
     return pair
 
 
@@ -42,7 +41,8 @@ def experienced(folders) -> EnginePair:
     for _ in range(40):
         pair.round()
     for _ in range(200):
-        pair.target._policy.observe(rows=4, guesses=3, mode=StepMode.DRAFTING, seconds=3 * COST.at(4))
+        pair.target._policy.enter(1)
+        pair.target._policy.observe(roots=1, guesses=3, tokens=3, seconds=3 * COST.at(4))
     return pair
 
 
@@ -59,14 +59,9 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: L
     await written(file, before)
     file.give_to(after.target)
     old, new = before.target._policy, after.target._policy
-    assert new.times.table(StepMode.DRAFTING).at(4) == pytest.approx(old.times.table(StepMode.DRAFTING).at(4))
-    assert np.allclose(new.drafters.in_hand.typical, old.drafters.in_hand.typical)
-    assert not np.allclose(new.drafters.in_hand.typical, fresh(tiny_pair).target._policy.drafters.in_hand.typical)
-    assert not new.drafters.switch.compared, "neither has seen steps of both kinds"
-    old.drafters.switch.compared = {1, 4}
-    await written(file, before)
-    file.give_to(after.target)
-    assert new.drafters.switch.compared == {1, 4}
+    assert new.times.table.at(4) == pytest.approx(old.times.table.at(4))
+    assert new.mode.learned() == pytest.approx(old.mode.learned())
+    assert new.mode.learned() != fresh(tiny_pair).target._policy.mode.learned()
     after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))
     after.round()
     known, learned = (each.target.learned()["calibrations"] for each in (after, before))
@@ -93,8 +88,8 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -
         "[]",
         "{}",
         '{"policy": {}, "calibrations": {}}',
-        '{"policy": {"step_times": [1], "in_hand": [0.5], "own": [0.0]}, "calibrations": {}}',
-        '{"policy": {"step_times": [], "in_hand": [], "own": []}, "calibrations": {"tier greedy coupled": [1]}}',
+        '{"policy": {"step_times": [1], "rates": []}, "calibrations": {}}',
+        '{"policy": {"step_times": [], "rates": []}, "calibrations": {"tier greedy coupled": [1]}}',
         '{"policy": {}, "calibrations": {"tier greedy coupled": [NaN, 0, 1, 1, 0]}}',
         '{"policy": {}, "calibrations": {"tier greedy coupled": [1, 0, -1, 1, 0]}}',
         '{"policy": {}, "calibrations": 3}',
@@ -103,7 +98,7 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -
         '{"policy": {}, "calibrations": {"tier greedy coupled": [Infinity, 0, 1, 1, 0]}}',
         "9" * 5_000,
         "\udc80",
-        json.dumps({"policy": {"step_times": [2.0] * 37, "in_hand": [2.0] * 16, "own": []}, "calibrations": {}}),
+        json.dumps({"policy": {"step_times": [2.0] * 19, "rates": [1.0]}, "calibrations": {}}),
     ],
 )
 def test_a_file_of_something_else_is_like_none(tiny_pair, file: LearnedFile, content: str, caplog) -> None:

@@ -21,7 +21,6 @@ from paceline.core.params import SamplingParams
 from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events
 from paceline.planning.verifier import Request, SimulatedVerifier
@@ -60,7 +59,7 @@ class Planned:
     """A step: when, whether drafters work, the price, and `(session, start, stop, nodes)` of all that it computes."""
 
     at_s: float
-    mode: StepMode
+    drafters_work: bool
     price: float
     decoding: tuple[tuple[str, int, int, int], ...]
     reading: tuple[tuple[str, int, int, int], ...]
@@ -84,7 +83,7 @@ class Schedule:
                     tuple((each.session.session_id, each.start, each.stop, len(each.nodes)) for each in group)
                     for group in (planned.decoding, planned.reading)
                 ]
-                self.plans.append(Planned(now_s, planned.mode, price.price, *parts))
+                self.plans.append(Planned(now_s, planned.drafters_work, price.price, *parts))
             return planned
 
         scheduler.plan = watched  # type: ignore[method-assign]
@@ -209,8 +208,7 @@ class Listener:
 
 def engine_at_work(tiny_pair: tuple[Path, Path]) -> tuple[EngineAtWork, EnginePair]:
     """Runs all arrivals through a real engine."""
-    plain = FACTS.starting_cost()
-    policy = Goodput(StepTimes(plain, plain.scaled(1.0)), max_nodes=PROFILE.most_nodes)
+    policy = Goodput(FACTS.starting_cost(), max_nodes=PROFILE.most_nodes)
     pair = EnginePair(
         *tiny_pair,
         policy=policy,
@@ -281,4 +279,4 @@ def test_the_planner_plans_what_the_engine_plans_and_says_what_it_says(tiny_pair
     assert sum(report.num_silenced for report in work.reports) > 0
     assert work.num_waits > len(work.reports), "some steps waited for drafts"
     assert any(each.decoding and each.reading for each in engine.plans)
-    assert {each.mode for each in engine.plans} == set(StepMode)
+    assert {each.drafters_work for each in engine.plans} == {False, True}

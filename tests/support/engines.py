@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.draft_policy import DraftPolicy, Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
-from paceline.core.step_time import StepMode
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
@@ -57,7 +56,7 @@ class EnginePair:
         target: Path,
         drafter: Path,
         *,
-        policy: DraftPolicy | None = None,
+        policy: Goodput | None = None,
         width: int = 2,
         num_blocks: int = 256,
         max_num_seqs: int = 32,
@@ -80,7 +79,7 @@ class EnginePair:
         decoder = decoder or load_decoder(target, dtype, "cpu", 1)
         method = "+".join(methods) or (DRAFT_MODEL if eagle3_model is None else EAGLE3)
         speculation = Speculation(method=method, eagle3_model=eagle3_model, **heads)
-        self.thread_modes: list[StepMode] = []
+        self.drafters_worked: list[bool] = []
         self.sources = make_sources(speculation, decoder) if sources is None else sources(decoder)
         self.target = TargetEngine(
             decoder=decoder,
@@ -95,7 +94,7 @@ class EnginePair:
             clock=self.clock,
             sources=self.sources,
             rules=rules or Rules(),
-            use_threads=self.thread_modes.append,
+            use_threads=self.drafters_worked.append,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_plan import DraftPlan, Offer
-from paceline.core.draft_policy import Allocation, Demand, DraftPolicy, FixedGamma
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.draft_scheduler import DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
@@ -35,7 +35,7 @@ from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
-from paceline.forest import NONE, ROOT, Floats, Forest, Picked
+from paceline.forest import NONE, ROOT, Forest
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -49,27 +49,19 @@ def text(prompt_len: int, count: int) -> list[int]:
     return list(range(prompt_len, prompt_len + count))
 
 
-class Policy:
+class Policy(FixedGamma):
     """Always the four best nodes, and the price that the test sets."""
 
-    max_nodes = 4
+    price = 0.0
 
     def __init__(self, price: float = 0.0) -> None:
+        super().__init__(gamma=4)
         self.price = price
-        self._four = FixedGamma(gamma=self.max_nodes)
 
-    def allocate(
-        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
-    ) -> Allocation:
-        """See `DraftPolicy`."""
-        return replace(self._four.allocate(demands, picked), prices=(self.price,) * len(demands), price=self.price)
-
-    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
-        """See `DraftPolicy`."""
-        return self._four.waits(expected, gains, wait_s=wait_s, step_s=step_s)
-
-    def observe(self, **_: object) -> None:
-        """See `DraftPolicy`."""
+    @property
+    def drafts(self) -> bool:
+        """See `Goodput`."""
+        return self.price < 1.0
 
 
 @dataclass
@@ -79,7 +71,7 @@ class VerifierLoop:
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_rows: int = 64
-    policy: Policy | DraftPolicy = field(default_factory=Policy)
+    policy: Goodput = field(default_factory=Policy)
     now_s: float = 0.0
     told: list[ToDrafter] = field(default_factory=list)
     heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)

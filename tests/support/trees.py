@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.draft_policy import Allocation, DraftPolicy
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Demand, Goodput
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import graft
 from paceline.core.tree import DraftTree, Node
-from paceline.forest import ROOT, Forest, Grafts, rows_of
+from paceline.forest import ROOT, Forest, Grafts, Picked, rows_of
 
 
 @dataclass(eq=False)
@@ -108,23 +107,10 @@ def verified(*guesses: tuple[Any, ...], base_len: int = 1) -> tuple[Node, list[N
     return root, nodes
 
 
-@dataclass(frozen=True)
-class Allotted:
-    """What a policy picks.
-
-    Attributes:
-        allocation: Its answer.
-        slots: Of each session.
-    """
-
-    allocation: Allocation
-    slots: list[list[int]]
-
-
 def allot(
-    policy: DraftPolicy, trees: Sequence[DraftTree], demands: Iterable[Demand], *, chain: bool = False, **options: Any
-) -> Allotted:
-    """A policy picks nodes of trees, which may be in different forests."""
+    policy: Goodput, trees: Sequence[DraftTree], demands: Iterable[Demand], *, chain: bool = False, **options: Any
+) -> list[list[int]]:
+    """The slots that a policy picks of each tree; trees may be in different forests."""
     demands = list(demands)
     caps = [min(each.cap, policy.max_nodes) for each in demands]
     chains = np.array([chain])
@@ -135,9 +121,5 @@ def allot(
     slots, survivals = np.full((len(found), most), -1, np.int32), np.zeros((len(found), most))
     for index, each in enumerate(found):
         slots[index, : caps[index]], survivals[index, : caps[index]] = each.slots[0], each.survivals[0]
-    allocation = policy.allocate(demands, type(found[0])(slots, survivals) if found else _NOTHING, **options)
-    counts = allocation.counts.tolist()
-    return Allotted(allocation, [row[:count] for row, count in zip(slots.tolist(), counts, strict=True)])
-
-
-_NOTHING = Forest(METHODS).best(rows_of(()), rows_of(()))
+    counts = policy.allocate(demands, Picked(slots, survivals), **options).tolist()
+    return [row[:count] for row, count in zip(slots.tolist(), counts, strict=True)]

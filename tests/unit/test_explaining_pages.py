@@ -8,12 +8,11 @@ from pathlib import Path
 
 from paceline.core import (
     draft_policy,
-    drafting_switch,
     goodput,
     link,
     scheduled_session,
 )
-from paceline.core import drafter_worth as worth
+from paceline.core import drafting_mode as modes
 from paceline.core import step_time as times
 from paceline.forest import drafting
 from paceline.gateway.config import GatewayConfig
@@ -75,17 +74,20 @@ def test_functions_classes_and_fields_that_pages_name_are_there():
 
 def test_the_page_of_the_controller_has_the_figures_of_the_code():
     for said in (
-        f"price = max({worth.LEAST_SURVIVAL:g}, goodput(m*)",
+        f"price = max({goodput.LEAST_SURVIVAL:g}, goodput(m*)",
         f"(default {DEFAULT_DRAFT_TOKENS})",
         f"Steps hold at most {times.MOST_ROWS} rows",
         f"each of {len(times.KNOTS)} points from 1 to {times.MOST_ROWS} rows",
         f"min(1 + answer time / step time, {link.MOST_STEPS_AHEAD:g})",
         f"room = {link.ROOM_PER_NODE} * most nodes",
-        f"gain above {drafting_switch.WORTH_A_CALL:g}, or above {drafting_switch.CLEAR_GAIN:g}",
-        f"after {drafting_switch.LEAST_STEPS} steps with answers",
-        f"no drafter answered for {drafting_switch.MOST_UNANSWERED} steps",
-        f"`NOBODY` for {drafting_switch.REST_STEPS} steps",
-        f"each kind may cost {100 * goodput.EXPLORATION:g} % of the time",
+        f"counts half after {modes.HALF_LIFE} further steps",
+        f"{modes.MOST_STEPS} steps * max(0, 1 - other rate",
+        f"after {modes.LEAST_STEPS} to {modes.MOST_STEPS} counted steps",
+        f"after {modes.MOST_UNCOUNTED} steps that do not count",
+        f"have left {link.MOST_UNANSWERED} tokens unanswered",
+        f"within a factor of {2**modes.SAME_LOAD:.1f}",
+        f"saved grows by {100 * goodput.EXPLORATION:g} % of the time",
+        f"at most {draft_policy.MOST_PRICE:g}",
         f"fewer than {scheduled_session.SHORT_REMAINDER} tokens to go",
     ):
         assert said in page("controller")

@@ -1,69 +1,101 @@
-"""Which nodes a step verifies, and the price of one more: policies over the trees of all sessions.
+"""Which nodes a step verifies, and the price of one more: a policy over the trees of all sessions.
 
 With nodes sorted by survival `s_1 >= s_2 >= ...`, `B` roots and a step that takes `T(rows)` seconds, the nodes worth
 verifying are `best_prefix(B, s, T)` (`paceline.core.goodput`), and
 
     price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
-Speculation off is the fixed point under load (m* = 0), not a special case.
-The price that goes out to drafters looks ahead (`paceline.core.drafter_worth`).
+Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from paceline.core.drafter_worth import LEAST_SURVIVAL, Demand, DrafterWorth, Steps
-from paceline.core.drafting_switch import Drafting
-from paceline.core.goodput import Floats, best_prefix, is_worth
-from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.drafting_mode import DraftingMode, Mode
+from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth
+from paceline.core.moving_average import MovingAverage
+from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.forest import Ints, Picked
+
+# Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
+MOST_PRICE = 0.99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """What a step verifies, and the prices that drafters receive with its commits.
+class Demand:
+    """One decoding session, as the policy sees it.
 
     Args:
-        counts: int32 `[sessions]`, how many of its best nodes each one verifies.
-        prices: Of each session.
-        price: Of sessions whose prompts are read.
+        cap: Most nodes it may have verified.
+        drafted: Whether a drafter is there for it.
+        answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
     """
 
-    counts: Ints
-    prices: tuple[float, ...]
-    price: float
+    cap: int
+    drafted: bool = True
+    answered: bool = True
 
 
-class DraftPolicy(Protocol):
-    """Policy that picks the nodes of a step."""
+class Goodput:
+    """The set of nodes that maximises expected committed tokens per second, by step times learned on the way.
 
-    @property
-    def max_nodes(self) -> int:
-        """Most nodes that any session may have verified in one step."""
-        ...
+    Args:
+        cost: Of steps, by their rows.
+        max_nodes: Most nodes a session may have verified in one step.
+
+    Attributes:
+        times: Of steps that draft.
+        mode: Whether steps draft.
+        least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
+    """
+
+    def __init__(self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16) -> None:
+        self.max_nodes = max_nodes
+        self.least_survival = 0.0
+        self.mode = DraftingMode()
+        self._price: MovingAverage | None = None
+        self._answered = True
+        self.start_from(cost)
 
     @property
     def price(self) -> float:
-        """Least survival worth drafting for, of a session that begins; 1: its drafter idles."""
-        ...
+        """Least survival worth drafting for, that of the last guess which usually pays; 1: drafters idle."""
+        if not self.drafts:
+            return 1.0
+        return 0.0 if self._price is None else min(MOST_PRICE, self._price.value)
 
     @property
-    def least_survival(self) -> float:
-        """Least survival worth one more row in the last step, for sources whose guesses cost nothing but that."""
-        ...
+    def drafts(self) -> bool:
+        """Whether the step that `enter` announced drafts; if not, nothing of speculation runs."""
+        return self.mode.mode is Mode.DRAFTING
 
-    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
-        """Takes profiles of plain steps, and of steps with the threads that are left while drafters work."""
-        ...
+    def start_from(
+        self,
+        cost: StepCost,
+        *,
+        plain: StepCost | None = None,
+        doubt: float = 1.0,
+        steps: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """Begins a new table of step times from a profile.
+
+        Args:
+            cost: By rows, while drafters work.
+            plain: While they idle; None: the same.
+            doubt: How many times as far off as a measured profile it may be.
+            steps: Rows and seconds of steps without guesses that were seen since.
+        """
+        self._plain, self.times = plain or cost, StepTimes(cost, doubt=doubt)
+        for rows, seconds in steps:
+            self.times.observe(rows=rows, guesses=0, seconds=seconds)
 
     def learned(self) -> dict[str, list[float]]:
-        """What a successor may begin with."""
-        ...
+        """What a successor may begin with: step times, and the rates of both modes."""
+        return {"step_times": self.times.learned(), "rates": self.mode.learned()}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
@@ -71,28 +103,74 @@ class DraftPolicy(Protocol):
         Raises:
             KeyError, ValueError: It is not what such a policy learns.
         """
-        ...
+        self.times.resume(learned["step_times"])
+        self.mode.resume(learned["rates"])
 
-    def allocate(
-        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
-    ) -> Allocation:
-        """Picks nodes for every session.
+    def enter(self, num_sessions: int) -> bool:
+        """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
+
+        Args:
+            num_sessions: How many; 0 where none of them may speculate.
+        """
+        drafts = self.mode.enter(num_sessions) is Mode.DRAFTING
+        if not drafts:
+            self._price, self._answered = None, True
+        return drafts
+
+    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
+        """Picks the nodes of highest goodput, for a step that drafts.
 
         Args:
             demands: The sessions that decode.
             picked: The best nodes of each, within its cap and `max_nodes`.
             other_rows: Rows of the step that are taken (prefill).
-            joining: For each session whose prompt is being read, whether its drafter's guesses would be of use; these
-                sessions decode in the steps that the price is for.
-        """
-        ...
 
-    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """Learns the time of a step; arguments as in `StepTimes.observe`."""
-        ...
+        Returns:
+            How many of its best nodes each session verifies, int32 `[sessions]`.
+        """
+        held = np.where(picked.survivals >= LEAST_SURVIVAL, picked.survivals, 0.0)
+        # Prefill gives way to guesses within the step's bound, so only roots count beside them.
+        ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - len(demands))]
+        count = 0
+        if demands:
+            step = Steps(self.times.table, len(demands), other_rows)
+            best = step.best(ranked)
+            self._set_prices(step.price(best), reads=other_rows > 0)
+            count = best.count
+        drafted = [each.answered for each in demands if each.drafted and each.cap]
+        self._answered = 2 * sum(drafted) >= len(drafted)
+        return best_each(held, count)
+
+    def _set_prices(self, price: float, *, reads: bool) -> None:
+        self.least_survival = price
+        if self._price is None:
+            self._price = MovingAverage(price)
+        elif not reads:
+            self._price.add(price)
+
+    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
+        """Learns the time of a step that drafts, and what the mode is worth.
+
+        Args:
+            roots: Sessions that decoded.
+            guesses: Of theirs that it verified.
+            tokens: What these sessions committed.
+            seconds: From the end of the step before it.
+            other_rows: Its rows of prompts; a step with some teaches neither.
+        """
+        if self.drafts and not other_rows:
+            self.times.observe(rows=roots + guesses, guesses=guesses, seconds=seconds)
+        self.mode.observe(
+            num_sessions=roots,
+            tokens=tokens,
+            seconds=seconds,
+            plain_s=self._plain.at(roots),
+            reads=other_rows > 0,
+            answered=self._answered,
+        )
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
-        """True when the step should wait `wait_s` seconds for the next nodes rather than run now in `step_s`.
+        """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
 
         Args:
             expected: Tokens of each session in a step now, `[sessions]`.
@@ -100,12 +178,12 @@ class DraftPolicy(Protocol):
             wait_s: See above.
             step_s: See above.
         """
-        ...
+        return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """For how many sessions, those of most gain first, a source that takes time is called.
+        """For how many sessions, those of most gain first, a source that takes time is called: the same objective.
 
         Args:
             gains: Tokens that the source would add, of each session, best first.
@@ -113,131 +191,46 @@ class DraftPolicy(Protocol):
             step_s: Time of a step without it.
             call_s: From a number of sessions to the seconds of one call for all of them.
         """
-        ...
+        seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
+        return best_prefix(expected, gains, seconds).count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedGamma:
+class FixedGamma(Goodput):
     """Always the `gamma` best nodes of every session, whatever the load; for comparison and tests."""
 
-    gamma: int
-
-    @property
-    def max_nodes(self) -> int:
-        """Gamma."""
-        return self.gamma
+    def __init__(self, *, gamma: int) -> None:
+        super().__init__(max_nodes=gamma)
 
     @property
     def price(self) -> float:
         """0: every node is worth drafting, unless gamma is 0."""
-        return 0.0 if self.gamma else 1.0
+        return 0.0 if self.drafts else 1.0
 
     @property
-    def least_survival(self) -> float:
-        """The price."""
-        return self.price
+    def drafts(self) -> bool:
+        """Always, unless gamma is 0."""
+        return self.max_nodes > 0
 
-    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
-        """Ignores profiles."""
+    def enter(self, num_sessions: int) -> bool:
+        """Drafts wherever a session may speculate."""
+        return num_sessions > 0 and self.drafts
 
-    def learned(self) -> dict[str, list[float]]:
-        """Nothing."""
-        return {}
-
-    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """Takes nothing over."""
-
-    def allocate(
-        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
-    ) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
-        del other_rows, joining
-        counts = np.minimum((picked.survivals > 0.0).sum(axis=1, dtype=np.int32), np.int32(self.gamma))
-        return Allocation(counts=counts, prices=(self.price,) * len(demands), price=self.price)
+        return np.minimum((picked.survivals > 0.0).sum(axis=1, dtype=np.int32), np.int32(self.max_nodes))
 
-    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
         """Learns nothing."""
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
-        del expected, wait_s, step_s
         return bool(gains.any())
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
         """All of them."""
-        del expected, step_s, call_s
         return len(gains)
-
-
-class Goodput:
-    """The set of nodes that maximises expected committed tokens per second, by step times learned on the way.
-
-    Args:
-        times: Of steps, by their rows and by whether drafters work.
-        max_nodes: Most nodes a session may have verified in one step.
-    """
-
-    def __init__(self, times: StepTimes | None = None, *, max_nodes: int = 16) -> None:
-        self.times = StepTimes(DEFAULT_STEP_COST) if times is None else times
-        self.max_nodes = max_nodes
-        self.least_survival = 0.0
-        self.drafters = DrafterWorth(max_nodes)
-
-    @property
-    def price(self) -> float:
-        """That of drafters at work, while all are; otherwise 1."""
-        return self.drafters.price if self.drafters.switch.drafting is Drafting.ALL else 1.0
-
-    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
-        """Begins a new table of step times from profiles."""
-        self.times = StepTimes(plain, drafting, doubt=doubt)
-
-    def learned(self) -> dict[str, list[float]]:
-        """Step times, usual survivals, and the loads that were compared."""
-        in_hand, own = self.drafters.in_hand.learned(), self.drafters.own.learned()
-        compared = sorted(map(float, self.drafters.switch.compared))
-        return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own, "compared": compared}
-
-    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """Begins where a predecessor ended."""
-        self.times.resume(learned["step_times"])
-        self.drafters.in_hand.resume(learned["in_hand"])
-        self.drafters.own.resume(learned["own"])
-        self.drafters.switch.compared = set(map(int, learned["compared"]))
-
-    def allocate(
-        self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0, joining: Sequence[bool] = ()
-    ) -> Allocation:
-        """Picks the nodes of highest goodput, and decides who drafts from now on."""
-        held = np.where(picked.survivals >= LEAST_SURVIVAL, picked.survivals, 0.0)
-        # Prefill gives way to guesses within the step's bound, so only roots count beside them.
-        best_each(held, max(0, MOST_ROWS - len(demands)))
-        table = self.times.table(StepMode.DRAFTING if any(map(self.drafters.work_for, demands)) else StepMode.PLAIN)
-        step = Steps(table, len(demands), prefill_rows=other_rows)
-        best = step.best(np.sort(held[held > 0.0])[::-1])
-        self.least_survival = step.price(best)
-        counts = best_each(held.copy(), best.count)
-        self.drafters.look(demands, held, self.times, rate=best.rate, other_rows=other_rows, joining=joining)
-        prices = tuple(self.drafters.price if self.drafters.work_for(each) else 1.0 for each in demands)
-        return Allocation(counts=counts, prices=prices, price=self.price)
-
-    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """Learns the time of a step."""
-        self.times.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds, mixed=mixed)
-        self.drafters.switch.observe(seconds)
-
-    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
-        """Applies the same objective to the time of waiting."""
-        return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
-
-    def num_asked(
-        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
-    ) -> int:
-        """Applies the same objective to the time of a call."""
-        seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
-        return best_prefix(expected, gains, seconds).count
 
 
 def best_each(survivals: Floats, count: int) -> Ints:

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from paceline.core.step_time import Floats, StepCost
+
+# Guesses less likely than this are left out even where kernels compute their rows anyway.
+LEAST_SURVIVAL = 0.05
 
 # Share of the time that all trials of one kind may cost, and of the sessions that take part in one: a commit scores
 # guesses whether they are verified or not, so that few teach nearly as much as all.
@@ -62,3 +64,35 @@ def num_tried(num_sessions: int) -> int:
 def may_try(cost_s: float, since_s: float) -> bool:
     """Whether a trial that costs `cost_s` seconds may follow one that ended `since_s` ago."""
     return cost_s <= EXPLORATION * since_s
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps over `num_sessions` sessions.
+
+    Args:
+        table: Their times.
+        num_sessions: Roots in each.
+        other_rows: Rows of prompts in each.
+    """
+
+    table: StepCost
+    num_sessions: int
+    other_rows: int = 0
+
+    @property
+    def _rows(self) -> int:
+        return self.num_sessions + self.other_rows
+
+    def best(self, survivals: Sequence[float] | Floats) -> Best:
+        """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
+        return best_prefix(self.num_sessions, survivals, self.table.with_guesses(self._rows, len(survivals)))
+
+    def price(self, best: Best) -> float:
+        """What the last of the best guesses costs in tokens: what is less likely is not worth a row.
+
+        The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less
+        in hand than usual have not come to it.
+        """
+        last = max(1, best.count) - 1
+        return max(LEAST_SURVIVAL, best.rate * self.table.slope(self._rows + last))

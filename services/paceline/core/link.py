@@ -210,6 +210,10 @@ class SessionLink:
         steps = 1.0 if self._drafter is None else self._drafter.steps_ahead(step_s)
         self.price, self.room = price_ahead(price, steps), tree_room(cap, steps)
 
+    def idle(self) -> None:
+        """Nothing is drafted until `look_ahead`."""
+        self.price = 1.0
+
     def next_message(self, now_s: float) -> ToDrafter | None:
         """What opens the session at its drafter, or what was committed since the last message; None: nothing."""
         if self._drafter is None:

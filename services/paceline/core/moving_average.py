@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Of a new observation: the last ten or so count.
+USUAL_WEIGHT = 0.1
+
 
 @dataclass(slots=True)
 class MovingAverage:
@@ -15,7 +18,7 @@ class MovingAverage:
     """
 
     value: float
-    weight: float
+    weight: float = USUAL_WEIGHT
 
     def add(self, observed: float) -> None:
         """Takes in an observation."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.step_time import StepMode
 from paceline.core.tree import Node
 
 SessionT = TypeVar("SessionT", bound=ScheduledSession)
@@ -55,13 +54,13 @@ class StepPlan(Generic[SessionT]):
 
     Attributes:
         started_s: When it was planned.
-        mode: Whether drafters work meanwhile.
+        drafters_work: Whether drafters are at work meanwhile.
         decoding: Sessions that verify guesses, or decode plainly.
         reading: Sessions whose prompts are computed.
     """
 
     started_s: float
-    mode: StepMode
+    drafters_work: bool
     decoding: list[Part[SessionT]]
     reading: list[Part[SessionT]]
 

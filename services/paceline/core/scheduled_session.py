@@ -22,7 +22,6 @@ from paceline.core.messages import (
 from paceline.core.pages import BlockPool, SessionPages, salted_root
 from paceline.core.params import COUPLED
 from paceline.core.session import VerifierSession
-from paceline.core.survivals import SessionSurvivals
 from paceline.core.target_events import TracedRound, TracedStart
 from paceline.forest import Forest
 
@@ -50,8 +49,7 @@ class ScheduledSession(VerifierSession):
         grammar: What its output follows; None: none.
 
     Attributes:
-        own_survivals: Of the guesses that sources in the verifier have made since the last commit, best first.
-        usual: What it usually has in hand.
+        has_sources: Whether sources inside the verifier guess for it.
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
         called_up_s: Of a suspect: when its turn came; None before.
         heard: Of a suspect: whether its gateway knows that its turn has come.
@@ -80,8 +78,7 @@ class ScheduledSession(VerifierSession):
         self.serial = serial
         self.traced = bool(request.traceparent)
         self.lossy = lossy
-        self.own_survivals: list[float] = []
-        self.usual = SessionSurvivals()
+        self.has_sources = False
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
         self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Generic
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import CommittedTokens
 from paceline.core.pages import BlockPool, SlotPool
@@ -21,7 +21,6 @@ from paceline.core.planned_step import Part, SessionT, StepPlan
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import Choice, StepDrafts
-from paceline.core.step_time import StepMode
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.core.tree import Node
@@ -53,7 +52,7 @@ class Scheduler(Generic[SessionT]):
         pool: BlockPool,
         scratch: SlotPool,
         limits: TargetLimits,
-        policy: DraftPolicy,
+        policy: Goodput,
         tier: DrafterTier,
         forest: Forest,
     ) -> None:
@@ -159,7 +158,7 @@ class Scheduler(Generic[SessionT]):
 
     def _delayable(self) -> Sequence[SessionT]:
         """The decoding sessions; none when something else waits for the next step, or no drafts are expected."""
-        if self.tier.has_work or self._waiting or self._drafts.mode(self._running) is StepMode.PLAIN:
+        if self.tier.has_work or self._waiting or not self._drafts.drafters_work(self._running):
             return []
         return self._running if all(session.is_decoding for session in self._running) else []
 
@@ -167,12 +166,12 @@ class Scheduler(Generic[SessionT]):
 
     def plan(self, now_s: float) -> StepPlan[SessionT]:
         """What the next step computes, of all sessions that have something to compute."""
-        mode = self._drafts.mode(self._running)
+        drafters_work = self._drafts.drafters_work(self._running)
         self._admit(now_s)
         sessions = self._with_pages(self._turns.next(self._running, now_s))
         decoding = self._plan_decoding(sessions, now_s)
         reading = self._plan_reading(sessions, sum(part.num_rows for part in decoding))
-        plan = StepPlan(now_s, mode, decoding, reading)
+        plan = StepPlan(now_s, drafters_work, decoding, reading)
         self._announce(plan)
         return plan
 
@@ -220,7 +219,7 @@ class Scheduler(Generic[SessionT]):
         # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         choice = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
-        self.report.price = choice.price
+        self.report.price = self._policy.price
         for session in joining:
             if not session.link.sent_len:
                 self.tier.update(session, now_s)
@@ -338,14 +337,13 @@ class Scheduler(Generic[SessionT]):
         self.report.seconds = seconds
         if not plan.num_prefill_rows:
             self._drafts.took(seconds)
-        # Where most rows are prefill, their time is that of attention over long chunks.
-        if self._cycle_since_s is not None and not plan.is_mostly_prefill:
+        if self._cycle_since_s is not None and plan.decoding:
             self._policy.observe(
-                rows=plan.num_rows,
+                roots=len(plan.decoding),
                 guesses=sum(self.report.gammas),
-                mode=plan.mode,
+                tokens=len(self.report.gammas) + sum(self.report.accepted),
                 seconds=now_s - self._cycle_since_s,
-                mixed=plan.num_prefill_rows > 0,
+                other_rows=plan.num_prefill_rows,
             )
         self._cycle_since_s = now_s if self._running else None
 

@@ -11,17 +11,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from paceline.core.draft_policy import DraftPolicy
-from paceline.core.drafter_worth import Demand
+from paceline.core.draft_policy import Demand, Goodput
 from paceline.core.link import CHILD_SHARE, SessionLink
 from paceline.core.moving_average import MovingAverage
-from paceline.core.step_time import StepMode
-from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
 from paceline.forest import Bools, Forest, Ints, Taken, rows_of
 
-# Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
-STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01
+# Seconds of a step before one was seen.
+FIRST_STEP_S = 0.01
 # No step waits for less, or rounding could keep simulated time from going on.
 LEAST_WAIT_S = 1e-6
 
@@ -31,8 +28,7 @@ class SpeculatingSession(Protocol):
 
     tree: DraftTree
     link: SessionLink
-    usual: SessionSurvivals
-    own_survivals: list[float]
+    has_sources: bool
 
     @property
     def committed_len(self) -> int:
@@ -62,13 +58,14 @@ class Choice(NamedTuple):
         counts: Nodes of each decoding session.
         rows: int32 `[nodes]`, rows of the forest.
         taken: The nodes, session by session.
-        price: Of sessions whose prompts are read.
     """
 
     counts: list[int]
     rows: Ints
     taken: Taken
-    price: float
+
+
+_NOTHING = rows_of(()), Taken(*np.empty((4, 0), np.int32))
 
 
 class StepDrafts:
@@ -82,10 +79,10 @@ class StepDrafts:
         step_s: Seconds that a step usually takes.
     """
 
-    def __init__(self, policy: DraftPolicy, forest: Forest) -> None:
+    def __init__(self, policy: Goodput, forest: Forest) -> None:
         self._policy = policy
         self._forest = forest
-        self._usual_step = MovingAverage(FIRST_STEP_S, STEP_SMOOTHING)
+        self._usual_step = MovingAverage(FIRST_STEP_S)
 
     @property
     def step_s(self) -> float:
@@ -100,10 +97,9 @@ class StepDrafts:
         """Most nodes of a session in a step."""
         return min(session.cap, self._policy.max_nodes)
 
-    def mode(self, sessions: Sequence[SpeculatingSession]) -> StepMode:
+    def drafters_work(self, sessions: Sequence[SpeculatingSession]) -> bool:
         """Whether drafters are at work for any of the sessions."""
-        works = any(each.link.drafter and each.link.price < 1.0 and self.cap(each) for each in sessions)
-        return StepMode.DRAFTING if works else StepMode.PLAIN
+        return any(each.link.drafter and each.link.price < 1.0 and self.cap(each) for each in sessions)
 
     def choose(
         self,
@@ -113,7 +109,7 @@ class StepDrafts:
         other_rows: int = 0,
         most_each: int | None = None,
     ) -> Choice:
-        """Picks what the next step verifies, and sets the prices that drafters receive with its commits.
+        """Decides whether the next step drafts; picks what it verifies, and sets the prices that drafters receive.
 
         Args:
             decoding: Sessions that decode in it.
@@ -121,35 +117,33 @@ class StepDrafts:
             other_rows: Rows of the step that are taken.
             most_each: Most nodes of a session; None: its own bound.
         """
-        caps = [self.cap(session) for session in decoding]
-        demands = [
-            self._demand(session, cap if most_each is None else min(cap, most_each))
-            for session, cap in zip(decoding, caps, strict=True)
-        ]
+        sessions = [*decoding, *joining]
+        speculate = any((each.link.drafter or each.has_sources) and self.cap(each) for each in sessions)
+        if not self._policy.enter(len(sessions) if speculate else 0):
+            for session in sessions:
+                session.link.idle()
+            return Choice([0] * len(decoding), *_NOTHING)
+        demands = [self._demand(session, most_each) for session in decoding]
         rows, chains = _rows_of(decoding)
         picked = self._forest.best(rows, rows_of(each.cap for each in demands), chains)
-        drafted = [session.link.drafter is not None and self.cap(session) > 0 for session in joining]
-        allocation = self._policy.allocate(demands, picked, other_rows=other_rows, joining=drafted)
-        prices = [*allocation.prices, *(allocation.price for _ in joining)]
-        caps += map(self.cap, joining)
-        for session, price, cap in zip([*decoding, *joining], prices, caps, strict=True):
-            session.link.look_ahead(price, cap, self.step_s)
-        counts = allocation.counts
-        taken = self._forest.take(rows, picked.slots, counts)
-        return Choice(counts.tolist(), rows.repeat(counts), taken, allocation.price)
+        counts = self._policy.allocate(demands, picked, other_rows=other_rows)
+        for session in sessions:
+            cap = self.cap(session)
+            session.link.look_ahead(self._policy.price if cap else 1.0, cap, self.step_s)
+        return Choice(counts.tolist(), rows.repeat(counts), self._forest.take(rows, picked.slots, counts))
 
-    def _demand(self, session: SpeculatingSession, cap: int) -> Demand:
+    def _demand(self, session: SpeculatingSession, most_each: int | None) -> Demand:
+        cap = self.cap(session)
         return Demand(
-            cap=cap,
+            cap=cap if most_each is None else min(cap, most_each),
             drafted=session.link.drafter is not None,
             answered=session.link.has_answered,
-            own=session.own_survivals,
-            num_unread=session.committed_len - session.link.sent_len,
-            usual=session.usual,
         )
 
     def num_silenced(self, sessions: Sequence[SpeculatingSession], now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""
+        if not self._policy.drafts:
+            return 0
         return sum(session.may_wait and session.link.mark_silent(now_s) for session in sessions)
 
     def waits(self, sessions: Sequence[SpeculatingSession], now_s: float) -> list[float | None]:

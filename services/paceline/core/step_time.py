@@ -1,15 +1,14 @@
 """What a step costs by its rows: a table, and the model that learns one from every step.
 
-The learned model is recursive least squares in its Kalman form: the state holds, for each mode and each point of the
-table, a factor on what the start-up profile measured, and one on what a guess costs besides its row: it is requested,
-judged, and moved or dropped. Factors drift together (a machine gets slower as a whole) far
+The learned model is recursive least squares in its Kalman form: the state holds, for each point of the table, a factor
+on what the start-up profile measured, and one on what a guess costs besides its row: it is requested, judged, and moved
+or dropped. Factors drift together (a machine gets slower as a whole) far
 more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
 grow uncertain, and are learned the faster when they are.
 """
 
 from __future__ import annotations
 
-import enum
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -27,22 +26,14 @@ Ints = npt.NDArray[np.int64]
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps with more are not learned, so no guesses are taken beyond them: their cost would never be learned.
 MOST_ROWS = KNOTS[-1]
-# Least spread of single steps around their expectation, as a share of it; how fast their spread is learned; and how far
-# off, in spreads, one may be before it is an accident.
-NOISE = 0.08
-NOISE_SMOOTHING = 0.02
-CLIP = 3.0
-# A step that computes a prompt besides pays for its arrival and for attention over it: its spread is this many times
-# as wide, and it teaches the less of the price of a row.
-MIXED_NOISE = 4.0
-# After the first number of like steps in a row, the second number are taken in together: learning takes a twentieth of
-# a small model's step.
-FIRST_ALIKE, ALIKE = 8, 4
+# Least spread of single steps around their expectation, as a share of it; how fast their spread is learned, a step; and
+# how far off, in spreads, one may be before it is an accident.
+NOISE, NOISE_SMOOTHING, CLIP = 0.08, 0.02, 3.0
 # Standard deviation of a normal error over its mean size.
 SIGMA_OF_SIZE = 1.25
-# How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
-# uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
-LEVEL, CONTRAST, SHAPE = 0.3, 0.15, 0.1
+# How far factors may be off at the start: all together, and each for itself; and the share of that uncertainty which
+# comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
+LEVEL, SHAPE = 0.3, 0.1
 # Least and most that a factor may become.
 FACTORS = 0.05, 20.0
 # Seconds that a guess is taken to cost besides its row, and how far off that may be, as a share.
@@ -50,13 +41,6 @@ NODE_S, NODE_DOUBT = 5e-5, 0.5
 FORGETTING = 0.001
 # Points this far apart (in log rows) keep 1/e of their correlation.
 REACH = 1.5
-
-
-class StepMode(enum.IntEnum):
-    """Whether drafters were at work during a step; their messages and memory traffic cost time too."""
-
-    PLAIN = 0
-    DRAFTING = 1
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
@@ -131,92 +115,60 @@ DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15
 
 
 class StepTimes:
-    """Seconds of a step by rows and mode, learned from every step.
+    """Seconds of a step by rows, learned from every step.
 
     Args:
-        plain: Measured at start, or a shape to begin with.
-        drafting: The same with the threads that a step has while drafters work; None: as plain.
-        doubt: How many times as far off as measured ones these may be.
+        cost: Measured at start, or a shape to begin with.
+        doubt: How many times as far off as a measured one it may be.
     """
 
-    def __init__(self, plain: StepCost, drafting: StepCost | None = None, *, doubt: float = 1.0) -> None:
-        self._computed = plain.computed
-        costs = [replace(cost, computed=None) for cost in (plain, drafting or plain)]
-        self._base = np.concatenate(
-            [*(cost.from_to(0, MOST_ROWS)[list(KNOTS)] for cost in costs), [plain.node_s or NODE_S]]
-        )
-        knots = np.tile(np.log(KNOTS), len(StepMode))
-        modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
+    def __init__(self, cost: StepCost, *, doubt: float = 1.0) -> None:
+        self._computed = cost.computed
+        seconds = replace(cost, computed=None).from_to(0, MOST_ROWS)[list(KNOTS)]
+        self._base = np.concatenate([seconds, [cost.node_s or NODE_S]])
+        knots = np.log(KNOTS)
         near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
         self._start = np.full((len(self._base), len(self._base)), LEVEL**2)
-        self._start[:-1, :-1] += CONTRAST**2 * (modes[:, None] == modes[None]) + SHAPE**2 * near
+        self._start[:-1, :-1] += SHAPE**2 * near
         self._start[-1, -1] += NODE_DOUBT**2
         self._factors = np.ones(len(self._base))
         self._spread = doubt**2 * self._start
         self._noise = NOISE
-        # Rows, guesses and mode of the last step and whether it was mixed, how many in a row were so, and the times of
-        # those not taken in yet.
-        self._alike: tuple[int, int, StepMode, bool] = (0, 0, StepMode.PLAIN, False)
-        self._num_alike = 0
-        self._seconds: list[float] = []
-        self._tables: dict[StepMode, StepCost] = {}
+        self._table: StepCost | None = None
 
-    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, rows: int, guesses: int, seconds: float) -> None:
         """Takes in the time of one step; those with more rows than the table are left out.
 
         Args:
             rows: Of the step.
             guesses: How many of them were guesses.
-            mode: Whether drafters were at work.
             seconds: From the end of the step before it.
-            mixed: Whether some of its rows were prefill.
         """
         if self._computed is not None and rows < len(self._computed):
             rows = int(self._computed[rows])
         if not 1 <= rows <= MOST_ROWS:
             return
-        if self._alike != (rows, guesses, mode, mixed):
-            self._take_in()
-            self._alike, self._num_alike = (rows, guesses, mode, mixed), 0
-        self._num_alike += 1
-        self._seconds.append(seconds)
-        if self._num_alike <= FIRST_ALIKE or len(self._seconds) >= ALIKE:
-            self._take_in()
-
-    def _take_in(self) -> None:
-        count = len(self._seconds)
-        if not count:
-            return
-        seconds = sum(self._seconds) / count
-        self._seconds.clear()
-        rows, guesses, mode, mixed = self._alike
-        weights = self._weights(rows, guesses, mode)
+        weights = self._weights(rows, guesses)
         expected = float(weights @ self._factors)
-        self._spread += count * FORGETTING * (self._start - self._spread)
+        self._spread += FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
-        noise = self._noise * (MIXED_NOISE if mixed else 1.0)
-        surprise = float(weights @ shared) + (noise * expected) ** 2 / count
+        surprise = float(weights @ shared) + (self._noise * expected) ** 2
         error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
         # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the table.
-        size = SIGMA_OF_SIZE * count**0.5 * abs(error) / expected
-        if not mixed:
-            self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
+        size = SIGMA_OF_SIZE * abs(error) / expected
+        self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
         self._factors = np.clip(self._factors + shared / surprise * error, *FACTORS)
         self._spread -= np.outer(shared, shared) / surprise
-        self._tables.clear()
+        self._table = None
 
-    def table(self, mode: StepMode) -> StepCost:
-        """The table of a mode, made monotone."""
-        known = self._tables.get(mode)
-        if known is None:
-            known = self._tables[mode] = self._make_table(mode)
-        return known
-
-    def _make_table(self, mode: StepMode) -> StepCost:
-        own = slice(mode * len(KNOTS), (mode + 1) * len(KNOTS))
-        seconds = _isotonic((self._factors[own] * self._base[own]).tolist())
-        node_s = float(self._factors[-1] * self._base[-1])
-        return StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
+    @property
+    def table(self) -> StepCost:
+        """The present table, made monotone."""
+        if self._table is None:
+            seconds = _isotonic((self._factors[:-1] * self._base[:-1]).tolist())
+            node_s = float(self._factors[-1] * self._base[-1])
+            self._table = StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
+        return self._table
 
     def learned(self) -> list[float]:
         """Factors on what was measured at start; see `resume`."""
@@ -232,16 +184,15 @@ class StepTimes:
         if known.shape != self._factors.shape or not np.all(np.isfinite(known)):
             raise ValueError(f"needs {len(self._factors)} finite factors, got {known.shape}")
         self._factors = np.clip(known, *FACTORS)
-        self._tables.clear()
+        self._table = None
 
-    def _weights(self, rows: int, guesses: int, mode: StepMode) -> Floats:
+    def _weights(self, rows: int, guesses: int) -> Floats:
         """Seconds that each factor stands for in a step of `rows` rows, `guesses` of them guesses."""
         right = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1)
         share = (rows - KNOTS[right - 1]) / (KNOTS[right] - KNOTS[right - 1])
         weights = np.zeros(len(self._base))
         weights[-1] = guesses * self._base[-1]
-        at = mode * len(KNOTS) + right
-        weights[at - 1], weights[at] = (1.0 - share) * self._base[at - 1], share * self._base[at]
+        weights[right - 1], weights[right] = (1.0 - share) * self._base[right - 1], share * self._base[right]
         return weights
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline.core.draft_scheduler import VerifierMessages
 from paceline.core.moving_average import MovingAverage
-from paceline.core.step_time import StepCost, StepMode
+from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
@@ -59,9 +59,9 @@ class ColocatedEngine:
         """What a successor may begin with; may be called from another thread."""
         return self._target.learned()
 
-    def profile(self, mode: StepMode) -> StepCost:
+    def profile(self, *, drafters_work: bool) -> StepCost:
         """Measures steps of the target, with no session about."""
-        return self._target.profile(mode)
+        return self._target.profile(drafters_work=drafters_work)
 
     @property
     def at_stake(self) -> tuple[int, ...]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from operator import attrgetter
 
 import numpy as np
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.draft_policy import DraftPolicy
-from paceline.core.drafter_worth import LEAST_SURVIVAL
-from paceline.core.goodput import num_tried
+from paceline.core.draft_policy import Goodput
+from paceline.core.goodput import LEAST_SURVIVAL, num_tried
 from paceline.core.messages import GenerateRequest
 from paceline.core.moving_average import MovingAverage
 from paceline.core.params import CHAIN_RULES
@@ -21,9 +19,6 @@ from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Follower, Turn
 from paceline.engine.target_session import TargetSession
 from paceline.forest import Forest, rows_of
-
-# Weight of a step in the time of steps that calls are weighed against.
-STEP_SMOOTHING = 0.1
 
 _gain_of = attrgetter("gain")
 
@@ -53,7 +48,7 @@ class SourceCalls:
     def __init__(
         self,
         sources: Sequence[AnySource],
-        policy: DraftPolicy,
+        policy: Goodput,
         rules: Rules,
         clock: Callable[[], float],
         forest: Forest,
@@ -88,24 +83,19 @@ class SourceCalls:
     def grow(self, report: StepReport, seconds: float) -> None:
         """Has guesses hung into the trees of the sessions of this step, which has taken `seconds` so far."""
         sessions, self._sessions = self._sessions, []
-        for session in sessions:
-            session.own_survivals = []
+        if not self._policy.drafts:
+            return
         if self._usual_step is None:
-            self._usual_step = MovingAverage(seconds, STEP_SMOOTHING)
+            self._usual_step = MovingAverage(seconds)
         if not report.num_prefill_rows:
             self._usual_step.add(seconds)
-        if self._policy.least_survival >= 1.0:
-            return
         for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):
             self._ask_where_it_pays(source, sessions, self._usual_step.value, report)
 
     def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
         turns = [self._turn(source, session) for session in sessions]
-        grown = source.grow(turns) if turns else ()
-        for session, survivals in zip(sessions, grown, strict=True):
-            # Sources guess the same tokens more often than not: the surer one counts, rank by rank.
-            pairs = zip_longest(session.own_survivals, survivals, fillvalue=0.0)
-            session.own_survivals = [max(pair) for pair in pairs]
+        if turns:
+            source.grow(turns)
 
     def _turn(self, source: AnySource, session: TargetSession) -> Turn[Follower]:
         return Turn(

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.acceptance_rules import Rules, Verdict
 from paceline.core.calibration import CalibrationStore
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
@@ -23,7 +23,7 @@ from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepCost, StepMode
+from paceline.core.step_time import StepCost
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
@@ -67,7 +67,7 @@ class TargetEngine:
         clock: Seconds, monotonic.
         sources: Sources of guesses inside the verifier, beside the drafters.
         rules: Acceptance rules that are served.
-        use_threads: Sets this thread up for steps of a mode; called before every forward.
+        use_threads: Sets this thread up for steps while drafters work, or idle; called before every forward.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class TargetEngine:
         identity: ModelIdentity,
         num_blocks: int,
         limits: TargetLimits,
-        policy: DraftPolicy,
+        policy: Goodput,
         clock: Callable[[], float],
         sources: Sequence[AnySource] = (),
         rules: Rules | None = None,
-        use_threads: Callable[[StepMode], None] = lambda _: None,
+        use_threads: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self._decoder = decoder
@@ -213,9 +213,9 @@ class TargetEngine:
         self._calibrations.resume(learned["calibrations"])
         self._policy.resume(learned["policy"])
 
-    def profile(self, mode: StepMode) -> StepCost:
+    def profile(self, *, drafters_work: bool) -> StepCost:
         """Measures steps for the policy to start from, while there are no sessions; takes seconds."""
-        self._use_threads(mode)
+        self._use_threads(drafters_work)
         most_rows = self._limits.max_num_batched_tokens
         return profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
 
@@ -269,7 +269,7 @@ class TargetEngine:
     def _run(self, plan: StepPlan[TargetSession]) -> list[Outcome]:
         """Computes a step; returns what goes to clients."""
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
-        self._use_threads(StepMode.PLAIN if plan.is_mostly_prefill else plan.mode)
+        self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
         rows = [_pack(builder, part) for part in plan.parts]
         logits = self._decoder.logits(builder.build(), self._cache)

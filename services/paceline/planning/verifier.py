@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.draft_policy import DraftPolicy, Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest
 from paceline.core.moving_average import MovingAverage
@@ -19,7 +19,6 @@ from paceline.core.params import DRAFT_MODEL, METHODS, SamplingParams, Speculati
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.forest import NONE, Forest
@@ -126,7 +125,7 @@ class SimulatedVerifier:
         colocated: bool,
         drafters: Sequence[DrafterProcess] = (),
         on_end: Callable[[Request], None],
-        policy: DraftPolicy | None = None,
+        policy: Goodput | None = None,
     ) -> None:
         self._events, self._facts, self._on_end = events, profile.target, on_end
         self._inside = SimulatedDrafter(profile.colocated, profile.truth, events) if colocated else None
@@ -135,9 +134,7 @@ class SimulatedVerifier:
         self._pairing = Pairing()
         # A co-located drafter's time is its own, not a share of the verifier's.
         self._overhead = 0.0 if colocated else profile.drafting_overhead
-        plain = profile.target.starting_cost()
-        times = StepTimes(plain, plain.scaled(1.0 + self._overhead))
-        self.policy: DraftPolicy = policy or Goodput(times, max_nodes=profile.most_nodes)
+        self.policy: Goodput = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
         self.scheduler = _scheduler(profile.target, self._pool, self.policy)
         addresses = (INSIDE,) if colocated else self._drafters
@@ -244,7 +241,7 @@ class SimulatedVerifier:
         """Expected time of a step."""
         kv_tokens = sum(part.session.committed_len for part in plan.decoding)
         seconds = self._facts.step_s(plan.num_rows, num_sessions=len(plan.parts), kv_tokens=kv_tokens)
-        return seconds * (1.0 + self._overhead) if plan.mode is StepMode.DRAFTING else seconds
+        return seconds * (1.0 + self._overhead) if plan.drafters_work else seconds
 
     def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
         """Commits what the step verified."""
@@ -273,7 +270,7 @@ class SimulatedVerifier:
         return Verdict(token_ids=tokens)
 
 
-def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: DraftPolicy) -> Scheduler[SimulatedSession]:
+def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Scheduler[SimulatedSession]:
     return Scheduler(
         pool=pool,
         scratch=SlotPool(first_block=0, num_blocks=1 + facts.max_rows // BLOCK_SIZE),

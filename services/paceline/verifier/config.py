@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.checkpoints.json_file import parse_object
 from paceline.core.acceptance_rules import LAWFUL, Rules
-from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
@@ -191,7 +191,7 @@ class Speculation:
         """Layers of the target that draft, ascending; empty: the default number of first ones."""
         return tuple(range(self.exit_layer or 0)) or self.layers or ()
 
-    def draft_policy(self) -> DraftPolicy:
+    def draft_policy(self) -> Goodput:
         """Makes a policy that has learned nothing yet."""
         gamma = self.num_speculative_tokens
         return FixedGamma(gamma=gamma) if self.policy == FIXED else Goodput(max_nodes=gamma)

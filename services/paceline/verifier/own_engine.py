@@ -16,7 +16,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
 from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
-from paceline.core.step_time import StepMode
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
@@ -27,10 +26,9 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
-from paceline.engine.process import StepThreads, memory_read_on, prepare_process, until_quiet
+from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
-from paceline.service.config import parse_cpus
 from paceline.service.learned import LearnedFile, kept_in
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
@@ -38,8 +36,6 @@ from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for drafters that are loading, before their CPUs are measured.
-QUIET_MOST_S = 10.0
 # `--engine-stall-s` must leave time for this number of full steps.
 LEAST_STEPS = 2
 
@@ -193,14 +189,10 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     )
     decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
-    spare = parse_cpus("--spare-cpus", config.spare_cpus) if config.spare_cpus else frozenset[int]()
-    with memory_read_on(spare):
-        drafting = engine.profile(StepMode.DRAFTING)
-    if spare and not until_quiet(spare, most_s=QUIET_MOST_S):
-        logger.warning("the spare CPUs are busy; plain steps may be taken for slower than they are")
-    plain = engine.profile(StepMode.PLAIN)
+    drafting = engine.profile(drafters_work=True)
+    plain = engine.profile(drafters_work=False) if config.spare_cpus else drafting
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
-    policy.start_from(plain, drafting)
+    policy.start_from(drafting, plain=plain)
     learned_file(config, identity, os.environ).give_to(engine)
     logger.info(
         "model is ready",

@@ -80,8 +80,7 @@ def _make(
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
         rules=speculation.rules,
     )
-    cost = facts.starting_cost()
-    policy.start_from(cost, cost)
+    policy.start_from(facts.starting_cost())
     return engine
 
 

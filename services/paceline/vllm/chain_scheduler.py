@@ -12,14 +12,13 @@ from itertools import islice
 from typing import Any, Protocol
 
 from paceline.core.calibration import CalibrationStore
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ToDrafter
 from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import StepDrafts
-from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.forest import Calls, Forest, warm_up
 from paceline.vllm.chain_session import ChainSession
@@ -59,7 +58,7 @@ class ChainScheduler:
         self,
         *,
         name: str,
-        policy: DraftPolicy,
+        policy: Goodput,
         drafters: Matchmaker,
         methods: Sequence[str],
         vocab_size: int,
@@ -94,7 +93,7 @@ class ChainScheduler:
     @property
     def drafts(self) -> bool:
         """Whether drafters are active; if not, the proposer need not wait for chains."""
-        return self._drafts.mode(self._rows) is StepMode.DRAFTING
+        return self._drafts.drafters_work(self._rows)
 
     # What happens
 
@@ -120,12 +119,15 @@ class ChainScheduler:
 
     def _take_time(self, message: StepMessage) -> None:
         decoding = {session.session_id for session in self._rows if not session.reads}
-        rows, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
+        roots, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
+        tokens = sum(len(row.token_ids) for row in message.rows)
         counts = all(self._id(row.session) in decoding and row.base_len and not row.reads for row in message.rows)
-        seconds = self._clock.end(message.began_s, rows=rows + guesses, guesses=guesses, counts=counts and rows > 0)
+        seconds = self._clock.end(
+            message.began_s, roots=roots, guesses=guesses, tokens=tokens, counts=counts and roots > 0
+        )
         if seconds is not None:
             self._drafts.took(seconds)
-            self.report.seconds, self.report.num_rows = seconds, rows + guesses
+            self.report.seconds, self.report.num_rows = seconds, roots + guesses
 
     def _session_of(self, row: RowTokens) -> ChainSession:
         session = self._sessions.get(self._id(row.session))
@@ -223,10 +225,12 @@ class ChainScheduler:
             return [[] for _ in self._rows]
         decoding = [session for session in self._rows if not session.reads]
         joining = [session for session in self._rows if session.reads]
-        self._clock.begin(self._drafts.mode(self._rows))
         choice = self._drafts.choose(decoding, joining)
-        self.report.price = choice.price
+        self.report.price = self._policy.price
         taken = choice.taken
+        # vLLM may have asked before and verified nothing since.
+        for session in decoding:
+            self._forest.drop_kv(session.tree.row)
         self._forest.set_kv(Calls(choice.rows, taken.slots), taken.positions)
         tokens = iter(taken.tokens.tolist())
         for session, count in zip(decoding, choice.counts, strict=True):

@@ -8,7 +8,6 @@ from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
-from paceline.core.survivals import SessionSurvivals
 from paceline.forest import Forest
 
 # vLLM judges a guess by the target's probability of it alone, so the best guess is the drafter's likeliest token.
@@ -32,7 +31,7 @@ class ChainSession(VerifierSession):
     Attributes:
         verifies: The guesses that the step under way verifies.
         reads: Its prompt is being read.
-        own_survivals: Empty: vLLM's own guesses, if any, are not known here.
+        has_sources: No: vLLM's own guesses, if any, are not known here.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class ChainSession(VerifierSession):
         )
         super().__init__(request, forest, calibrations)
         self.link = SessionLink(self, drafter_address, price=price)
-        self.usual = SessionSurvivals()
-        self.own_survivals: list[float] = []
+        self.has_sources = False
         self.verifies: list[int] = []
         self.reads = False
         self.methods = methods

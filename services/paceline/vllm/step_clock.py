@@ -11,8 +11,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from paceline.core.draft_policy import DraftPolicy
-from paceline.core.step_time import DEFAULT_STEP_COST, StepCost, StepMode
+from paceline.core.draft_policy import Goodput
+from paceline.core.step_time import DEFAULT_STEP_COST, StepCost
 
 # Steps without guesses that show how fast this vLLM is, before anything is drafted; and the slow first ones, which are
 # left out.
@@ -31,29 +31,25 @@ class StepClock:
         plain: The cost that the policy began with; None before it is known.
     """
 
-    def __init__(self, policy: DraftPolicy) -> None:
+    def __init__(self, policy: Goodput) -> None:
         self.plain: StepCost | None = None
         self._policy = policy
         self._first: list[tuple[int, float]] = []
         self._began_s: float | None = None
-        self._mode = StepMode.PLAIN
 
     @property
     def knows(self) -> bool:
         """Whether enough is known to decide."""
         return self.plain is not None
 
-    def begin(self, mode: StepMode) -> None:
-        """A step begins, with drafters active or idle."""
-        self._mode = mode
-
-    def end(self, began_s: float, *, rows: int, guesses: int, counts: bool) -> float | None:
+    def end(self, began_s: float, *, roots: int, guesses: int, tokens: int, counts: bool) -> float | None:
         """A step has ended.
 
         Args:
             began_s: When vLLM asked for guesses.
-            rows: Rows that it computed.
-            guesses: How many of them were guesses.
+            roots: Sessions in it.
+            guesses: Those that it verified.
+            tokens: Those that were committed.
             counts: Whether it only decoded, and followed directly on the one before.
 
         Returns:
@@ -64,9 +60,9 @@ class StepClock:
             return None
         seconds = began_s - last_s
         if self.plain is not None:
-            self._policy.observe(rows=rows, guesses=guesses, mode=self._mode, seconds=seconds)
+            self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, seconds=seconds)
         elif not guesses:
-            self._measure(rows, seconds)
+            self._measure(roots, seconds)
         return seconds
 
     def _measure(self, rows: int, seconds: float) -> None:
@@ -74,17 +70,14 @@ class StepClock:
         if len(self._first) < WARM_UP_STEPS + FIRST_STEPS:
             return
         first = self._first[WARM_UP_STEPS:]
-        self._start_from(
-            DEFAULT_STEP_COST.scaled(median(taken / DEFAULT_STEP_COST.at(count) for count, taken in first))
-        )
+        plain = DEFAULT_STEP_COST.scaled(median(taken / DEFAULT_STEP_COST.at(count) for count, taken in first))
         # Plain steps are known now; the extra time of steps with guesses is attributed to the guesses.
-        for count, taken in first:
-            self._policy.observe(rows=count, guesses=0, mode=StepMode.PLAIN, seconds=taken)
+        self._start_from(plain, first)
 
-    def _start_from(self, plain: StepCost) -> None:
+    def _start_from(self, plain: StepCost, steps: Sequence[tuple[int, float]] = ()) -> None:
         self.plain = plain
         cost = replace(plain, node_s=NODE_SHARE * plain.seconds[0])
-        self._policy.start_from(cost, cost, doubt=DOUBT)
+        self._policy.start_from(cost, doubt=DOUBT, steps=steps)
 
     def learned(self) -> dict[str, list[float]]:
         """Returns the input of `resume`; empty before it is known."""

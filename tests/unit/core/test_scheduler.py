@@ -15,7 +15,7 @@ from paceline.core.messages import (
 )
 from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.step_time import StepCost, StepMode, StepTimes
+from paceline.core.step_time import StepCost
 from paceline.core.suspects_turn import HEARD_S
 from tests.support.loops import DRAFTER, Policy, VerifierLoop, text
 
@@ -113,7 +113,7 @@ def test_right_guesses_are_committed_with_the_token_after_them() -> None:
     loop.step()
     loop.draft(session, right=2, wrong=2)
     plan = loop.step()
-    assert plan.mode is StepMode.DRAFTING
+    assert plan.drafters_work
     assert [len(part.nodes) for part in plan.decoding] == [4]
     assert loop.heard["s"][-1].token_ids == (6, 7, 8)
     assert (loop.report.gammas, loop.report.accepted, loop.report.num_misses) == ([4], [2], 1)
@@ -157,7 +157,7 @@ def test_what_a_drafter_hears_follows_the_price() -> None:
     loop.drafter()
     loop.submit("s", max_tokens=60)
     for _ in range(5):
-        assert loop.step().mode is StepMode.PLAIN
+        assert not loop.step().drafters_work
     assert loop.told == [], "at rest, a drafter hears not even of sessions"
     loop.policy.price = 0.1
     for _ in range(3):
@@ -183,12 +183,13 @@ def test_a_drafter_that_dies_costs_drafts_alone_and_another_hears_all() -> None:
     loop.draft(session, right=3)
     loop.drafter(up=False)
     loop.step()
-    assert loop.heard["s"][-1].token_ids == (6, 7, 8, 9), "what it said before is there"
+    assert loop.heard["s"][-1].token_ids == (6,), "without any source steps are plain at once"
     loop.told.clear()
     for _ in range(4):
-        assert loop.step().mode is StepMode.PLAIN
+        assert not loop.step().drafters_work
     assert loop.told == []
     loop.drafter()
+    loop.step()
     (opened,) = loop.told
     assert isinstance(opened, OpenSession)
     assert opened.token_ids == tuple(range(session.committed_len))
@@ -228,9 +229,9 @@ STEP_S = 0.020
 
 
 def goodput(row_s: float) -> Goodput:
-    """The policy that serves, no longer new, where a step takes `STEP_S` and each row so much more."""
-    policy = Goodput(StepTimes(StepCost(rows=(1, 512), seconds=(STEP_S, STEP_S + 511 * row_s))))
-    policy.drafters.switch.compared = set(range(8))
+    """The policy that serves, where drafting pays, a step takes `STEP_S` and each row so much more."""
+    policy = Goodput(StepCost(rows=(1, 512), seconds=(STEP_S, STEP_S + 511 * row_s)))
+    policy.mode.resume([value for load in range(8) for value in (load, 1.0, 2.0)])
     return policy
 
 

@@ -9,7 +9,6 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
-from paceline.core.survivals import SessionSurvivals
 from paceline.forest import Floats, Forest
 
 
@@ -29,7 +28,7 @@ class Session(VerifierSession):
             ),
             forest,
         )
-        self.usual, self.own_survivals = SessionSurvivals(), []
+        self.has_sources = False
         self.link = SessionLink(self, "d" if drafted else "")
         if drafted:
             self.link.connect(ConnectedDrafter())

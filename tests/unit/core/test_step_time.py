@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.core.step_time import KNOTS, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.step_time import KNOTS, MOST_ROWS, StepCost, StepTimes
 
 PROFILE = StepCost(rows=(1, 128), seconds=(0.010, 0.137))
-PLAIN, DRAFTING = StepMode.PLAIN, StepMode.DRAFTING
 
 
 def test_a_profile_is_read_between_and_beyond_its_points():
@@ -19,9 +18,8 @@ def test_a_profile_is_read_between_and_beyond_its_points():
 
 
 def test_nothing_observed_leaves_the_profile():
-    times = StepTimes(PROFILE, PROFILE.scaled(1.2))
-    assert times.table(PLAIN).seconds == pytest.approx(PROFILE.from_to(0, KNOTS[-1])[list(KNOTS)])
-    assert times.table(DRAFTING).at(8) == pytest.approx(1.2 * PROFILE.at(8))
+    times = StepTimes(PROFILE)
+    assert times.table.seconds == pytest.approx(PROFILE.from_to(0, KNOTS[-1])[list(KNOTS)])
 
 
 def test_steps_of_a_machine_with_another_curve_are_learned():
@@ -29,54 +27,50 @@ def test_steps_of_a_machine_with_another_curve_are_learned():
     rng = np.random.default_rng(3)
     for _ in range(2000):
         rows = int(rng.integers(1, 129))
-        times.observe(
-            rows=rows, guesses=0, mode=PLAIN, seconds=truth.at(rows) * float(np.exp(0.08 * rng.standard_normal()))
-        )
+        times.observe(rows=rows, guesses=0, seconds=truth.at(rows) * float(np.exp(0.08 * rng.standard_normal())))
     for rows in (1, 8, 32, 100):
-        assert times.table(PLAIN).at(rows) == pytest.approx(truth.at(rows), rel=0.1)
+        assert times.table.at(rows) == pytest.approx(truth.at(rows), rel=0.1)
 
 
-def test_a_slower_machine_moves_points_that_were_not_visited_and_the_other_mode():
+def test_a_slower_machine_moves_points_that_were_not_visited():
     times = StepTimes(PROFILE)
     for _ in range(100):
-        times.observe(rows=4, guesses=0, mode=PLAIN, seconds=1.5 * PROFILE.at(4))
-    assert times.table(PLAIN).at(4) == pytest.approx(1.5 * PROFILE.at(4), rel=0.03)
-    assert times.table(PLAIN).at(64) > 1.3 * PROFILE.at(64)
-    assert times.table(DRAFTING).at(4) > 1.3 * PROFILE.at(4)
+        times.observe(rows=4, guesses=0, seconds=1.5 * PROFILE.at(4))
+    assert times.table.at(4) == pytest.approx(1.5 * PROFILE.at(4), rel=0.03)
+    assert times.table.at(64) > 1.3 * PROFILE.at(64)
 
 
 def test_one_accident_hardly_counts():
     times = StepTimes(PROFILE)
     for _ in range(200):
-        times.observe(rows=8, guesses=0, mode=PLAIN, seconds=PROFILE.at(8))
-    times.observe(rows=8, guesses=0, mode=PLAIN, seconds=100.0)
-    assert times.table(PLAIN).at(8) < 1.25 * PROFILE.at(8)
+        times.observe(rows=8, guesses=0, seconds=PROFILE.at(8))
+    times.observe(rows=8, guesses=0, seconds=100.0)
+    assert times.table.at(8) < 1.25 * PROFILE.at(8)
 
 
 def test_tables_never_decrease_whatever_was_observed():
     times, rng = StepTimes(PROFILE), np.random.default_rng(5)
     for _ in range(500):
-        mode = StepMode(int(rng.integers(2)))
-        times.observe(rows=int(rng.integers(1, 129)), guesses=0, mode=mode, seconds=float(rng.uniform(1e-4, 1.0)))
-        assert all(low <= high for low, high in itertools.pairwise(times.table(mode).seconds))
+        times.observe(rows=int(rng.integers(1, 129)), guesses=0, seconds=float(rng.uniform(1e-4, 1.0)))
+        assert all(low <= high for low, high in itertools.pairwise(times.table.seconds))
 
 
 def test_rows_beyond_the_table_are_left_out():
     times = StepTimes(PROFILE)
-    times.observe(rows=MOST_ROWS + 1, guesses=0, mode=PLAIN, seconds=9.0)
-    assert times.table(PLAIN).at(128) == pytest.approx(PROFILE.at(128))
-    times.observe(rows=MOST_ROWS, guesses=0, mode=PLAIN, seconds=9.0)
-    assert times.table(PLAIN).at(MOST_ROWS) > PROFILE.at(MOST_ROWS)
+    times.observe(rows=MOST_ROWS + 1, guesses=0, seconds=9.0)
+    assert times.table.at(128) == pytest.approx(PROFILE.at(128))
+    times.observe(rows=MOST_ROWS, guesses=0, seconds=9.0)
+    assert times.table.at(MOST_ROWS) > PROFILE.at(MOST_ROWS)
 
 
 def test_what_was_not_seen_for_long_is_learned_faster():
-    def after_one_slow_step(num_plain: int) -> float:
+    def after_one_slow_step(num_others: int) -> float:
         times = StepTimes(PROFILE)
-        for mode, count in ((DRAFTING, 300), (PLAIN, num_plain)):
+        for rows, count in ((8, 300), (256, num_others)):
             for _ in range(count):
-                times.observe(rows=8, guesses=0, mode=mode, seconds=PROFILE.at(8))
-        times.observe(rows=8, guesses=0, mode=DRAFTING, seconds=1.2 * PROFILE.at(8))
-        return times.table(DRAFTING).at(8) / PROFILE.at(8)
+                times.observe(rows=rows, guesses=0, seconds=PROFILE.at(rows))
+        times.observe(rows=8, guesses=0, seconds=1.2 * PROFILE.at(8))
+        return times.table.at(8) / PROFILE.at(8)
 
     assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300) < 1.2
 
@@ -89,8 +83,8 @@ def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
     assert cost.slope(2) == pytest.approx(1.0)
     times = StepTimes(cost)
     for _ in range(200):
-        times.observe(rows=5, guesses=0, mode=PLAIN, seconds=16.0)
-    table = times.table(PLAIN)
+        times.observe(rows=5, guesses=0, seconds=16.0)
+    table = times.table
     assert table.at(5) == table.at(8) == pytest.approx(16.0, rel=0.02)
     assert table.at(4) < table.at(5)
 
@@ -100,27 +94,12 @@ def test_steps_that_scatter_do_not_shake_the_table():
     ratios = []
     for number in range(1500):
         rows = int(rng.choice([8, 8, 8, 12]))
-        times.observe(
-            rows=rows, guesses=0, mode=PLAIN, seconds=PROFILE.at(rows) * float(np.exp(0.35 * rng.standard_normal()))
-        )
+        times.observe(rows=rows, guesses=0, seconds=PROFILE.at(rows) * float(np.exp(0.35 * rng.standard_normal())))
         if number >= 300:
-            ratios.append(times.table(PLAIN).at(12) / times.table(PLAIN).at(8))
+            ratios.append(times.table.at(12) / times.table.at(8))
     truth = PROFILE.at(12) / PROFILE.at(8)
     assert np.std(ratios) < 0.03 * truth
     assert np.mean(ratios) == pytest.approx(truth, rel=0.1)
-
-
-def test_steps_with_prefill_say_little_beside_others_and_enough_where_there_are_no_others():
-    def learned(pure) -> float:
-        times = StepTimes(PROFILE)
-        for _ in range(300):
-            if pure:
-                times.observe(rows=8, guesses=0, mode=PLAIN, seconds=PROFILE.at(8))
-            times.observe(rows=8, guesses=0, mode=PLAIN, seconds=1.3 * PROFILE.at(8), mixed=True)
-        return times.table(PLAIN).at(8) / PROFILE.at(8)
-
-    assert learned(pure=True) < 1.05
-    assert learned(pure=False) > 1.25
 
 
 def test_what_a_guess_costs_besides_its_row_is_told_from_the_row():
@@ -128,8 +107,8 @@ def test_what_a_guess_costs_besides_its_row_is_told_from_the_row():
     for _ in range(2000):
         roots, guesses = int(rng.integers(1, 40)), int(rng.integers(0, 2)) * int(rng.integers(1, 40))
         seconds = PROFILE.at(roots + guesses) + 0.0002 * guesses
-        times.observe(rows=roots + guesses, guesses=guesses, mode=PLAIN, seconds=seconds)
-    table = times.table(PLAIN)
+        times.observe(rows=roots + guesses, guesses=guesses, seconds=seconds)
+    table = times.table
     assert table.node_s == pytest.approx(0.0002, rel=0.2)
     assert table.at(40) == pytest.approx(PROFILE.at(40), rel=0.05)
     assert table.with_guesses(8, 4).tolist() == pytest.approx([table.at(8 + n) + n * table.node_s for n in range(5)])

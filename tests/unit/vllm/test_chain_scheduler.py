@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, EAGLE3
@@ -28,7 +28,7 @@ class Vllm:
 
     def __init__(
         self,
-        policy: DraftPolicy | None = None,
+        policy: Goodput | None = None,
         *,
         drafter: ToldDrafter | None = None,
         plain_s: float = 0.010,
@@ -208,13 +208,13 @@ def test_a_session_that_is_over_is_closed_at_its_drafter(vllm: Vllm) -> None:
     assert any(isinstance(message, CloseSession) for message in vllm.drafter.heard)
 
 
-def test_a_drafter_that_is_lost_leaves_what_is_in_hand_and_then_nothing(vllm: Vllm) -> None:
+def test_a_drafter_that_is_lost_leaves_plain_steps_until_it_is_back(vllm: Vllm) -> None:
     vllm.reach_drafter(up=False)
     vllm.run(2)
     assert vllm.chains == {1: []}
     assert not vllm.tier.drafts
     vllm.reach_drafter()
-    vllm.run(1)
+    vllm.run(2)
     assert vllm.chains[1]
 
 

@@ -1,0 +1,302 @@
+"""Whether a verifier drafts or decodes plainly: measured at each load, not derived.
+
+In `PLAIN` nothing of speculation runs. In `DRAFTING` drafters and the sources inside the verifier work, and steps
+verify the guesses that pay. The better mode is the one whose steps commit more tokens a second, all costs included:
+
+    rate[load][mode] = committed tokens / seconds of whole steps, with forgetting.
+
+The other mode is tried now and then, by one rule: trials may lose a small share of the time. A trial begins when what
+it is expected to lose has been saved up, so at once where it is expected to win, and ends early when it loses clearly.
+
+Tokens count by session, and seconds in plain steps of the start-up profile, so that steps over five sessions and over
+eight compare: a rate of 1 is that of plain decoding as the profile has it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.core.goodput import EXPLORATION
+
+# Steps after which an observation counts half.
+HALF_LIFE = 200
+# Steps of a trial that count: before it may be called off, and at most. And the most that do not count: drafters read
+# what they have missed, and prompts are read.
+LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED = 6, 16, 64
+# A difference is clear beyond this many standard errors; least spread of single steps, as a share of their mean.
+CLEAR, LEAST_SPREAD = 3.0, 0.05
+# Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
+BEGIN_DRAFTING = 2
+# Share by which drafting is taken to be slower while nothing is known of it.
+UNKNOWN_LOSS = 1 / 3
+# A load stays the same up to this factor, in powers of two.
+SAME_LOAD = 0.7
+# No step counts for more than this many times the usual one: such a delay is an accident.
+MOST_DELAY = 4.0
+
+
+class Mode(enum.Enum):
+    """What a verifier does."""
+
+    PLAIN = enum.auto()
+    DRAFTING = enum.auto()
+
+    @property
+    def other(self) -> Mode:
+        """The other one."""
+        return Mode.PLAIN if self is Mode.DRAFTING else Mode.DRAFTING
+
+
+class Rate:
+    """Tokens over time, of steps of one mode at one load.
+
+    Args:
+        value: What is known from before; it stands for `LEAST_STEPS` steps. None: nothing.
+    """
+
+    def __init__(self, value: float | None = None) -> None:
+        # Sums over steps of 1, tokens, time, tokens squared, tokens * time and time squared.
+        self._sums = np.zeros(6)
+        if value is not None:
+            self._sums += LEAST_STEPS * np.array([1.0, value, 1.0, value * value, value, 1.0])
+
+    def add(self, tokens: float, time: float) -> None:
+        """Takes in a step."""
+        if self.steps >= LEAST_STEPS:
+            time = min(time, MOST_DELAY * self.step_time)
+        self._sums += (1.0, tokens, time, tokens * tokens, tokens * time, time * time)
+
+    def keep(self, share: float) -> None:
+        """Forgets all but this share."""
+        self._sums *= share
+
+    @property
+    def steps(self) -> float:
+        """How many it stands for."""
+        return float(self._sums[0])
+
+    @property
+    def step_time(self) -> float:
+        """Mean time of a step."""
+        return float(self._sums[2] / self._sums[0])
+
+    @property
+    def value(self) -> float:
+        """Tokens over time."""
+        return float(self._sums[1] / self._sums[2])
+
+    @property
+    def error(self) -> float:
+        """Standard error of that."""
+        value, (steps, tokens, time, tokens2, cross, time2) = self.value, self._sums
+        residual = tokens2 - value * (2.0 * cross - value * time2)
+        return math.sqrt(max(residual, (LEAST_SPREAD * tokens) ** 2 / steps)) / float(time)
+
+
+@dataclass(slots=True)
+class Trial:
+    """The other mode at work for a few steps.
+
+    Attributes:
+        counted: Steps that count.
+        steps: All of them.
+        lost: What it has lost, in plain steps.
+        warm_up: The part of that which was lost before its first counted step.
+    """
+
+    counted: int = 0
+    steps: int = 0
+    lost: float = 0.0
+    warm_up: float = 0.0
+
+
+@dataclass(slots=True)
+class Load:
+    """What is known of steps over about so many sessions.
+
+    Args:
+        mode: That in use, trials apart.
+        loss: Share that drafting is taken to be slower by, before it was tried.
+        on_loan: The first trial need not be saved up for: it is paid off later.
+
+    Attributes:
+        rates: Of both modes.
+        saved: What trials may lose now, in plain steps; less than 0: what they have lost beyond that.
+        trial: Under way.
+        warm_up: What the last trial lost before its first counted step.
+    """
+
+    mode: Mode
+    loss: float = UNKNOWN_LOSS
+    on_loan: bool = False
+    rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
+    saved: float = 0.0
+    trial: Trial | None = None
+    warm_up: float = 0.0
+
+    @property
+    def at_work(self) -> Mode:
+        """The mode of the next step."""
+        return self.mode if self.trial is None else self.mode.other
+
+    def tried(self, mode: Mode) -> bool:
+        """Whether a mode's rate is known."""
+        return self.rates[mode].steps >= 1.0
+
+    def observe(self, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
+        """Takes in a step of the mode at work; see `DraftingMode.observe`."""
+        if not reads:
+            self.saved += EXPLORATION * time
+            if answered:
+                self._count(tokens, time)
+        if self.trial is not None:
+            self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
+        elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
+            self.trial = Trial()
+            other = self.rates[self.mode.other]
+            if other.steps > LEAST_STEPS:
+                # The machine and the texts may have changed since.
+                other.keep(LEAST_STEPS / other.steps)
+
+    def _count(self, tokens: float, time: float) -> None:
+        for rate in self.rates.values():
+            # What little is left is kept: better than nothing.
+            if rate.steps > 1.0:
+                rate.keep(0.5 ** (1.0 / HALF_LIFE))
+        self.rates[self.at_work].add(tokens, time)
+
+    def _go_on(self, trial: Trial, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
+        ours, other = self.rates[self.mode], self.rates[self.mode.other]
+        trial.steps += 1
+        if not reads:
+            trial.counted += answered
+            trial.lost += time - tokens / ours.value
+            trial.warm_up = trial.warm_up if trial.counted else trial.lost
+        over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
+        if trial.counted < LEAST_STEPS:
+            if over:
+                self.end_trial()
+            return
+        gain, clear = other.value - ours.value, CLEAR * math.hypot(ours.error, other.error)
+        if over or abs(gain) > clear:
+            self.end_trial(won=gain > 0.0)
+
+    def end_trial(self, *, won: bool = False) -> None:
+        """Ends a trial, if there is one, and pays for it."""
+        if self.trial is None:
+            return
+        self.saved -= max(0.0, self.trial.lost)
+        self.warm_up = max(0.0, self.trial.warm_up)
+        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS
+        self.trial = None
+        if won:
+            self.mode = self.mode.other
+
+    def _expected_loss(self) -> float:
+        """Plain steps that a trial is expected to lose; what is not sure of the mode in use speaks for it."""
+        ours, other = self.rates[self.mode], self.mode.other
+        if self.tried(other):
+            loss = 1.0 - self.rates[other].value / (ours.value + ours.error)
+        elif other is Mode.PLAIN:
+            loss = 1.0 - 1.0 / (ours.value + ours.error)
+        else:
+            loss = self.loss
+        return self.warm_up + max(0.0, loss) * MOST_STEPS * ours.step_time
+
+
+class DraftingMode:
+    """Decides in which mode a verifier's next step runs.
+
+    Attributes:
+        loads: By the logarithm of their sessions to the base 2.
+    """
+
+    def __init__(self) -> None:
+        self.loads: dict[int, Load] = {}
+        self._at = 0
+        self._load: Load | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """That of the next step."""
+        return Mode.PLAIN if self._load is None else self._load.at_work
+
+    def enter(self, num_sessions: int) -> Mode:
+        """The next step is to be over so many sessions; 0: none of them may speculate. Returns its mode."""
+        if not num_sessions:
+            self._leave(None)
+            return Mode.PLAIN
+        exact = math.log2(num_sessions)
+        if self._load is None or abs(exact - self._at) > SAME_LOAD:
+            self._at = round(exact)
+            load = self.loads.get(self._at)
+            if load is None:
+                load = self.loads[self._at] = self._new_load(self._at)
+            self._leave(load)
+        return self.mode
+
+    def observe(
+        self, *, num_sessions: int, tokens: int, seconds: float, plain_s: float, reads: bool, answered: bool
+    ) -> None:
+        """Takes in a step.
+
+        Args:
+            num_sessions: Those that decoded.
+            tokens: What they committed.
+            seconds: From the end of the step before it.
+            plain_s: What a plain step over as many sessions takes by the start-up profile.
+            reads: Whether it read prompts: such a step counts for neither mode.
+            answered: Whether drafters have answered, if they are to: before, a step does not show what they are worth.
+        """
+        if self._load is not None and num_sessions:
+            self._load.observe(tokens / num_sessions, seconds / plain_s, reads=reads, answered=answered)
+
+    def _leave(self, load: Load | None) -> None:
+        if self._load is not None and self._load is not load:
+            self._load.end_trial()
+        self._load = load
+
+    def _new_load(self, at: int) -> Load:
+        """How a load begins that was never seen: drafting gains less as load rises."""
+        above = [known for place, known in self.loads.items() if place > at and known.tried(Mode.DRAFTING)]
+        if any(known.mode is Mode.DRAFTING for known in above):
+            return Load(Mode.DRAFTING)
+        below = [
+            known
+            for place, known in self.loads.items()
+            if place < at and known.mode is Mode.PLAIN and all(map(known.tried, Mode))
+        ]
+        if below:
+            ratio = min(known.rates[Mode.DRAFTING].value / known.rates[Mode.PLAIN].value for known in below)
+            return Load(Mode.PLAIN, loss=max(0.0, 1.0 - ratio))
+        if 2**at <= BEGIN_DRAFTING:
+            return Load(Mode.DRAFTING)
+        return Load(Mode.PLAIN, on_loan=True)
+
+    def learned(self) -> list[float]:
+        """Of each load its logarithm and both rates, 0 for one that is not known; see `resume`."""
+        rows = [
+            (float(at), *(load.rates[mode].value if load.tried(mode) else 0.0 for mode in Mode))
+            for at, load in sorted(self.loads.items())
+        ]
+        return [value for row in rows for value in row]
+
+    def resume(self, learned: Sequence[float]) -> None:
+        """Begins where a predecessor ended; a few steps are enough to change it.
+
+        Raises:
+            ValueError: It is not what `learned` gives.
+        """
+        loads: dict[int, Load] = {}
+        for at, *values in zip(*[iter(learned)] * 3, strict=True):
+            if not all(map(math.isfinite, (at, *values))) or at < 0 or min(values) < 0.0:
+                raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
+            rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
+            mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
+            loads[int(at)] = Load(mode, on_loan=not values[1], rates=rates)
+        self.loads = loads

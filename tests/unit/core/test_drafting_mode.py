@@ -1,0 +1,215 @@
+"""The better mode at each load is found by measuring, and trials of the other one cost little; time is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from paceline.core.drafting_mode import (
+    BEGIN_DRAFTING,
+    LEAST_STEPS,
+    MOST_STEPS,
+    MOST_UNCOUNTED,
+    DraftingMode,
+    Mode,
+)
+from paceline.core.goodput import EXPLORATION
+
+PLAIN, DRAFTING = Mode.PLAIN, Mode.DRAFTING
+PLAIN_S = 0.020
+MANY = 8
+
+
+@dataclass
+class Verifier:
+    """A verifier whose drafting is `speed_up(sessions)` times as fast as plain decoding.
+
+    Attributes:
+        spread: Of the tokens of a session and step, as a share.
+        lag: Steps until drafters answer.
+        modes: Of all steps.
+        lost_s, total_s: Time lost to the slower mode, and of all steps.
+    """
+
+    speed_up: Callable[[int], float]
+    spread: float = 0.3
+    lag: int = 0
+    slowness: float = 1.0
+    switch: DraftingMode = field(default_factory=DraftingMode)
+    modes: list[Mode] = field(default_factory=list)
+    lost_s: float = 0.0
+    total_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+        self._unanswered = 0
+
+    def steps(self, count: int, num_sessions: int = MANY, *, reads: bool = False) -> list[Mode]:
+        """Runs steps; returns their modes."""
+        modes = [self._step(num_sessions, reads) for _ in range(count)]
+        self.modes += modes
+        return modes
+
+    def _step(self, num_sessions: int, reads: bool) -> Mode:
+        mode = self.switch.enter(num_sessions)
+        self._unanswered = self._unanswered + 1 if mode is DRAFTING else 0
+        answered = mode is PLAIN or self._unanswered > self.lag
+        seconds, tokens = self.slowness * PLAIN_S * float(self.rng.uniform(0.9, 1.1)), num_sessions
+        speed_up = self.speed_up(num_sessions)
+        if mode is DRAFTING and answered:
+            # Half as many tokens again as plain decoding, in whatever time makes the ratio right.
+            noise = self.spread * float(self.rng.standard_normal()) / num_sessions**0.5
+            tokens = max(num_sessions, round(1.5 * num_sessions * (1.0 + noise)))
+            seconds *= 1.5 / speed_up
+        best = max(1.0, speed_up)
+        self.lost_s += seconds - tokens / num_sessions * self.slowness * PLAIN_S / best
+        self.total_s += seconds
+        self.switch.observe(
+            num_sessions=num_sessions, tokens=tokens, seconds=seconds, plain_s=PLAIN_S, reads=reads, answered=answered
+        )
+        return mode
+
+
+def always(ratio: float) -> Verifier:
+    return Verifier(lambda _: ratio)
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.2, 2.0])
+def test_the_faster_mode_wins_at_every_load(num_sessions: int, ratio: float) -> None:
+    verifier = always(ratio)
+    verifier.steps(400, num_sessions)
+    wanted = DRAFTING if ratio > 1.0 else PLAIN
+    assert verifier.steps(400, num_sessions).count(wanted) > 380
+
+
+def test_each_load_has_its_own_mode_and_keeps_it() -> None:
+    verifier = Verifier(lambda sessions: 2.0 if sessions < 12 else 0.7)
+    for _ in range(2):
+        for num_sessions in (1, 8, 32, 8, 1):
+            verifier.steps(300, num_sessions)
+    assert verifier.steps(50, 8).count(DRAFTING) == 50
+    assert verifier.steps(50, 32).count(PLAIN) == 50
+    assert verifier.steps(50, 1).count(DRAFTING) == 50
+
+
+def test_a_session_or_two_draft_at_once_and_more_begin_plainly() -> None:
+    assert always(1.5).steps(1, BEGIN_DRAFTING) == [DRAFTING]
+    assert always(1.5).steps(LEAST_STEPS, BEGIN_DRAFTING + 1) == [PLAIN] * LEAST_STEPS
+
+
+def test_the_first_trial_of_many_sessions_comes_once_plain_decoding_is_known() -> None:
+    assert always(1.5).steps(LEAST_STEPS + 2)[-1] is DRAFTING
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize("lag", [0, 5])
+def test_trials_lose_half_a_percent_beyond_the_first_one(ratio: float, lag: int) -> None:
+    verifier = Verifier(lambda _: ratio, lag=lag)
+    verifier.steps(MOST_UNCOUNTED)
+    lost_s, total_s = verifier.lost_s, verifier.total_s
+    verifier.steps(10_000)
+    assert verifier.modes[MOST_UNCOUNTED:].count(DRAFTING) > 0, "texts and machines change"
+    # Even as little is measured with an error.
+    assert (verifier.lost_s - lost_s) / (verifier.total_s - total_s) < 1.5 * EXPLORATION
+
+
+def test_a_trial_that_loses_clearly_ends_early_and_one_that_hardly_does_takes_its_time() -> None:
+    for ratio, most in ((0.5, LEAST_STEPS), (0.95, MOST_STEPS)):
+        steps = always(ratio).steps(60)
+        assert steps.count(DRAFTING) == most
+
+
+def test_many_lose_little_in_their_first_two_hundred_steps() -> None:
+    verifier = Verifier(lambda _: 0.67, lag=2)
+    verifier.steps(200, 16)
+    assert verifier.lost_s / verifier.total_s < 0.03
+
+
+def test_where_drafting_lost_more_sessions_wait_for_a_trial_and_where_it_won_fewer_do_not() -> None:
+    verifier = Verifier(lambda sessions: 0.6 if sessions > 4 else 2.0)
+    verifier.steps(100, 8)
+    assert verifier.steps(50, 64) == [PLAIN] * 50
+    winning = always(2.0)
+    winning.steps(100, 16)
+    assert winning.steps(1, 4) == [DRAFTING]
+
+
+def test_steps_that_read_prompts_say_nothing_of_either_mode() -> None:
+    verifier = always(2.0)
+    assert set(verifier.steps(50, reads=True)) == {PLAIN}
+    verifier.steps(50)
+    known = verifier.switch.learned()
+    verifier.slowness = 5.0
+    assert set(verifier.steps(50, reads=True)) == {DRAFTING}
+    assert verifier.switch.learned() == known
+
+
+def test_drafters_that_never_answer_are_given_up() -> None:
+    verifier = Verifier(lambda _: 2.0, lag=10**9)
+    assert verifier.steps(LEAST_STEPS + MOST_UNCOUNTED + 2)[-1] is PLAIN
+    assert verifier.steps(1_000).count(DRAFTING) <= MOST_UNCOUNTED
+
+
+def test_a_drafter_that_gets_better_is_found_and_one_that_gets_worse_is_dropped() -> None:
+    verifier = always(0.8)
+    verifier.steps(500)
+    verifier.speed_up = lambda _: 1.5
+    verifier.steps(2_500)
+    assert verifier.steps(100).count(DRAFTING) == 100
+    verifier.speed_up = lambda _: 0.6
+    assert verifier.steps(300).count(PLAIN) > 100, "plain decoding is known, so nothing need be saved up for it"
+    assert verifier.steps(100).count(PLAIN) > 80
+
+
+def test_a_machine_that_gets_slow_does_not_change_the_mode_for_long() -> None:
+    verifier = always(1.5)
+    verifier.steps(500)
+    verifier.slowness = 2.0
+    assert verifier.steps(400).count(PLAIN) < 60
+
+
+def test_a_pause_of_the_machine_is_an_accident() -> None:
+    verifier = always(1.3)
+    verifier.steps(300)
+    verifier.slowness = 200.0
+    verifier.steps(1)
+    verifier.slowness = 1.0
+    assert verifier.steps(50).count(DRAFTING) > 45
+
+
+def test_without_a_session_that_may_speculate_steps_are_plain_and_teach_nothing() -> None:
+    switch = DraftingMode()
+    assert switch.enter(0) is PLAIN
+    switch.observe(num_sessions=3, tokens=3, seconds=1.0, plain_s=1.0, reads=False, answered=True)
+    assert switch.learned() == []
+    assert switch.enter(1) is DRAFTING
+    assert switch.enter(0) is PLAIN
+
+
+def test_a_load_is_the_same_within_a_factor_so_that_one_session_more_changes_no_mode() -> None:
+    verifier = Verifier(lambda sessions: 2.0 if sessions <= 8 else 0.5)
+    verifier.steps(200, 8)
+    assert set(verifier.steps(20, 6) + verifier.steps(20, 12)) == {DRAFTING}
+    verifier.steps(1, 14)
+    assert verifier.switch.mode is PLAIN
+    assert set(verifier.switch.loads) == {3, 4}
+
+
+def test_a_successor_begins_in_the_mode_that_was_better() -> None:
+    verifier = Verifier(lambda sessions: 2.0 if sessions <= 8 else 0.5)
+    for num_sessions in (8, 32):
+        verifier.steps(200, num_sessions)
+    switch = DraftingMode()
+    switch.resume(verifier.switch.learned())
+    assert [switch.enter(8), switch.enter(32)] == [DRAFTING, PLAIN]
+    assert switch.learned() == pytest.approx(verifier.switch.learned())
+
+
+@pytest.mark.parametrize("learned", [[3.0, 1.0], [3.0, 1.0, -1.0], [3.0, float("nan"), 1.0], [-1.0, 1.0, 1.0]])
+def test_what_was_not_learned_by_such_a_switch_is_refused(learned: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"needs loads and rates|shorter"):
+        DraftingMode().resume(learned)
