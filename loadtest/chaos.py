@@ -256,9 +256,9 @@ def print_report(options: argparse.Namespace, outcome: Outcome) -> bool:
     for each in outcome.poisoned:
         last = each.history.events[-1]
         print(f"poisonous ({each.kind}): ended {each.num_engines} engines; {last.kind}: {last.why}")
-    for each in outcome.withdrawn:
-        times = ", ".join(f"{gone_s:.1f} s" for gone_s in each.gone_s)
-        print(f"withdrawn key: gone after {times} at the gateways; {each.num_left} still took it")
+    for key in outcome.withdrawn:
+        times = ", ".join(f"{gone_s:.1f} s" for gone_s in key.gone_s)
+        print(f"withdrawn key: gone after {times} at the gateways; {key.num_left} still took it")
     for history in histories:
         accuse(history, outcome.reference[history.index], faults)
     return report(

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -230,13 +230,14 @@ class _Tenant:
     async def _run_errands(self, turn: Turn) -> None:
         kept = await self._keep()
         for number in itertools.count():
-            for name, errand in {
+            errands: Mapping[str, Callable[[], Awaitable[object]]] = {
                 "sign of life": partial(self._get, "/livez"),
                 "console": self._look_at_console,
                 "schema of its own": partial(self._complete, guided_json=_schema(f"{time.time_ns()}-{number}")),
                 "grammar of both": partial(self._complete, guided_regex=LEXER_PATTERN),
                 "kept response": partial(self._get, f"{RESPONSES}/{kept}"),
-            }.items():
+            }
+            for name, errand in errands.items():
                 begun_s = time.perf_counter()
                 try:
                     async with asyncio.timeout(ERRAND_S):
@@ -310,8 +311,10 @@ async def _disturbing(
 @asynccontextmanager
 async def _processes(*arguments: str, count: int = 1) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """Runs some of Python's processes while a block runs."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    running = [await asyncio.create_subprocess_exec(sys.executable, *arguments, **pipes) for _ in range(count)]
+    running = [
+        await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(count)
+    ]
     try:
         yield running
     finally:

@@ -25,10 +25,12 @@ from paceline.core.goodput import EXPLORATION
 
 # Steps after which an observation counts half.
 HALF_LIFE = 200
-# Steps of a trial that count: before it may be called off, and at most. And the most that do not count: drafters read
-# what they have missed, and prompts are read.
-LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED = 6, 16, 64
-# A difference is clear beyond this many standard errors; least spread of single steps, as a share of their mean.
+# Steps of a trial that count: before it may be called off, usually, and at most.
+LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
+# The most that do not count: drafters read what they have missed, and prompts are read.
+MOST_UNCOUNTED = 64
+# Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
+# do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
@@ -37,7 +39,7 @@ UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
 SAME_LOAD = 0.7
 # No step counts for more than this many times the usual one: such a delay is an accident.
-MOST_DELAY = 4.0
+MOST_DELAY = 3.0
 
 
 class Mode(enum.Enum):
@@ -126,7 +128,7 @@ class Load:
 
     Attributes:
         rates: Of both modes.
-        saved: What trials may lose now, in plain steps; less than 0: what they have lost beyond that.
+        saved: What a trial may lose now, in plain steps; less than 0: what the last ones lost beyond that.
         trial: Under way.
         warm_up: What the last trial lost before its first counted step.
     """
@@ -146,7 +148,7 @@ class Load:
 
     def tried(self, mode: Mode) -> bool:
         """Whether a mode's rate is known."""
-        return self.rates[mode].steps >= 1.0
+        return self.rates[mode].steps > 0.0
 
     def observe(self, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
         """Takes in a step of the mode at work; see `DraftingMode.observe`."""
@@ -182,15 +184,16 @@ class Load:
             if over:
                 self.end_trial()
             return
-        gain, clear = other.value - ours.value, CLEAR * math.hypot(ours.error, other.error)
-        if over or abs(gain) > clear:
+        gain, error = other.value - ours.value, math.hypot(ours.error, other.error)
+        if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
             self.end_trial(won=gain > 0.0)
 
     def end_trial(self, *, won: bool = False) -> None:
         """Ends a trial, if there is one, and pays for it."""
         if self.trial is None:
             return
-        self.saved -= max(0.0, self.trial.lost)
+        # Nothing is saved up for several trials in a row.
+        self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
         self.warm_up = max(0.0, self.trial.warm_up)
         self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS
         self.trial = None
@@ -206,7 +209,7 @@ class Load:
             loss = 1.0 - 1.0 / (ours.value + ours.error)
         else:
             loss = self.loss
-        return self.warm_up + max(0.0, loss) * MOST_STEPS * ours.step_time
+        return self.warm_up + max(0.0, loss) * USUAL_STEPS * ours.step_time
 
 
 class DraftingMode:

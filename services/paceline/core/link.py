@@ -279,7 +279,8 @@ class SessionLink:
         if not message.nodes:
             return None
         self._answered_len = max(self._answered_len, message.base_len)
-        self._answered = True
+        # What it guessed from the first of what it had missed came late.
+        self._answered = self._answered or message.base_len > self._called_len
         round_trip_s = self._answers.received(message.base_len, arrived_s, self._drafter)
         if round_trip_s is not None and first >= 0.0:
             self._drafter.child_share.add(first)

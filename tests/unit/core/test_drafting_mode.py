@@ -118,9 +118,25 @@ def test_trials_lose_half_a_percent_beyond_the_first_one(ratio: float, lag: int)
 
 
 def test_a_trial_that_loses_clearly_ends_early_and_one_that_hardly_does_takes_its_time() -> None:
-    for ratio, most in ((0.5, LEAST_STEPS), (0.95, MOST_STEPS)):
-        steps = always(ratio).steps(60)
-        assert steps.count(DRAFTING) == most
+    for ratio, least, most in ((0.5, LEAST_STEPS, LEAST_STEPS), (0.97, 2 * LEAST_STEPS, MOST_STEPS)):
+        steps = always(ratio).steps(2 * MOST_STEPS)
+        assert least <= steps.count(DRAFTING) <= most
+
+
+def test_what_is_known_of_the_other_mode_is_kept_however_long_ago_it_was() -> None:
+    verifier = always(3.0)
+    verifier.steps(3_000)
+    (load,) = verifier.switch.loads.values()
+    assert load.tried(PLAIN)
+    assert load.rates[PLAIN].value == pytest.approx(1.0, rel=0.15)
+
+
+def test_after_a_long_time_there_is_one_trial_and_not_many() -> None:
+    verifier = always(0.7)
+    verifier.steps(100)
+    assert verifier.switch.loads[3].saved < 1.0
+    verifier.switch.loads[3].saved = 50.0
+    assert 0 < verifier.steps(100).count(DRAFTING) < 3 * LEAST_STEPS
 
 
 def test_many_lose_little_in_their_first_two_hundred_steps() -> None:
