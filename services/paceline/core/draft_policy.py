@@ -217,7 +217,7 @@ class FixedGamma(Goodput):
 
     def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
-        return np.minimum((picked.survivals > 0.0).sum(axis=1, dtype=np.int32), np.int32(self.max_nodes))
+        return best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
 
     def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
         """Learns nothing."""
