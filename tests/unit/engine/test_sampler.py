@@ -154,6 +154,8 @@ def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history
     case: Case, count: int, data: st.DataObject
 ) -> None:
     path = tuple(data.draw(st.lists(st.integers(0, len(case.logits) - 1), max_size=3)))
+    history = replace(case.history, output_token_ids=(*case.history.output_token_ids, *path))
+    assume(usable(replace(case, history=history)))
     scores = case.perturbed(path)
     order = [int(i) for i in np.argsort(-scores, kind="stable") if scores[i] > -np.inf][:count]
     sampler = case.sampler()

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from itertools import islice
 
-from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, planned
+from loadtest.faults import FAULTS, KEY_FILE, KILL, POISONER, VALKEY, planned
 from loadtest.histories import Event, History, Kind
 from loadtest.resuming_http import http_body
 from loadtest.steadfast import long_request, mixed_requests
@@ -18,6 +18,7 @@ NAMES = {
     "drafter": ["d0"],
     VALKEY: [VALKEY],
     POISONER: [POISONER],
+    KEY_FILE: [KEY_FILE],
 }
 
 
