@@ -19,6 +19,8 @@ PERCENTILES = (50, 95, 99)
 # Most that adaptive speculation may take of the time of the best other mode, in any bucket.
 MOST_RATIO = 1.02
 RESAMPLES = 400
+# What a mean time counts for at least, in seconds.
+LEAST_S = 1e-6
 
 Floats = npt.NDArray[np.float64]
 Window = Sequence[Completion]
@@ -166,8 +168,8 @@ def _ratios(tables: Mapping[str, Floats], others: Sequence[str], seed: int) -> d
     row: dict[str, Any] = {"requests": count}
     for name, column in (("e2e", 0), ("ttft", 1), ("itl", 2)):
         best = min(others, key=lambda mode: _mean(tables[mode], column))
-        ratio = _mean(tables[ADAPTIVE], column) / _mean(tables[best], column)
-        drawn = [_mean(tables[ADAPTIVE][draw], column) / _mean(tables[best][draw], column) for draw in draws]
+        ratio = _ratio(tables[ADAPTIVE], tables[best], column)
+        drawn = [_ratio(tables[ADAPTIVE][draw], tables[best][draw], column) for draw in draws]
         low, high = np.quantile(drawn, (0.025, 0.975))
         row[name] = {
             "best_other": best,
@@ -175,6 +177,11 @@ def _ratios(tables: Mapping[str, Floats], others: Sequence[str], seed: int) -> d
             "interval": [round(float(low), 3), round(float(high), 3)],
         }
     return row
+
+
+def _ratio(ours: Floats, others: Floats, column: int) -> float:
+    """Of two means; a few short answers may have no gap at all."""
+    return _mean(ours, column) / max(LEAST_S, _mean(others, column))
 
 
 def _mean(table: Floats, column: int) -> float:

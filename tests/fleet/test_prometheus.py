@@ -75,7 +75,7 @@ NAMES = {
 # Alerts that say that something is missing: on a fleet that has it they must find it.
 PRESENCE = {"PacelineNoGateway", "PacelineNoVerifier", "PacelineNoDrafter", "PacelineStoreDown", "PacelineEngineStuck"}
 # Only with tracing on; only of sources that take time.
-OPTIONAL_NAMES = {"paceline:spans_dropped_total", "paceline:source_seconds_total"}
+OPTIONAL_NAMES = {"paceline:spans_dropped_total", "paceline:source_seconds_total", "paceline:certificate_days_left"}
 
 
 def alerts() -> dict[str, str]:

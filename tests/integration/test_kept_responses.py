@@ -126,7 +126,7 @@ async def test_a_response_of_a_gateway_that_died_is_incomplete_to_its_readers(
         fleet.verifier.resume(session_id)
 
 
-async def gone(*_: object) -> None:
+async def gone(*_: object, **__: object) -> None:
     raise UnavailableError("the gateway is gone")
 
 
@@ -145,6 +145,23 @@ async def test_a_client_that_left_late_does_not_undo_what_went_on_elsewhere(flee
         await asyncio.sleep(0.1)
         assert await shown(fleet.http, response_id) == ended
         assert ended["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+async def test_a_client_that_leaves_after_its_cancellation_does_not_undo_it(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        # So long that the session is not given up before its client leaves.
+        joining_doors(fleet, record_interval_s=30.0) as addresses,
+        httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False, verify=False) as other,
+    ):
+        async with paused_stream(fleet, other) as (response_id, _):
+            await asyncio.sleep(0.1)
+            assert (await other.post(f"{RESPONSES}/{response_id}/cancel")).json()["status"] == "cancelled"
+            monkeypatch.setattr(MemoryDocuments, "keep", gone)
+        await fleet.verifier.abandoned.get()
+        await asyncio.sleep(0.05)
+        assert (await shown(other, response_id))["status"] == "cancelled"
 
 
 async def test_a_deleted_response_does_not_come_back_with_its_end(fleet: ScriptedFleet) -> None:

@@ -46,6 +46,9 @@ OUTSIDE_SCHEMAS = (
     '"param": "text.format',
     "output_config.format",
     "must hold at least one message",
+    # A call is of a function or of a custom tool, and an item of one of many kinds.
+    "].function: is required",
+    "]: is required",
 )
 OPERATIONS = {
     f"{method.upper()} {path}": operation

@@ -11,7 +11,7 @@ from paceline.core.errors import SessionNotFoundError
 from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.responses.keeping_writer import KeepingWriter
 from paceline.gateway.api.responses.kept import IN_PROGRESS, KeptResponse, interrupted
-from paceline.store.documents import Documents, Keeping
+from paceline.store.documents import Document, Documents, Keeping
 
 # Ids that gateways make; the store is not asked for others.
 _ID = re.compile(r"resp_[0-9a-f]{32}")
@@ -35,7 +35,7 @@ class ResponseShelf:
 
     def __init__(self, documents: Documents, workers: Workers, *, ttl_s: float, room_bytes: int) -> None:
         self.room_bytes = room_bytes
-        self._keep = partial(documents.keep, ttl_s=ttl_s, room_bytes=room_bytes)
+        self._ttl_s = ttl_s
         self.writer = KeepingWriter(documents, self._keep)
         self._documents = documents
         self._workers = workers
@@ -78,6 +78,11 @@ class ResponseShelf:
         kept = await self.find(response_id, api_key)
         self.writer.forget(kept)
         await self._documents.forget(api_key, response_id)
+
+    async def _keep(self, document: Document, *, work_s: float, replaces: bool = False) -> Keeping:
+        return await self._documents.keep(
+            document, ttl_s=self._ttl_s, room_bytes=self.room_bytes, work_s=work_s, replaces=replaces
+        )
 
     async def _find(self, response_id: str, api_key: str) -> KeptResponse | None:
         if _ID.fullmatch(response_id) is None:

@@ -67,20 +67,24 @@ class KeepingWriter:
         self._failing = False
 
     def put(self, kept: KeptResponse, *, replaces: bool = False) -> None:
-        """Writes a response soon, in place of what waits of it.
+        """Writes a response soon, in place of what waits of it; not the end of one that does not run here any more.
 
         Args:
             kept: As it is now; if it is `at_work`, it counts as run here until its next state.
             replaces: Whether it was read from the store.
         """
         name = kept.api_key, kept.response_id
+        if name not in self._running and not kept.at_work:
+            # Its call ends a moment after it was cancelled.
+            return
         known = self._running.get(name, replaces)
         self._drop(name)
         try:
             held = self._room.take(kept.size + _OVERHEAD_BYTES, current_caller())
         except OverloadedError as error:
             _log.warning("a response is not kept", extra={"response_id": kept.response_id, "error": error})
-            self._running.pop(name, None)
+            if not kept.at_work:
+                self._running.pop(name, None)
             return
         self._running[name] = known
         self._waiting[name] = _Waiting(kept, held)
