@@ -33,7 +33,7 @@ from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.forest import Forest
-from paceline.planning.drafter import SimulatedDrafter
+from paceline.planning.drafter import LINK, SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.verifier import Request, SimulatedSession
 from paceline.rpc.v1 import drafter_pb2
@@ -189,7 +189,7 @@ class Drafter:
         with part("grow"):
             drafter.scheduler.trees.grow(offers)
         with part("push"):
-            drafts = drafter.drafts(())
+            drafts = drafter.drafts(()).get(LINK, ())
             return [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
 
 

@@ -16,11 +16,12 @@ from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
     Commit,
-    DraftNodes,
+    Drafts,
     GenerateRequest,
     LaggingSession,
     NodeGuess,
     OpenSession,
+    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
@@ -78,17 +79,14 @@ class ToySession(DrafterSession):
                 node.node_id, self._next_id = self._next_id, self._next_id + 1
                 self.unsent.append(node)
 
-    def drain(self) -> DraftNodes | None:
+    def drain(self) -> Drafts | None:
         unsent, self.unsent = self.unsent, []
         parents = [0 if node.parent is self.tree.root else node.parent.node_id for node in unsent]
         nodes = [
             NodeGuess(node.node_id, parent, node.token, node.guesses[0])
             for node, parent in zip(unsent, parents, strict=True)
         ]
-        message = DraftNodes(
-            session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=tuple(nodes)
-        )
-        return message if nodes else None
+        return Drafts.of(SessionDrafts(self.number, len(self.tokens), nodes)) if nodes else None
 
 
 class ToyDrafter:
@@ -159,6 +157,7 @@ class ToyFleet:
             )
         )
         self.told = SessionLink(self.session, "drafter")
+        self.told.number = epoch
         self.reopen()
 
     def _tell(self) -> None:
@@ -212,10 +211,11 @@ class ToyFleet:
         """The other direction."""
         message = self.link.to_verifier[index] if keep else self.link.to_verifier.pop(index)
         match message:
-            case DraftNodes():
-                if self.session.check(message):
-                    grafts = graft(self.session.tree.forest, DRAFT_MODEL, [(self.session, message)])
-                    self.told.take_in(message, float(grafts.firsts[0]), arrived_s=0.0)
+            case Drafts() if message.numbers[0] == self.told.number:
+                base_len = int(message.base_lens[0])
+                self.session.check(base_len, has_distributions=False)
+                grafts = graft(self.session.tree.forest, DRAFT_MODEL, [self.session], message)
+                self.told.take_in(base_len, float(grafts.firsts[0]), arrived_s=0.0)
             case LaggingSession():
                 answer = self.told.catch_up(message)
                 self.link.to_drafter += [answer] if answer else []

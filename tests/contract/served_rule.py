@@ -20,7 +20,7 @@ import pytest
 from paceline import wire
 from paceline.core.acceptance_rules import Rules
 from paceline.core.drafted_trees import DraftedTrees, FreshTokens
-from paceline.core.messages import Commit, DraftNodes, GenerateRequest, ModelIdentity
+from paceline.core.messages import Commit, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import BLOCK, DRAFT_MODEL, SamplingParams, SpeculationParams
@@ -161,7 +161,7 @@ class Play:
             submitted_s=0.0,
         )
         self.cells = block_cells if acceptance == BLOCK else uniform_cells
-        self.under_way: list[DraftNodes] = []
+        self.under_way: list[Drafts] = []
         self.sent_len = 0
         self.restart()
 
@@ -193,9 +193,9 @@ class Play:
         """The verifier receives what is under way."""
         for message in self.under_way:
             received = wire.draft_response_from_pb(wire.draft_response_to_pb([message]))[1][0]
-            assert isinstance(received, DraftNodes)
-            assert self.session.check(received)
-            graft(self.session.tree.forest, DRAFT_MODEL, [(self.session, received)])
+            assert isinstance(received, Drafts)
+            self.session.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
+            graft(self.session.tree.forest, DRAFT_MODEL, [self.session], received)
         self.under_way.clear()
 
     def verify(self, gamma: int) -> None:

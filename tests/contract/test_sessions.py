@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.messages import Commit, DraftNodes, NodeGuess
+from paceline.core.messages import Commit
 from tests.contract.fleet import ToyDrafter, ToyFleet, plain_text
 from tests.support.trees import nodes_of, seen
 
@@ -125,9 +125,8 @@ def test_a_commit_that_contradicts_earlier_ones_is_the_peers_error():
 @pytest.mark.parametrize("base_len", [0, 99])
 def test_guesses_beyond_the_committed_tokens_are_the_peers_error(base_len):
     fleet = ToyFleet()
-    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=0.5)
-    with pytest.raises(RemoteProtocolError, match="base_len"):
-        fleet.session.check(DraftNodes(session_id="s", epoch=1, base_len=base_len, nodes=(guess,)))
+    with pytest.raises(RemoteProtocolError, match="base_lens"):
+        fleet.session.check(base_len, has_distributions=False)
 
 
 class UnreliableLink(RuleBasedStateMachine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
-from paceline.core.messages import Commit, DraftNodes, OpenSession
+from paceline.core.messages import Commit, Drafts, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine.drafter import DraftEngine
@@ -31,10 +31,15 @@ def engine_with(folder, clock, num_blocks: int, max_num_seqs: int = 8) -> DraftE
     )
 
 
+# By the numbers of their sessions.
+NAMES = ("", "long", "short", "strange", "plain")
+
+
 def opened(name: str, length: int, room: int = 6, **sampling) -> OpenSession:
     return OpenSession(
         session_id=name,
         epoch=1,
+        number=NAMES.index(name),
         token_ids=tuple(index % 200 for index in range(length)),
         prompt_len=length,
         sampling=SamplingParams(max_tokens=64, temperature=0.0, **sampling),
@@ -58,7 +63,8 @@ def run_until_quiet(engine: DraftEngine, most_steps: int = 60) -> set[str]:
         if not engine.has_work():
             return served
         for messages in engine.step().to_verifiers.values():
-            served |= {message.session_id for message in messages if isinstance(message, DraftNodes)}
+            drafts = [message for message in messages if isinstance(message, Drafts)]
+            served |= {NAMES[number] for message in drafts for number in message.numbers.tolist()}
     raise AssertionError("the engine did not come to rest")
 
 

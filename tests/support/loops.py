@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count as numbers_from
 from typing import Any
 
 from paceline.core.acceptance_rules import Verdict
@@ -18,12 +19,13 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
     Commit,
     CommittedTokens,
-    DraftNodes,
+    Drafts,
     GenerateRequest,
     LaggingSession,
     NodeGuess,
     OpenSession,
     PositionLogprobs,
+    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
@@ -132,8 +134,8 @@ class VerifierLoop:
         ids = range(self._num_guessed + 1, self._num_guessed + 1 + len(tokens))
         self._num_guessed += len(tokens)
         parents = (0, *ids[:-1])
-        nodes = tuple(NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True))
-        self.say(DraftNodes(session_id=session.session_id, epoch=session.epoch, base_len=base_len, nodes=nodes))
+        nodes = [NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True)]
+        self.say(Drafts.of(SessionDrafts(session.link.number, base_len, nodes)))
 
     def step(self, seconds: float = 0.01) -> StepPlan[ScheduledSession]:
         """Plans a step, runs it, and commits what the target chose."""
@@ -214,6 +216,7 @@ class DrafterLoop:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=self.num_scratch_blocks)
+        self._numbers = numbers_from(1)
         limits = DraftLimits(
             width=self.width,
             max_rows=self.max_rows,
@@ -248,6 +251,7 @@ class DrafterLoop:
         opened = OpenSession(
             session_id=name,
             epoch=1,
+            number=next(self._numbers),
             token_ids=tuple(range(prompt_len)),
             prompt_len=prompt_len,
             sampling=SamplingParams(max_tokens=50),
@@ -291,8 +295,9 @@ class DrafterLoop:
 
     def guessed(self, name: str, link: int = 1) -> list[int]:
         """Tokens of all nodes that a session's verifier was sent since the last call, in their order."""
-        mine = [each for each in self.said.pop(link, []) if isinstance(each, DraftNodes) and each.session_id == name]
-        return [node.token_id for each in mine for node in each.nodes]
+        number = self.session(name, link).number
+        drafts = [each for each in self.said.pop(link, []) if isinstance(each, Drafts)]
+        return [node.token_id for each in drafts for mine in each if mine.number == number for node in mine.nodes]
 
     def lagging(self, link: int = 1) -> list[tuple[str, int]]:
         """Sessions that were told to lag since the last call, and the tokens that each has."""

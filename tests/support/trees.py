@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from paceline.core.draft_policy import Demand, Goodput
-from paceline.core.messages import NodeGuess
+from paceline.core.messages import Drafts, NodeGuess, SessionDrafts
 from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import graft
 from paceline.core.tree import DraftTree, Node
-from paceline.forest import ROOT, Forest, Grafts, Picked, rows_of
+from paceline.forest import ROOT, Forest, Picked, rows_of
 
 
 @dataclass(eq=False)
@@ -73,14 +73,6 @@ def new_tree(committed: int | Sequence[int], **options: Any) -> DraftTree:
     return DraftTree(Forest(METHODS), range(committed) if isinstance(committed, int) else committed, **options)
 
 
-@dataclass
-class _Message:
-    """Guesses, as `graft` takes them."""
-
-    base_len: int
-    nodes: Sequence[NodeGuess]
-
-
 def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, source: str = DRAFT_MODEL) -> list[int]:
     """A drafter's guesses come; how many were added, late and stale."""
 
@@ -88,7 +80,7 @@ def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, sou
     class Session:
         tree: DraftTree
 
-    grafts: Grafts = graft(tree.forest, source, [(Session(tree), _Message(base_len, guesses))])  # type: ignore[list-item]
+    grafts = graft(tree.forest, source, [Session(tree)], Drafts.of(SessionDrafts(1, base_len, guesses)))
     return grafts.counts[0].tolist()
 
 

@@ -14,13 +14,12 @@ from operator import attrgetter
 from typing import Generic
 
 from paceline.core.draft_plan import CatchingUp, DraftPlan, SessionT
-from paceline.core.drafted_trees import DraftedTrees, FreshTokens
+from paceline.core.drafted_trees import DraftedTrees, FreshTokens, Messages
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
     CommittedStates,
-    DraftNodes,
     LaggingSession,
     OpenSession,
     ToDrafter,
@@ -246,9 +245,9 @@ class DraftScheduler(Generic[SessionT]):
             self.moves += moves
             self._send(nodes)
 
-    def _send(self, nodes: Sequence[tuple[SessionT, DraftNodes]]) -> None:
-        for session, message in nodes:
-            self._queue(session.link, message)
+    def _send(self, messages: Messages) -> None:
+        for link, message in messages:
+            self._queue(link, message)
 
     def _ask_again(self, key: Key, session: SessionT, message: Commit) -> None:
         """Asks the verifier for the features of what was given up, once there is room: only the verifier has them."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Protocol
+
+import numpy as np
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink
-from paceline.core.messages import DraftNodes, ToDrafter
+from paceline.core.messages import Drafts, LaggingSession, ToDrafter
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.session import graft
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
+from paceline.forest import Grafts
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
@@ -25,7 +28,7 @@ class LinkedSession(Protocol):
     link: SessionLink
     tree: DraftTree
 
-    def check(self, message: DraftNodes) -> bool:
+    def check(self, base_len: int, *, has_distributions: bool) -> None:
         """See `VerifierSession.check`."""
         ...
 
@@ -45,6 +48,9 @@ class DrafterTier:
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[LinkedSession] = []
+        # By their numbers, which are never used again.
+        self._sessions: dict[int, LinkedSession] = {}
+        self._numbers = count(1)
 
     @property
     def has_work(self) -> bool:
@@ -53,6 +59,8 @@ class DrafterTier:
 
     def connect(self, session: LinkedSession) -> None:
         """A session begins, and its drafter may be up already."""
+        session.link.number = next(self._numbers)
+        self._sessions[session.link.number] = session
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
@@ -63,7 +71,8 @@ class DrafterTier:
         self.update(session, now_s)
 
     def part(self, session: LinkedSession) -> None:
-        """Closes a session at its drafter."""
+        """A session ends, at its drafter too."""
+        self._sessions.pop(session.link.number, None)
         self.queue(session.link.address, session.link.close())
 
     def change(self, event: LinkChanged, sessions: Mapping[str, LinkedSession], now_s: float) -> None:
@@ -87,60 +96,51 @@ class DrafterTier:
         if drafter is None:
             return
         drafter.silent = False
-        drafts: list[tuple[LinkedSession, DraftNodes]] = []
         try:
             for message in event.messages:
-                session = sessions.get(message.session_id)
-                if session is None or session.link.drafter is not drafter:
-                    continue
-                if isinstance(message, DraftNodes):
-                    self._collect(session, message, drafter.source, drafts, report)
-                elif session not in self._answered:
-                    # An answer may begin the tree anew.
-                    self._graft(drafts, drafter.source, event.arrived_s, report)
-                    # One answer a step is enough: a drafter cannot make us work by asking more often.
-                    self._answered.append(session)
-                    self.queue(session.link.address, session.link.catch_up(message))
+                if isinstance(message, Drafts):
+                    self._take_in(message, drafter, event.arrived_s, report)
+                else:
+                    self._answer(message, drafter, sessions)
         except RemoteProtocolError as error:
             self._broken[event.address] = error
-        self._graft(drafts, drafter.source, event.arrived_s, report)
-        if event.address in self._broken:
             self._lose(event.address, sessions)
 
-    def _collect(
-        self,
-        session: LinkedSession,
-        message: DraftNodes,
-        source: str,
-        drafts: list[tuple[LinkedSession, DraftNodes]],
-        report: StepReport,
+    def _answer(
+        self, message: LaggingSession, drafter: ConnectedDrafter, sessions: Mapping[str, LinkedSession]
     ) -> None:
-        """Adds a message to those to be taken in, as far as it is of use."""
-        num_known = 0
-        if session.check(message):
-            known = [node for node in message.nodes if node.within(self._vocab_size)]
-            num_known = len(known)
-            whole = num_known == len(message.nodes)
-            drafts.append((session, message if whole else replace(message, nodes=tuple(known))))
-        if num_known < len(message.nodes):
-            report.late_by[source] += len(message.nodes) - num_known
+        """Sends what a drafter lacks; once a step, so that it cannot make us work by asking more often."""
+        session = sessions.get(message.session_id)
+        if session is None or session.link.drafter is not drafter or session in self._answered:
+            return
+        self._answered.append(session)
+        self.queue(session.link.address, session.link.catch_up(message))
 
-    @staticmethod
-    def _graft(
-        drafts: list[tuple[LinkedSession, DraftNodes]], source: str, arrived_s: float, report: StepReport
-    ) -> None:
-        """Takes messages in, all at once but for those of sessions that look at each guess."""
-        alone = [[each] for each in drafts if each[0].tree.looks_at_guesses]
-        together = [each for each in drafts if not each[0].tree.looks_at_guesses]
-        drafts.clear()
-        for batch in (*alone, together) if together else alone:
-            grafts = graft(batch[0][0].tree.forest, source, batch)
-            if num_lost := int(grafts.counts[:, 1:].sum()):
-                report.late_by[source] += num_lost
-            for (session, message), first in zip(batch, grafts.firsts.tolist(), strict=True):
-                round_trip_s = session.link.take_in(message, first, arrived_s)
-                if round_trip_s is not None:
-                    report.round_trips_s.append(round_trip_s)
+    def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
+        """Takes in guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
+        found = [self._sessions.get(number) for number in drafts.numbers.tolist()]
+        sessions = [each for each in found if each is not None and each.link.drafter is drafter]
+        if len(sessions) < len(found):
+            drafts = drafts.only(np.array([each in sessions for each in found], np.bool_))
+        for session, base_len in zip(sessions, drafts.base_lens.tolist(), strict=True):
+            session.check(base_len, has_distributions=bool(drafts.distributions))
+        num_nodes = drafts.num_nodes
+        drafts = self._within_vocabulary(drafts)
+        num_lost = num_nodes - drafts.num_nodes
+        for batch, guesses in _batches(sessions, drafts):
+            grafts = graft(batch[0].tree.forest, drafter.source, batch, guesses)
+            num_lost += int(grafts.counts[:, 1:].sum())
+            report.round_trips_s += _answered(batch, guesses, grafts, arrived_s)
+        if num_lost:
+            report.late_by[drafter.source] += num_lost
+
+    def _within_vocabulary(self, drafts: Drafts) -> Drafts:
+        """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""
+        highest = drafts.tokens
+        if drafts.distributions:
+            highest = np.array([max(each.token_ids) for each in drafts.distributions], np.int64)
+        within = (highest >= 0) & (highest < self._vocab_size)
+        return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
 
     def update(self, session: LinkedSession, now_s: float) -> None:
         """Queues what a session's drafter does not know yet."""
@@ -170,6 +170,32 @@ class DrafterTier:
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return to_drafters, broken
+
+
+def _batches(sessions: Sequence[LinkedSession], drafts: Drafts) -> Iterator[tuple[Sequence[LinkedSession], Drafts]]:
+    """What is taken in at once: all, but for sessions that look at each guess."""
+    if not sessions:
+        return
+    alone = np.array([each.tree.looks_at_guesses for each in sessions], np.bool_)
+    if not alone.any():
+        yield sessions, drafts
+        return
+    groups = [[index] for index in np.flatnonzero(alone).tolist()]
+    if not alone.all():
+        groups.append(np.flatnonzero(~alone).tolist())
+    for group in groups:
+        mine = np.zeros(len(sessions), np.bool_)
+        mine[group] = True
+        yield [sessions[index] for index in group], drafts.only(mine)
+
+
+def _answered(sessions: Sequence[LinkedSession], drafts: Drafts, grafts: Grafts, arrived_s: float) -> Iterator[float]:
+    """Yields seconds since the commits that guesses answer, where they are the first that do."""
+    columns = zip(drafts.base_lens.tolist(), drafts.sizes.tolist(), grafts.firsts.tolist(), strict=True)
+    for session, (base_len, size, first) in zip(sessions, columns, strict=True):
+        round_trip_s = session.link.take_in(base_len, first, arrived_s) if size else None
+        if round_trip_s is not None:
+            yield round_trip_s
 
 
 def _of(address: str, sessions: Mapping[str, LinkedSession]) -> list[LinkedSession]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSession, OpenSession, ToDrafter
+from paceline.core.messages import CloseSession, Commit, LaggingSession, OpenSession, ToDrafter
 from paceline.core.moving_average import MovingAverage
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.session import VerifierSession
@@ -156,12 +156,14 @@ class SessionLink:
         price: Least survival worth drafting for; 1: its drafter idles.
         room: Nodes that its drafter may have in the tree.
         sent_len: Committed tokens that its drafter knows, 0: it does not know the session.
+        number: The session's name in what drafters send; 0: it has none yet.
     """
 
     def __init__(self, session: VerifierSession, address: str = "", *, price: float = 0.0) -> None:
         self.address = address
         self.price, self.room = price, 0
         self.sent_len = 0
+        self.number = 0
         self._session = session
         self._drafter: ConnectedDrafter | None = None
         self._sent_price = 1.0
@@ -253,7 +255,7 @@ class SessionLink:
     def _open(self) -> OpenSession:
         self._num_states_sent = 0
         self._mark_sent()
-        return self._session.open(price=self.price, room=self.room)
+        return self._session.open(self.number, price=self.price, room=self.room)
 
     def _commit(self, since_len: int) -> Commit:
         self._mark_sent()
@@ -264,11 +266,11 @@ class SessionLink:
 
     # From the drafter
 
-    def take_in(self, message: DraftNodes, first: float, arrived_s: float) -> float | None:
+    def take_in(self, base_len: int, first: float, arrived_s: float) -> float | None:
         """Guesses have come, and are in the tree.
 
         Args:
-            message: They.
+            base_len: Committed tokens that the drafter knew.
             first: Best survival of a guess below the root; below 0: they know other tokens than those committed.
             arrived_s: When they came.
 
@@ -276,12 +278,10 @@ class SessionLink:
             Seconds since the commit that they answer, if they are the first that do.
         """
         assert self._drafter is not None, "only a drafter whose stream is up sends anything"
-        if not message.nodes:
-            return None
-        self._answered_len = max(self._answered_len, message.base_len)
+        self._answered_len = max(self._answered_len, base_len)
         # What it guessed from the first of what it had missed came late.
-        self._answered = self._answered or message.base_len > self._called_len
-        round_trip_s = self._answers.received(message.base_len, arrived_s, self._drafter)
+        self._answered = self._answered or base_len > self._called_len
+        round_trip_s = self._answers.received(base_len, arrived_s, self._drafter)
         if round_trip_s is not None and first >= 0.0:
             self._drafter.child_share.add(first)
         return round_trip_s

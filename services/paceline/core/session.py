@@ -17,7 +17,7 @@ from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.grammar import OutputGrammar
 from paceline.core.messages import (
     Commit,
-    DraftNodes,
+    Drafts,
     GenerateRequest,
     LaggingSession,
     OpenSession,
@@ -132,10 +132,11 @@ class VerifierSession:
         """Generated tokens, those of earlier owners included."""
         return len(self.tokens) - self.prompt_len
 
-    def open(self, *, price: float = 0.0, room: int = 0) -> OpenSession:
+    def open(self, number: int = 0, *, price: float = 0.0, room: int = 0) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do.
 
         Args:
+            number: Its name in what the drafter sends.
             price: Least survival worth drafting for; 1: the drafter idles.
             room: Nodes that it may have in the tree.
         """
@@ -143,6 +144,7 @@ class VerifierSession:
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
+            number=number,
             token_ids=tuple(self.tokens),
             prompt_len=self.prompt_len,
             # Of no use to a drafter, and up to 128 KiB.
@@ -165,25 +167,27 @@ class VerifierSession:
             room=room,
         )
 
-    def check(self, message: DraftNodes) -> bool:
-        """Whether a drafter's guesses are of this epoch.
+    def check(self, base_len: int, *, has_distributions: bool) -> None:
+        """Checks what a drafter says of itself with its guesses.
+
+        Args:
+            base_len: Committed tokens that it knew.
+            has_distributions: Whether each guess has one.
 
         Raises:
             RemoteProtocolError: The drafter claims to know tokens that were never committed, or leaves out the
-                distribution of a guess where the acceptance rule needs it.
+                distributions where the acceptance rule needs them.
         """
-        if message.epoch != self.epoch:
-            return False
-        if self.tree.chain and any(node.draft is None for node in message.nodes):
+        if self.tree.chain and not has_distributions:
             raise RemoteProtocolError(
-                f"DraftNodes.drafts: session {self.session_id} is judged by the rule {self.acceptance}, and needs the"
-                " distribution of every guess"
+                f"Drafts.distributions: session {self.session_id} is judged by the rule {self.acceptance}, and needs"
+                " that of every guess"
             )
-        if not 1 <= message.base_len <= len(self.tokens):
+        if not 1 <= base_len <= len(self.tokens):
             raise RemoteProtocolError(
-                f"base_len {message.base_len} is not within the {len(self.tokens)} committed tokens"
+                f"Drafts.base_lens: {base_len} of session {self.session_id} is not within its {len(self.tokens)}"
+                " committed tokens"
             )
-        return True
 
 
 class Grafted(Protocol):
@@ -192,32 +196,30 @@ class Grafted(Protocol):
     tree: DraftTree
 
 
-def graft(forest: Forest, source: str, messages: Sequence[tuple[Grafted, DraftNodes]]) -> Grafts:
-    """Takes in a drafter's messages that were found right, `VerifierSession.check`.
+def graft(forest: Forest, source: str, sessions: Sequence[Grafted], drafts: Drafts) -> Grafts:
+    """Takes in a drafter's guesses that were found right, `VerifierSession.check`.
 
     Args:
         forest: Of the sessions.
         source: The drafter's method.
-        messages: With their sessions; of a session that looks at its guesses, no more than one.
+        sessions: Whose they are, in their order; one that looks at its guesses is the only one.
+        drafts: The guesses.
     """
-    nodes = [node for _, message in messages for node in message.nodes]
-    # Kernels compare ids and no more, so that their sign means nothing.
-    ids, parent_ids, token_ids = np.array([node[:3] for node in nodes], np.uint32).reshape(-1, 3).astype(np.int32).T
-    before = [session.tree.num_nodes if session.tree.looks_at_guesses else 0 for session, _ in messages]
+    looking = [each.tree for each in sessions if each.tree.looks_at_guesses]
+    before = [tree.num_nodes for tree in looking]
     grafts = forest.graft(
         forest.number_of[source],
-        rows_of(session.tree.row for session, _ in messages),
-        rows_of(message.base_len for _, message in messages),
-        np.cumsum([len(message.nodes) for _, message in messages], dtype=np.int32),
-        ids.copy(),
-        parent_ids.copy(),
-        token_ids.copy(),
-        np.array([node.confidence for node in nodes], np.float64),
+        rows_of(each.tree.row for each in sessions),
+        drafts.base_lens,
+        drafts.ends,
+        drafts.ids,
+        drafts.parent_ids,
+        drafts.tokens,
+        drafts.confidences,
     )
-    for index, (session, message) in enumerate(messages):
-        if session.tree.looks_at_guesses:
-            num_barred = session.tree.took_in(before[index], message)
-            grafts.counts[index] += np.array((-num_barred, 0, num_barred), np.int32)
+    for tree, first in zip(looking, before, strict=True):
+        num_barred = tree.took_in(first, drafts)
+        grafts.counts[0] += np.array((-num_barred, 0, num_barred), np.int32)
     return grafts
 
 
@@ -271,6 +273,7 @@ class DrafterSession:
             raise RemoteProtocolError(f"session {opened.session_id} was opened without tokens")
         self.session_id = opened.session_id
         self.epoch = opened.epoch
+        self.number = opened.number
         self.tokens = list(opened.token_ids)
         self.prompt_len = opened.prompt_len
         self.sampling = opened.sampling

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from paceline.core.messages import DraftNodes
+from paceline.core.messages import Drafts
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.forest import NONE, ROOT, Forest, Picked, path, rows_of
 
@@ -171,16 +171,15 @@ class DraftTree:
         """Drops distributions of positions that are committed."""
         self.drafts = {position: draft for position, draft in self.drafts.items() if position >= committed_len}
 
-    def took_in(self, first: int, message: DraftNodes) -> int:
-        """Looks at the nodes that a message has added from a slot on; returns how many of them the grammar bars."""
-        drafts = {np.uint32(node.node_id).astype(np.int32): node.draft for node in message.nodes} if self.chain else {}
+    def took_in(self, first: int, drafts: Drafts) -> int:
+        """Looks at the nodes that guesses have added from a slot on; returns how many of them the grammar bars."""
+        distributions = dict(zip(drafts.ids.tolist(), drafts.distributions, strict=False)) if self.chain else {}
         nodes, num_barred = self.forest.arrays.nodes[self.row], 0
         for slot in range(first, self.num_nodes):
             node = nodes[slot]
             if self.chain:
-                draft = drafts.get(node["id"])
-                if draft is not None:
-                    self.drafts[int(node["position"])] = draft
+                if (distribution := distributions.get(int(node["id"]))) is not None:
+                    self.drafts[int(node["position"])] = distribution
             elif np.isinf(node["weight"]) or not self.permits(int(node["parent"]), int(node["token"])):
                 self.forest.bar(self.row, slot)
                 num_barred += 1

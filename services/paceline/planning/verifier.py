@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.messages import DraftNodes, GenerateRequest
+from paceline.core.messages import Drafts, GenerateRequest
 from paceline.core.moving_average import MovingAverage
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import Pairing
@@ -22,7 +22,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.forest import NONE, Forest
-from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
+from paceline.planning.drafter import LINK, DrafterProcess, DraftsByLink, SimulatedDrafter
 from paceline.planning.events import Act, Events
 from paceline.simulated.guesses import RIGHT, STRIDE
 from paceline.simulated.profile import DeviceFacts, Profile
@@ -151,7 +151,7 @@ class SimulatedVerifier:
         address = INSIDE if self._inside is not None else self._pairing.choose((DRAFT_MODEL,))
         if address in self._drafters:
             self._pairing.count(address, +1)
-            self._drafters[address].pair(str(asked.number), self)
+            self._drafters[address].count(1)
         self._post(lambda: self._open(asked, address))
 
     def _open(self, asked: Request, drafter: str) -> None:
@@ -164,10 +164,10 @@ class SimulatedVerifier:
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             self._pairing.count(drafter.address, -1)
-            drafter.part(session.session_id)
+            drafter.count(-1)
         self._on_end(session.asked)
 
-    def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
+    def receive(self, address: str, messages: Sequence[Drafts]) -> None:
         """The messages of a drafter's step arrive."""
         arrived = DraftsArrived(address=address, messages=messages, arrived_s=self._events.now_s)
         self._post(lambda: self.scheduler.receive(arrived))
@@ -180,7 +180,7 @@ class SimulatedVerifier:
             if self._inside is not None:
                 self._inside.handle(messages, self._events.now_s)
             else:
-                self._drafters[address].send(messages)
+                self._drafters[address].send(messages, self)
 
     def _post(self, act: Act) -> None:
         self._inbox.append(act)
@@ -223,9 +223,10 @@ class SimulatedVerifier:
             self._step()
             return
 
-        def drafted(nodes: Sequence[DraftNodes]) -> None:
+        def drafted(drafts: DraftsByLink) -> None:
             self._inside_step.add(self._events.now_s - now_s)
-            self.scheduler.receive(DraftsArrived(address=INSIDE, messages=nodes, arrived_s=self._events.now_s))
+            messages = drafts.get(LINK, ())
+            self.scheduler.receive(DraftsArrived(address=INSIDE, messages=messages, arrived_s=self._events.now_s))
             self._draft_or_step(inside)
 
         inside.step(drafted)

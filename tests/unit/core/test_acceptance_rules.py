@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.acceptance_rules import Rules, token_fates
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess, TokenFate
+from paceline.core.messages import GenerateRequest, NodeGuess, TokenFate
 from paceline.core.params import ACCEPTANCE_RULES, BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import FloatArray, SparseDraft, overlap
 from paceline.core.session import VerifierSession
@@ -38,7 +38,7 @@ class Rows:
 
 def guess(node_id: int, parent_id: int, token_id: int, *weights: int) -> NodeGuess:
     draft = SparseDraft(token_ids=tuple(range(len(weights))), weights=weights) if weights else None
-    return NodeGuess(node_id=node_id, parent_id=parent_id, token_id=token_id, confidence=0.75, draft=draft)
+    return NodeGuess(node_id=node_id, parent_id=parent_id, token_id=token_id, confidence=0.75, distribution=draft)
 
 
 def draft(*weights: int) -> SparseDraft:
@@ -95,9 +95,8 @@ def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from(acce
         speculation=SpeculationParams(),
     )
     session = VerifierSession(request, acceptance=acceptance)
-    nodes = DraftNodes(session_id="s", epoch=1, base_len=1, nodes=(guess(1, 0, 0, 1), guess(2, 1, 1)))
-    with pytest.raises(RemoteProtocolError, match=rf"DraftNodes.drafts: .* rule {acceptance}"):
-        session.check(nodes)
+    with pytest.raises(RemoteProtocolError, match=rf"Drafts.distributions: .* rule {acceptance}"):
+        session.check(1, has_distributions=False)
 
 
 def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whatever_it_was() -> None:
