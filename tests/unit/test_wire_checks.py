@@ -160,6 +160,7 @@ BAD = common_pb2.SamplingParams(max_tokens=1, temperature=-1.0)
         ({"sampling": BAD}, "sampling.temperature"),
         ({"prompt_len": 3}, "prompt_len"),
         ({"prompt_len": 0}, "prompt_len"),
+        ({"number": 2**31}, "number"),
         ({"price": float("nan")}, "price"),
         ({"price": 1.5}, "price"),
         ({"acceptance": "lucky"}, "acceptance"),

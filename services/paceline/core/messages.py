@@ -198,8 +198,8 @@ class Drafts:
         nodes = [node for each in sessions for node in each.nodes]
         ids, parent_ids, tokens = np.array([node[:3] for node in nodes], np.int64).reshape(-1, 3).astype(np.int32).T
         return cls(
-            numbers=np.array([each.number for each in sessions], np.int32),
-            base_lens=np.array([each.base_len for each in sessions], np.int32),
+            numbers=np.array([each.number for each in sessions], np.int64).astype(np.int32),
+            base_lens=np.array([each.base_len for each in sessions], np.int64).astype(np.int32),
             ends=np.cumsum([len(each.nodes) for each in sessions], dtype=np.int32),
             ids=ids.copy(),
             parent_ids=parent_ids.copy(),

@@ -39,6 +39,7 @@ from paceline.wire.common import (
 # Version of what verifier and drafter say to each other; both must have the same.
 PROTOCOL = 2
 MAX_CONFIDENCE = 255
+MAX_NUMBER = 2**31 - 1
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
@@ -177,6 +178,8 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         raise RemoteProtocolError(
             f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, got {entry.prompt_len}"
         )
+    if entry.number > MAX_NUMBER:
+        raise RemoteProtocolError(f"OpenSession.number: must be at most {MAX_NUMBER}, got {entry.number}")
     acceptance = entry.acceptance or COUPLED
     if acceptance not in ACCEPTANCE_RULES:
         raise RemoteProtocolError(
