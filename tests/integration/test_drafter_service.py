@@ -23,11 +23,11 @@ from paceline.wire import draft_request_to_pb, draft_response_from_pb
 from tests.integration.conftest import running_drafter
 
 
-def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 8) -> OpenSession:
+def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 8, number: int = 7) -> OpenSession:
     return OpenSession(
         session_id=session_id,
         epoch=epoch,
-        number=7,
+        number=number,
         token_ids=tuple(range(length)),
         prompt_len=length,
         sampling=SamplingParams(max_tokens=64, temperature=0.0),
@@ -114,9 +114,9 @@ async def test_a_closed_session_is_freed(tiny_pair):
         await stream.say(opened())
         await stream.hear()
         assert host.num_sessions == 1
-        await stream.say(CloseSession(session_id="s", epoch=1), opened("t"))
+        await stream.say(CloseSession(session_id="s", epoch=1), opened("t", number=8))
         async with asyncio.timeout(20):
-            while not any(message.session_id == "t" for message in await stream.hear()):
+            while not any(each.number == 8 for each in await drafts_of(stream)):
                 pass
         assert host.num_sessions == 1
 
