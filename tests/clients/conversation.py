@@ -18,16 +18,14 @@ class Said:
     Attributes:
         text: What it says.
         calls: Names and arguments of the tools that it calls.
-        free: Whether no grammar ever binds it, so that it may be cut anywhere.
     """
 
     text: str = ""
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    free: bool = False
 
 
-def _calls(*calls: tuple[str, Mapping[str, Any]], free: bool = False) -> Said:
-    return Said(calls=calls, free=free)
+def _calls(*calls: tuple[str, Mapping[str, Any]]) -> Said:
+    return Said(calls=calls)
 
 
 _WEATHER = ("get_weather", {"city": "Paris"})
@@ -59,8 +57,8 @@ PLAN_ANSWER = "The plan is made."
 
 SCRIPT: Mapping[str, tuple[Said, ...]] = {
     WARM: (_calls(_WEATHER), _calls(_ADD), _calls(_ADD), Said(text=WARM_ANSWER)),
-    WHY: (Said(text=WHY_ANSWER, free=True),),
+    WHY: (Said(text=WHY_ANSWER),),
     AGAIN: (_calls(_WEATHER, _ADD), _calls(_ADD), Said(text=AGAIN_ANSWER)),
     OBJECT: (_calls(_WEATHER), Said(text=OBJECT_ANSWER)),
-    PLAN: (_calls(_PLAN, free=True), _calls(_PLAN, free=True), Said(text=PLAN_ANSWER)),
+    PLAN: (_calls(_PLAN), _calls(_PLAN), Said(text=PLAN_ANSWER)),
 }

@@ -134,13 +134,10 @@ class Family:
     spell: Callable[[Sequence[Call]], str]
     thinks: bool = False
 
-    def text(self, said: Said, number: int) -> str | tuple[str, ...]:
-        """Returns an answer as this family writes it, in tokens where a grammar may bind it."""
+    def text(self, said: Said, number: int) -> str:
+        """Returns an answer as this family writes it."""
         thought = f"<think>\nStep {number}.\n</think>\n\n" if self.thinks else ""
-        text = self.spell(said.calls) if said.calls else said.text
-        if said.free:
-            return thought + text
-        return (thought, text) if thought else (text,)
+        return thought + (self.spell(said.calls) if said.calls else said.text)
 
 
 def _hermes(calls: Sequence[Call]) -> str:
