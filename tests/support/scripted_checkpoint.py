@@ -24,7 +24,7 @@ NUM_HEADS, HEAD_DIM = 2, 64
 STEADY, ROPE_THETA = HEAD_DIM // 2 - 1, 1e12
 # What a key adds to the score of a token that is looked for; the others' scores are 0.
 FOUND = 60.0
-# Logits of the text's next token, and of the end where a grammar forbids that token; those of all others are near 0, at any temperature.
+# Logits of the text's next token, and of the end where a grammar forbids that token; all others' are near 0.
 CERTAIN, OTHERWISE = 100.0, 10.0
 # The lengths of tokens are scaled by it, so that none is longer than 1.
 BYTE = 1 / 64
