@@ -75,7 +75,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   text are left out. In what a tool has answered, the text of a document is read, and an image is left out, with its
   kind in its place. What is left out is named in `{ignored_fields}`, but for reasoning. `--strict-fields` refuses
   all of it.
-* With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends after its first call.
+* With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends with its first call, and
+  generation with it.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them, or some with
   `allowed_tools`: the model sees these alone. Calls that have to be made are enforced by a grammar of the schemas
   of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
