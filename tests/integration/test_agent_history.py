@@ -299,6 +299,37 @@ async def test_items_of_what_a_server_has_run_are_left_out_and_named(ask: Callab
     assert asked.answer.headers[IGNORED_FIELDS] == ", ".join(f"input[{at}].{kind}" for at, kind in enumerate(kinds))
 
 
+async def test_a_reference_stands_for_the_item_of_a_kept_response(
+    fleet: ScriptedFleet, ask: Callable[..., Any]
+) -> None:
+    """ai-sdk and others send the ids of what the server has kept, and not the items."""
+    says(fleet, ONE_CALL)
+    go, tools = said(RESPONSES, "user", "go"), [function(RESPONSES)]
+    first = (await ask(RESPONSES, go, tools=tools)).answer.json()
+    replayed = await ask(RESPONSES, go, *first["output"], tools=tools)
+    references = [{"type": "item_reference", "id": each["id"]} for each in first["output"]]
+    asked = await ask(RESPONSES, go, *references, tools=tools)
+    assert IGNORED_FIELDS not in asked.answer.headers
+    assert ":f a=1" in asked.prompt
+    assert asked.prompt == replayed.prompt
+    unknown = {"type": "item_reference", "id": f"{references[0]['id'][:-4]}0fff"}
+    await fleet.http.delete(f"{RESPONSES}/{first['id']}")
+    for item in (unknown, references[0]):
+        asked = await ask(RESPONSES, item, go, max_output_tokens=1)
+        assert (asked.prompt, asked.answer.headers[IGNORED_FIELDS]) == (
+            "<|user|>go<|assistant|>",
+            "input[0].item_reference",
+        )
+
+
+async def test_references_to_too_many_responses_are_refused(ask: Callable[..., Any]) -> None:
+    """Each would be fetched."""
+    items = [{"type": "item_reference", "id": f"msg_{at:032x}0000"} for at in range(101)]
+    answer = (await ask(RESPONSES, *items)).answer
+    assert (answer.status_code, answer.json()["param"]) == (400, "input")
+    assert "101 responses, at most 100" in answer.json()["message"]
+
+
 async def test_blocks_of_other_tools_are_read_or_left_out(ask: Callable[..., Any]) -> None:
     """What Claude Code replays of tools that Anthropic's servers run, and files that tools have read."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
@@ -378,7 +409,11 @@ def calls_and_reason(door: str, answer: httpx.Response, stream: bool) -> tuple[l
     told = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
     whole = {} if stream else answer.json()
     if door == CHAT:
-        deltas = [each["choices"][0] for each in told if each["choices"]] if stream else [{"delta": whole["choices"][0]["message"]}]
+        deltas = (
+            [each["choices"][0] for each in told if each["choices"]]
+            if stream
+            else [{"delta": whole["choices"][0]["message"]}]
+        )
         arguments: dict[int, str] = {}
         for at, call in [(n, call) for n, each in enumerate(deltas) for call in each["delta"].get("tool_calls", ())]:
             place = call.get("index", at)
