@@ -14,6 +14,7 @@ import pytest
 from loops.frameworks import FRAMEWORKS
 from loops.programs import PROGRAMS
 from loops.run import LONG, Agent, Run, Turn
+from loops.smol import SMOL_AGENTS
 from pydantic import BaseModel, ConfigDict
 
 from conftest import Tools, served_by
@@ -104,6 +105,14 @@ def test_an_answer_of_a_type_comes_after_calls(name, run) -> None:
     answer, calls = with_and_without_drafts(asked, lambda run: FRAMEWORKS[name](run).answer)
     assert Place.model_validate_json(answer) == Place.model_validate_json(said.OBJECT_ANSWER)
     assert calls == said.OBJECT_CALLS
+
+
+@on_every_family
+@whole_and_streamed
+@pytest.mark.parametrize("question", SMOL_AGENTS)
+def test_an_agent_that_only_calls_or_writes_code_comes_to_its_answer(question, run) -> None:
+    answer, calls = with_and_without_drafts(replace(run, question=question), SMOL_AGENTS[question])
+    assert (answer, calls) == (said.WARM_ANSWER, said.WARM_CALLS)
 
 
 @on_every_family
