@@ -99,7 +99,7 @@ def test_an_agent_comes_to_its_answer_past_a_failing_tool_and_a_cut_answer(name,
 
 @on_every_family
 @whole_and_streamed
-@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "anthropic"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_an_answer_of_a_type_comes_after_calls(name, run) -> None:
     asked = replace(run, question=said.OBJECT, answer_type=Place)
     answer, calls = with_and_without_drafts(asked, lambda run: FRAMEWORKS[name](run).answer)

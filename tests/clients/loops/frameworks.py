@@ -62,8 +62,9 @@ def anthropic_tool_runner(run: Run) -> Turn:
             max_tokens=run.max_tokens,
             system=INSTRUCTIONS,
             messages=messages,
-            tools=[anthropic.beta_tool(each) for each in (run.tools.get_weather, run.tools.add)],
+            tools=[anthropic.beta_tool(each, strict=True) for each in (run.tools.get_weather, run.tools.add)],
             stream=run.streamed,
+            output_format=run.answer_type or anthropic.omit,
             extra_body=run.more,
         )
         for each in runner:
