@@ -16,7 +16,7 @@ TIMEOUT_S = 5.0
 async def scrape(address: str) -> dict[str, float]:
     """Returns the samples of `http://address/metrics` by name, summed over their labels.
 
-    Samples with one label beside the model's stand by themselves too, as `name{value}`.
+    The sums of each value of a label other than the model's are there too, as `name{value}`.
     """
     # Reading certificates, which nobody needs here, takes longer than all the rest.
     async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=False) as client:
@@ -26,9 +26,9 @@ async def scrape(address: str) -> dict[str, float]:
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            labels = [value for name, value in sample.labels.items() if name != MODEL_NAME]
-            if len(labels) == 1:
-                totals[f"{sample.name}{{{labels[0]}}}"] = sample.value
+            for value in {value for name, value in sample.labels.items() if name != MODEL_NAME}:
+                name = f"{sample.name}{{{value}}}"
+                totals[name] = totals.get(name, 0.0) + sample.value
     return totals
 
 

@@ -7,6 +7,7 @@ of several hosts that compute one target, `leader` or `worker`; the leader is th
 {{- $ports := include "paceline.ports" .tier | fromJson -}}
 {{- $cache := (include "paceline.weights" . | fromJson).fetch -}}
 {{- $vllm := eq ($values.engine | default "paceline") "vllm" -}}
+{{- $simulate := .root.Values.simulate -}}
 metadata:
   labels:
     {{- include "paceline.podLabels" . | nindent 4 }}
@@ -35,6 +36,8 @@ spec:
         {{- range $values.vllmArgs }}
         - {{ printf "--vllm-arg=%s" . | quote }}
         {{- end }}
+      {{- else if $simulate }}
+      args: [--engine=simulated, {{ printf "--profile=%s" $simulate | quote }}]
       {{- end }}
       {{- include "paceline.container" . | nindent 6 }}
       env:

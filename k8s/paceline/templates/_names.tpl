@@ -38,8 +38,10 @@ labels:
 {{- define "paceline.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $values := get .root.Values .tier -}}
-{{- $name := ternary (printf "%s-vllm" .tier) .tier (eq ($values.engine | default "") "vllm") -}}
-{{- $values.image | default (printf "%s/%s:%s" $image.repository $name ($image.tag | default .root.Chart.AppVersion)) -}}
+{{- $variant := "" -}}
+{{- if eq ($values.engine | default "") "vllm" }}{{ $variant = "-vllm" -}}
+{{- else if and .root.Values.simulate (ne .tier "gateway") }}{{ $variant = "-simulated" }}{{ end -}}
+{{- $values.image | default (printf "%s/%s%s:%s" $image.repository .tier $variant ($image.tag | default .root.Chart.AppVersion)) -}}
 {{- end -}}
 
 {{/* Ports of a service with a model; its Service, probes and NetworkPolicy read them here. */}}

@@ -24,6 +24,7 @@ ROLES = (GATEWAY, VERIFIER, DRAFTER)
 WORDS = (
     ("model.target", "model", "model"),
     ("model.draft", "draft_model", "draft_model"),
+    ("simulate", "simulate", "simulate"),
     ("gateway.replicas", "num_gateways", "gateway.replicas"),
     ("verifier.replicas", "num_verifiers", "verifier.replicas"),
     ("drafter.replicas", "num_drafters", "drafter.replicas"),
@@ -51,7 +52,8 @@ STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 # Settings of `paceline up` that mean the same on a cluster.
 SHARED = (
     "model", "draft_model", "dtype", "speculative_config", "redis_url", "redis_port", "redis_server",
-    "tls_dir", "tls_cert", "tls_key", "log_dir", "start_timeout_s", "grace_s",
+    "tls_dir", "tls_cert", "tls_key", "log_dir", "start_timeout_s", "grace_s", "simulate", "acceptance",
+    "mean_output_tokens",
 )  # fmt: skip
 # What may change while the fleet runs.
 RESIZABLE = (

@@ -368,7 +368,7 @@ class Launch:
             engine=self._engine(endpoint.role),
             profile=spec.simulate,
             mean_output_tokens=spec.mean_output_tokens or None,
-            acceptance=None if verifies else spec.acceptance,
+            acceptance=spec.acceptance,
         )
         is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))
         more = spec.verifier_arg if verifies else spec.drafter_arg

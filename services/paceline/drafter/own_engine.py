@@ -12,7 +12,8 @@ from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
 from paceline.drafter.config import DrafterConfig
-from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
+from paceline.drafting.checkpoint import DraftCheckpoint
+from paceline.engine.draft_warm_up import warm_up
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, yield_cpus

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoints.families import is_eagle3
-from paceline.core.draft_scheduler import VerifierLeft, VerifierMessages
 from paceline.core.errors import ConfigError
-from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter
-from paceline.core.params import SamplingParams
+from paceline.core.messages import ModelIdentity
 from paceline.engine.decoder import Decoder
-from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
@@ -59,27 +56,3 @@ class DraftCheckpoint:
         if self.target is None:
             raise ConfigError(f"--target-model: the EAGLE-3 head {self.folder} needs the folder of its target")
         return self.target
-
-
-def warm_up(engine: DraftEngine, feature_width: int) -> None:
-    """Grows a greedy and a sampled tree of a few nodes, for a head from a feature of zeros."""
-    for index, temperature in enumerate((0.0, 0.8)):
-        opened = OpenSession(
-            session_id=f"warm-up-{index}",
-            epoch=0,
-            token_ids=(0, 0),
-            prompt_len=2,
-            sampling=SamplingParams(max_tokens=8, temperature=temperature, top_p=0.9),
-            price=0.0,
-            room=8,
-        )
-        messages: list[ToDrafter] = [opened]
-        if feature_width:
-            values = bytes(2 * feature_width)
-            messages.append(
-                CommittedStates(session_id=opened.session_id, epoch=0, start=0, width=feature_width, values=values)
-            )
-        engine.handle(VerifierMessages(link=0, messages=messages))
-    while engine.has_work():
-        engine.step()
-    engine.handle(VerifierLeft(link=0))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from paceline.core.draft_plan import DraftPlan, Offer
-from paceline.core.draft_scheduler import DraftLimits, DraftScheduler, VerifierMessages
+from paceline.core.draft_scheduler import DraftScheduler, VerifierMessages
 from paceline.core.messages import Drafts, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import DrafterCandidate
@@ -46,17 +46,10 @@ class SimulatedDrafter:
         pool = BlockPool(facts.kv_tokens // BLOCK_SIZE)
         # As in the engine: a quarter as many slots for tree nodes as for tokens.
         scratch = SlotPool(first_block=pool.num_blocks, num_blocks=max(1, pool.num_blocks // 4))
-        limits = DraftLimits(
-            width=facts.draft_width,
-            max_rows=facts.draft_rows,
-            max_rows_per_session=facts.draft_rows_per_session,
-            max_num_batched_tokens=facts.max_rows,
-            max_num_seqs=facts.max_sessions,
-        )
         self.scheduler: DraftScheduler[ScheduledDraftSession] = DraftScheduler(
             pool=pool,
             scratch=scratch,
-            limits=limits,
+            limits=facts.limits,
             vocab_size=STRIDE,
             context_len=CONTEXT_LEN,
             open_session=lambda opened: ScheduledDraftSession(opened, pool, context_len=CONTEXT_LEN),

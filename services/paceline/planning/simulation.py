@@ -161,9 +161,7 @@ class FleetAtWork:
 
     def __init__(self, profile: Profile, fleet: Fleet, seed: int, on_end: Callable[[Request], None]) -> None:
         if fleet.way is Way.COLOCATED:
-            # The drafter's weights and KV take room that was the target's.
-            left = min(profile.target.kv_tokens, profile.colocated_kv_tokens)
-            profile = replace(profile, target=replace(profile.target, kv_tokens=left))
+            profile = profile.sharing()
         if isinstance(profile.truth, DrawnGuesses):
             profile = replace(profile, truth=texts_of(profile.truth))
         self.events = Events(seed)

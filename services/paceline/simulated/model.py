@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,12 @@ from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
+from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.draft_warm_up import warm_up
+from paceline.engine.drafter import DraftEngine
 from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import DrawnGuesses, RecordedGuesses, RecordedPlace, texts_of
-from paceline.simulated.profile import Profile, read_profile
+from paceline.simulated.profile import DrafterFacts, Profile, read_profile
 from paceline.simulated.roofline import computed_profile
 from paceline.simulated.text import TextLaw, words_of
 
@@ -41,6 +45,17 @@ def guesses_at(chance: float) -> RecordedGuesses:
     draws = np.random.default_rng(0).random(NUM_PLACES)
     ranks = [0 if draw < chance else 1 if draw < chance + second else None for draw in draws]
     return RecordedGuesses([[RecordedPlace(rank=rank, confidences=(chance, second)) for rank in ranks]])
+
+
+def guesses_of(profile: Profile, acceptance: float | None = None) -> RecordedGuesses:
+    """What simulated drafters guess: of one chance, or by the profile, where no session has luck of its own."""
+    if acceptance is not None:
+        return guesses_at(acceptance)
+    truth = profile.truth
+    if isinstance(truth, DrawnGuesses):
+        return texts_of(replace(truth, session_spread=0.0))
+    assert isinstance(truth, RecordedGuesses), "profiles have a law or texts"
+    return truth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +120,25 @@ class Simulation:
         """Makes the target model."""
         return SimulatedTarget(self._law, Pace(self.profile.target), self._vocab_size)
 
-    def draft(self) -> SimulatedDraft:
-        """Makes the draft model."""
-        truth = self.profile.truth if self.acceptance is None else guesses_at(self.acceptance)
-        if isinstance(truth, DrawnGuesses):
-            truth = texts_of(replace(truth, session_spread=0.0))
-        assert isinstance(truth, RecordedGuesses), "profiles have a law or texts"
-        return SimulatedDraft(
-            self._law, Pace(self.profile.drafter), self._vocab_size, GuessTable.of(truth, self._vocab_size)
+    def draft(self, facts: DrafterFacts) -> SimulatedDraft:
+        """Makes the draft model on its device."""
+        table = GuessTable.of(guesses_of(self.profile, self.acceptance), self._vocab_size)
+        return SimulatedDraft(self._law, Pace(facts), self._vocab_size, table)
+
+    def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int | None = None) -> DraftEngine:
+        """Makes an engine with the draft model, and runs its first steps.
+
+        Args:
+            facts: Of its device.
+            identity: What it calls itself.
+            num_blocks: Pages; None: as many as the device has.
+        """
+        engine = DraftEngine(
+            decoder=self.draft(facts),
+            identity=identity,
+            num_blocks=num_blocks or facts.kv_tokens // BLOCK_SIZE,
+            limits=facts.limits,
+            clock=time.monotonic,
         )
+        warm_up(engine, 0)
+        return engine

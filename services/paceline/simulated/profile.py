@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.checkpoints.json_file import read_object
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import KNOTS, StepCost
 from paceline.service.config import from_mapping, setting
@@ -72,6 +73,17 @@ class DrafterFacts(DeviceFacts):
     draft_rows: int = setting(16, help="As `paceline drafter --draft-rows`.", low=1)
     draft_rows_per_session: int = setting(4, help="As `paceline drafter --draft-rows-per-session`.", low=1)
 
+    @property
+    def limits(self) -> DraftLimits:
+        """Bounds of its scheduler."""
+        return DraftLimits(
+            width=self.draft_width,
+            max_rows=self.draft_rows,
+            max_rows_per_session=self.draft_rows_per_session,
+            max_num_batched_tokens=self.max_rows,
+            max_num_seqs=self.max_sessions,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -106,6 +118,11 @@ class Profile(Figures):
     drafter: DrafterFacts
     colocated: DrafterFacts
     truth: GuessSource
+
+    def sharing(self) -> Profile:
+        """Returns the same with the drafter on the target's devices, where it takes room that was the target's."""
+        left = min(self.target.kv_tokens, self.colocated_kv_tokens)
+        return replace(self, target=replace(self.target, kv_tokens=left))
 
 
 def read_profile(path: Path) -> Profile:

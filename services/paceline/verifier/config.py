@@ -59,6 +59,13 @@ class VerifierConfig(ModelServiceConfig):
     mean_output_tokens: float = setting(
         0.0, help="Simulated texts: their mean length; 0: only max_tokens ends them.", unit="tokens", low=0
     )
+    acceptance: float | None = setting(
+        None,
+        help="A simulated drafter inside this verifier: chance that its first guess is right; without it the profile's "
+        "law.",
+        low=0,
+        high=1,
+    )
     vllm_arg: tuple[str, ...] = setting(
         (), help="Another argument for vLLM, as `vllm serve` takes it, such as --vllm-arg=--quantization=fp8."
     )

@@ -18,8 +18,8 @@ from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
 from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
-from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.engine.draft_warm_up import warm_up as warm_up_draft
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars

@@ -11,8 +11,9 @@ from typing_extensions import override
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.params import GRAMMAR, NGRAM, SUFFIX, TIER_METHODS
+from paceline.core.params import GRAMMAR, NGRAM, SUFFIX, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent, TargetLimits
+from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.forced import GrammarSource
 from paceline.drafting.suffix import TextSource
 from paceline.engine.grammar import Grammars
@@ -20,7 +21,7 @@ from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.simulated.model import Simulation, find_profile
 from paceline.verifier.config import NAME, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.served import ServedEngine
+from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,14 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
     Raises:
         ConfigError: The profile, the tokenizer or another setting makes serving impossible.
     """
+    speculation, profile = speculation_from(config.speculative_config), find_profile(config.profile)
+    inside = speculation.own_draft is not None
     simulation = Simulation(
-        profile=find_profile(config.profile), folder=config.model, mean_length=config.mean_output_tokens
+        profile=profile.sharing() if inside else profile,
+        folder=config.model,
+        mean_length=config.mean_output_tokens,
+        acceptance=config.acceptance,
     )
-    speculation = speculation_from(config.speculative_config)
     if beyond := sorted(set(speculation.methods) - {*TIER_METHODS, NGRAM, SUFFIX, GRAMMAR}):
         raise ConfigError(f"{NAME}: the method {beyond[0]} needs a real model, and devices are simulated")
     identity = replace(
@@ -56,6 +61,7 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
     logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
     return ServedEngine(
         identity=identity,
+        own_drafter=LOCAL if inside else "",
         rules=speculation.rules,
         grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
         make=lambda: _make(config, simulation, identity, speculation),
@@ -64,12 +70,13 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
 
 def _make(
     config: VerifierConfig, simulation: Simulation, identity: ModelIdentity, speculation: Speculation
-) -> SimulatedEngine:
+) -> SimulatedEngine | ColocatedEngine:
     facts, policy = simulation.profile.target, speculation.draft_policy()
+    num_blocks = config.num_kv_blocks or facts.kv_tokens // BLOCK_SIZE
     engine = SimulatedEngine(
         decoder=simulation.target(),
         identity=identity,
-        num_blocks=config.num_kv_blocks or facts.kv_tokens // BLOCK_SIZE,
+        num_blocks=num_blocks,
         limits=TargetLimits(
             max_num_seqs=facts.max_sessions,
             max_num_batched_tokens=facts.max_rows,
@@ -80,8 +87,12 @@ def _make(
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
         rules=speculation.rules,
     )
+    warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
     policy.start_from(facts.starting_cost())
-    return engine
+    if speculation.own_draft is None:
+        return engine
+    draft = simulation.draft_engine(simulation.profile.colocated, identity, num_blocks=num_blocks)
+    return ColocatedEngine(engine, draft, wants_states=False, clock=time.monotonic)
 
 
 def _source(name: str) -> AnySource:

@@ -84,6 +84,7 @@ def test_every_file_of_the_chart_starts_a_fleet_on_one_machine_and_on_ray(path: 
     assert local.num_verifiers == on_ray.verifier.settings.replicas == values["verifier"].get("replicas", 1)
     target = values.get("model", {}).get("target")
     assert local.model == on_ray.services.model == (target and Path(target))
+    assert local.simulate == on_ray.services.simulate == values.get("simulate", "")
 
 
 def test_on_ray_cpus_gpus_and_scaling_are_those_of_the_pods() -> None:

@@ -34,6 +34,7 @@ MANAGED = {
     "model_name",
     "otlp_traces_endpoint",
     "port",
+    "profile",
     "redis_url",
     "replica_id",
     "tls_cert",

@@ -194,7 +194,7 @@ def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(rendered: 
     text = (K8S / "Dockerfile").read_text()
     for tier in TIERS:
         name = rendered.container(tier)["image"].split(":")[0].removeprefix("paceline/")
-        assert name in (tier, f"{tier}-vllm")
+        assert name in (tier, f"{tier}-vllm", f"{tier}-simulated")
         stage = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM|\Z)", text, re.MULTILINE | re.DOTALL)
         assert stage is not None
         (exposed,) = re.findall(r"^EXPOSE (.*)$", stage[1], re.MULTILINE)
@@ -227,7 +227,7 @@ def test_images_run_as_the_user_of_the_pods_and_write_where_these_may(defaults: 
 
 def test_the_demo_pair_lies_where_the_defaults_say() -> None:
     link = "cd /opt/paceline && ln -s lib/python3.*/site-packages/paceline/models models"
-    assert (K8S / "Dockerfile").read_text().count(link) == 2
+    assert (K8S / "Dockerfile").read_text().count(link) == 3
     values = yaml.safe_load((CHART / "values.yaml").read_text())["model"]
     for role in ("target", "draft"):
         folder = CHART.parents[1] / "services" / "paceline" / values[role].removeprefix("/opt/paceline/")

@@ -184,6 +184,17 @@ def test_vllm_gets_its_arguments_as_they_are_written() -> None:
     assert container["args"] == ["--engine=vllm", *(f"--vllm-arg={each}" for each in arguments)]
 
 
+def test_simulated_devices_are_those_of_both_tiers_in_images_of_their_own() -> None:
+    rendered = render({"simulate": "70b+1b@4xh100+l4", "verifier": {"replicas": 3}})
+    for tier in ("verifier", "drafter"):
+        container = rendered.container(tier)
+        assert container["image"].startswith(f"paceline/{tier}-simulated:")
+        assert container["args"] == ["--engine=simulated", "--profile=70b+1b@4xh100+l4"]
+    assert rendered.container("gateway")["image"].startswith("paceline/gateway:")
+    with pytest.raises(helm_python.HelmError, match=r"leave verifier\.engine at paceline"):
+        render({"simulate": "70b+1b@4xh100+l4", "verifier": {"engine": "vllm"}})
+
+
 def test_vllms_processes_get_shared_memory(everything: Rendered) -> None:
     def mounted(rendered: Rendered) -> set[str]:
         return {mount["mountPath"] for mount in rendered.container("verifier")["volumeMounts"]}

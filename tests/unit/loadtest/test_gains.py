@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loadtest.literature import TOKEN_MS, VERIFY_MS, best_length, expected, formula
 from loadtest.methods import expected_tokens
 
 from paceline.core.step_time import DEFAULT_STEP_COST
@@ -66,3 +67,14 @@ def test_the_page_shows_the_best_gamma_under_load():
             gamma = best_gamma(worth, most=16)
             expected.append(f"{gamma} ({worth(gamma) / worth(0):.2f})")
         assert cells.split(" | ") == expected
+
+
+def test_the_page_shows_what_the_formula_gives_at_the_constants_of_the_literature():
+    found = re.findall(
+        r"^\| (\d+) \| (0\.\d) \| (\d\.\d\d) \|.* (\d\.\d\d) \| \d\.\d\d \|$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    assert len(found) == 5
+    for k, acceptance, speed, overlapped in found:
+        chance = float(acceptance)
+        assert (int(k), speed) == (best_length(chance), f"{formula(chance, int(k)):.2f}")
+        assert overlapped == f"{expected(chance, int(k)) * TOKEN_MS / VERIFY_MS:.2f}"
