@@ -14,21 +14,21 @@ the regret against the optimum, and the ratio to the best fixed gamma of each lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from paceline.core.draft_policy import Allocation, Demand, FixedGamma, Goodput
+from paceline.core.draft_policy import Demand, FixedGamma, Goodput, best_each
 from paceline.core.goodput import best_prefix
-from paceline.core.params import DRAFT_MODEL
-from paceline.core.tree import DraftTree, Node
+from paceline.forest import NONE, ROOT, Ints, Picked
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
 from paceline.planning.simulation import Outcome
-from paceline.planning.verifier import Request, SimulatedVerifier
+from paceline.planning.verifier import Request, SimulatedSession, SimulatedVerifier
 from paceline.simulated.guesses import RIGHT, DrawnGuesses
 from paceline.simulated.profile import SHIPPED, Profile, read_profile
 
@@ -95,7 +95,7 @@ class Oracle(Goodput):
     """Knows true probabilities and true step times; clairvoyant, the target's tokens as well. Drafters always work.
 
     Attributes:
-        trees: Returns the numbers of the sessions that are served, and their trees.
+        sessions: Returns the sessions that are served, by their rows in the forest.
     """
 
     price = 0.0
@@ -103,40 +103,37 @@ class Oracle(Goodput):
 
     def __init__(self, profile: Profile, truth: DrawnGuesses, *, clairvoyant: bool) -> None:
         super().__init__(max_nodes=profile.most_nodes)
-        self.trees: Callable[[], Iterator[tuple[int, DraftTree]]] = lambda: iter(())
+        self.sessions: Callable[[], dict[int, SimulatedSession]] = dict
         self._profile, self._truth, self._clairvoyant = profile, truth, clairvoyant
 
     def enter(self, num_sessions: int) -> bool:
         """Always drafts."""
         return num_sessions > 0
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput."""
-        numbers = {id(tree): number for number, tree in self.trees()}
-        ranked = [
-            (survival, index, node)
-            for index, each in enumerate(demands)
-            for survival, node in self._ranked_of(each, numbers[id(each.tree)])
-        ]
-        ranked.sort(key=lambda entry: -entry[0])
-        rows = [len(demands) + other_rows + number for number in range(len(ranked) + 1)]
+        decoding = [each for each in self.sessions().values() if each.is_decoding]
+        for index, (demand, session) in enumerate(zip(demands, decoding, strict=True)):
+            ranked = self._ranked_of(session)[: min(demand.cap, picked.slots.shape[1])]
+            picked.slots[index], picked.survivals[index] = NONE, 0.0
+            for rank, (survival, slot) in enumerate(ranked):
+                picked.slots[index, rank], picked.survivals[index, rank] = slot, survival
+        survivals = np.sort(picked.survivals[picked.survivals > 0.0])[::-1]
+        rows = [len(demands) + other_rows + number for number in range(len(survivals) + 1)]
         seconds = [self._profile.target.step_s(each, num_sessions=len(demands)) for each in rows]
-        best = best_prefix(len(demands), [survival for survival, _, _ in ranked], seconds)
-        chosen: list[list[Node]] = [[] for _ in demands]
-        for _, index, node in ranked[: best.count]:
-            chosen[index].append(node)
-        return Allocation(nodes=tuple(map(tuple, chosen)))
+        best = best_prefix(len(demands), survivals, seconds)
+        return best_each(picked.survivals, best.count)
 
-    def _ranked_of(self, demand: Demand, number: int) -> Sequence[tuple[float, Node]]:
+    def _ranked_of(self, session: SimulatedSession) -> Sequence[tuple[float, int]]:
         """The nodes of a session that are likeliest to be right, best first, so parents before children."""
-        survivals = {id(demand.tree.root): 1.0}
-        found: list[tuple[float, Node]] = []
-        for node in demand.tree.nodes():
-            right = float(node.token_id == RIGHT)
-            chance = right if self._clairvoyant else self._truth.chance(node.guesses[DRAFT_MODEL], number)
-            survivals[id(node)] = survivals[id(node.parent)] * chance
-            found.append((survivals[id(node)], node))
-        return sorted(found, key=lambda entry: -entry[0])[: demand.cap]
+        tree, number = session.tree, session.asked.number
+        survivals = {ROOT: 1.0}
+        for slot, node in enumerate(tree.forest.arrays.nodes[tree.row, : tree.num_nodes]):
+            right = float(node["token"] == RIGHT)
+            chance = right if self._clairvoyant else self._truth.chance(float(node["confidences"][0]), number)
+            survivals[slot] = survivals[int(node["parent"])] * chance
+        del survivals[ROOT]
+        return sorted(((survival, slot) for slot, survival in survivals.items()), key=lambda entry: -entry[0])
 
     def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
         """Learns nothing: it knows everything."""
@@ -145,7 +142,6 @@ class Oracle(Goodput):
 def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: int) -> float:
     """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
     events, requests = Events(seed), list[Request]()
-    running: set[int] = set()
 
     def ask() -> None:
         request = Request(
@@ -155,22 +151,20 @@ def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: 
             num_output_tokens=NUM_OUTPUT_TOKENS,
         )
         requests.append(request)
-        running.add(request.number)
         verifier.submit(request)
 
     def ended(request: Request) -> None:
-        running.remove(request.number)
+        del request
         events.after(0.0, ask)
 
-    def trees() -> Iterator[tuple[int, DraftTree]]:
-        sessions = ((number, verifier.scheduler.session(str(number), number)) for number in running)
-        return ((number, session.tree) for number, session in sessions if session is not None)
+    def sessions() -> dict[int, SimulatedSession]:
+        return {session.tree.row: session for session in verifier.scheduler.running}
 
     drafter = DrafterProcess("drafter", profile, events)
     verifier = SimulatedVerifier(profile, events, colocated=False, drafters=[drafter], on_end=ended, policy=policy)
     for _ in range(load):
         ask()
     if isinstance(policy, Oracle):
-        policy.trees = trees
+        policy.sessions = sessions
     events.run(seconds)
     return Outcome(requests=requests, door_s=0.0, since_s=WARM_UP * seconds, until_s=seconds).tokens_per_s

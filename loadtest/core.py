@@ -22,17 +22,18 @@ from typing import Any
 
 from loadtest.bench import Table, bench_parser, report
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.calibration import Calibration
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.params import METHODS
 from paceline.core.planned_step import Part
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
-from paceline.planning.drafter import SimulatedDrafter
+from paceline.forest import Forest
+from paceline.planning.drafter import LINK, SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.verifier import Request, SimulatedSession
 from paceline.rpc.v1 import drafter_pb2
@@ -97,19 +98,21 @@ class Verifier:
         policy = Goodput(cost, max_nodes=num_nodes)
         # Known loads: nothing is tried for the sake of comparison.
         policy.resume(policy.learned() | {"compared": [*map(float, range(16))]})
-        pool = BlockPool(num_sessions * KV_TOKENS // BLOCK_SIZE)
+        pool, forest = BlockPool(num_sessions * KV_TOKENS // BLOCK_SIZE), Forest(METHODS)
         self._scheduler: Scheduler[SimulatedSession] = Scheduler(
             pool=pool,
             scratch=SlotPool(first_block=0, num_blocks=1 + rows // BLOCK_SIZE),
             limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows, max_model_len=KV_TOKENS),
             policy=policy,
             tier=DrafterTier(STRIDE),
+            forest=forest,
         )
         self._scheduler.change_link(LinkChanged(address=DRAFTER, up=True), 0.0)
-        calibration = Calibration()
+        calibration = forest.new_calibration()
         for number in range(num_sessions):
             asked = Request(number=number, at_s=0.0, num_prompt_tokens=PROMPT_TOKENS, num_output_tokens=KV_TOKENS)
-            self._scheduler.submit(SimulatedSession(asked, DRAFTER, pool, calibration, now_s=0.0, price=policy.price))
+            session = SimulatedSession(asked, DRAFTER, pool, forest, calibration, now_s=0.0, price=policy.price)
+            self._scheduler.submit(session)
 
     def step(self, received: Sequence[bytes]) -> tuple[list[bytes], int]:
         """Takes in a drafter's messages and runs a step; returns messages for it, and how many nodes were verified."""
@@ -127,9 +130,8 @@ class Verifier:
         scheduler.take_outcomes()
         self.now_s += STEP_S + ROW_S * plan.num_rows
         with part("commit"):
-            for each in plan.parts:
-                if each.commits:
-                    self._commit(each, plan.batch_size)
+            judged = [(each, _judge(each)) for each in plan.parts if each.commits]
+            scheduler.commit(judged, batch_size=plan.batch_size, now_s=self.now_s)
             scheduler.moves.clear()
             scheduler.end_step(plan, self.now_s)
             scheduler.take_report(plan)
@@ -138,11 +140,12 @@ class Verifier:
             encoded = [draft_request_to_pb(each).SerializeToString() for each in in_parts(messages)]
         return encoded, sum(len(each.nodes) for each in plan.parts)
 
-    def _commit(self, part: Part[SimulatedSession], batch_size: int) -> None:
-        tokens = walk(part.session.tree.root, part.nodes, lambda _: RIGHT)
-        for token_id in tokens:
-            part.session.ends_with(token_id)
-        self._scheduler.commit(part, Verdict(token_ids=tokens), batch_size=batch_size, now_s=self.now_s)
+
+def _judge(part: Part[SimulatedSession]) -> Verdict:
+    tokens = walk(part.root, part.nodes, lambda _: RIGHT)
+    for token_id in tokens:
+        part.session.ends_with(token_id)
+    return Verdict(token_ids=tokens)
 
 
 class Drafter:
@@ -186,7 +189,7 @@ class Drafter:
         with part("grow"):
             drafter.scheduler.trees.grow(offers)
         with part("push"):
-            drafts = drafter.drafts(())
+            drafts = drafter.drafts(()).get(LINK, ())
             return [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
 
 

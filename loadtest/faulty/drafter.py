@@ -9,9 +9,11 @@ from contextlib import aclosing
 from typing import Any
 
 from loadtest.faulty.orders import FLOOD, obey
+from paceline.core.messages import Drafts, NodeGuess
 from paceline.drafter import __main__ as service
 from paceline.drafter.servicer import DrafterServicer
 from paceline.rpc.v1 import drafter_pb2
+from paceline.wire import draft_response_from_pb, draft_response_to_pb
 
 MESSAGES = 100
 NODES = 1000
@@ -34,29 +36,19 @@ def _flooding(draft: Callable[..., Any], floods: Callable[[], bool]) -> Callable
         async with aclosing(draft(self, requests, context)) as messages:
             async for message in messages:
                 yield message
-                if message.nodes and floods():
+                if message.drafts and floods():
                     for _ in range(MESSAGES):
-                        yield _flood(message.nodes, numbers)
+                        yield _flood(message.drafts, numbers)
 
     return run
 
 
 def _flood(answered: Any, numbers: itertools.count[int]) -> drafter_pb2.DraftResponse:
     """More nodes of the same sessions, children of the last committed token."""
-    return drafter_pb2.DraftResponse(
-        nodes=[
-            drafter_pb2.DraftNodes(
-                session_id=each.session_id,
-                epoch=each.epoch,
-                base_len=each.base_len,
-                node_ids=list(itertools.islice(numbers, NODES)),
-                parent_ids=[0] * NODES,
-                token_ids=range(NODES),
-                confidences=[255] * NODES,
-            )
-            for each in answered
-        ]
-    )
+    guesses = [NodeGuess(number, 0, token_id, 1.0) for token_id, number in enumerate(itertools.islice(numbers, NODES))]
+    _, messages = draft_response_from_pb(drafter_pb2.DraftResponse(drafts=answered))
+    sessions = [each._replace(nodes=guesses) for drafts in messages if isinstance(drafts, Drafts) for each in drafts]
+    return draft_response_to_pb([Drafts.of(*sessions)])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numba
@@ -19,7 +19,7 @@ from numba import njit
 
 from paceline.user_cache import NothingWritableError, user_cache, writable
 
-__all__ = ["ARITHMETIC", "PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
+__all__ = ["ARITHMETIC", "FOREST", "PACKAGE", "cache_folder", "kept_with", "njit", "sources_hash", "take_shipped"]
 
 # What compiled code is made of.
 PACKAGE = Path(__file__).parent
@@ -40,8 +40,8 @@ ARITHMETIC = (
     f"{_CPU}/simd.py",
     "kernel_cache.py",
 )
-SOURCES = (
-    *ARITHMETIC,
+# Of the draft trees.
+FOREST = (
     "forest/calibrating.py",
     "forest/choosing.py",
     "forest/committing.py",
@@ -49,10 +49,11 @@ SOURCES = (
     "forest/growing.py",
     "forest/kernel.py",
     "forest/records.py",
+    "kernel_cache.py",
 )
 
 
-def sources_hash(package: Path, sources: Sequence[str] = SOURCES) -> str:
+def sources_hash(package: Path, sources: Sequence[str]) -> str:
     """Names the state of sources of kernels below a folder: equal ones compute equal bits."""
     digest = hashlib.sha256()
     for name in sources:
@@ -60,19 +61,20 @@ def sources_hash(package: Path, sources: Sequence[str] = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
+def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[str]) -> Path:
     """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, or in the user's cache.
 
     Args:
         environ: Environment variables.
         package: Folder that the sources lie in.
+        sources: Their names in it.
 
     Raises:
         NothingWritableError: See `user_cache`.
     """
     named = environ.get("NUMBA_CACHE_DIR")
     folder = writable(Path(named), "NUMBA_CACHE_DIR") if named else user_cache(environ)
-    return folder / f"kernels-{sources_hash(package)}"
+    return folder / f"kernels-{sources_hash(package, sources)}"
 
 
 def take_shipped(shipped: Path, folder: Path) -> None:
@@ -94,8 +96,19 @@ def take_shipped(shipped: Path, folder: Path) -> None:
 
 # Before any kernel is decorated: the decorator looks up its folder once.
 try:
-    _FOLDER = cache_folder(os.environ, PACKAGE)
+    _FOLDERS: dict[tuple[str, ...], Path] = {
+        sources: cache_folder(os.environ, PACKAGE, sources) for sources in (ARITHMETIC, FOREST)
+    }
 except NothingWritableError as error:
     raise SystemExit(f"paceline: error: {error}") from None
-take_shipped(SHIPPED, _FOLDER)
-numba.config.CACHE_DIR = str(_FOLDER)
+for _folder in _FOLDERS.values():
+    take_shipped(SHIPPED, _folder)
+numba.config.CACHE_DIR = str(_FOLDERS[ARITHMETIC])
+
+
+@contextmanager
+def kept_with(sources: tuple[str, ...]) -> Iterator[None]:
+    """What is decorated in a block is kept in the folder of these sources."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_FOLDERS[sources])
+    yield
+    numba.config.CACHE_DIR = before

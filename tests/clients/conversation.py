@@ -6,6 +6,7 @@ client's loop has to end with, and `tests.support.agent_models` makes checkpoint
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,14 @@ class Said:
     Attributes:
         text: What it says.
         calls: Names and arguments of the tools that it calls.
-        free: Whether no grammar ever binds it, so that it may be cut anywhere.
     """
 
     text: str = ""
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    free: bool = False
 
 
-def _calls(*calls: tuple[str, Mapping[str, Any]], free: bool = False) -> Said:
-    return Said(calls=calls, free=free)
+def _calls(*calls: tuple[str, Mapping[str, Any]]) -> Said:
+    return Said(calls=calls)
 
 
 _WEATHER = ("get_weather", {"city": "Paris"})
@@ -56,11 +55,38 @@ OBJECT_CALLS = ["get_weather('Paris')"]
 # A long call, which may be cut; it is made twice.
 PLAN = "Make a plan."
 PLAN_ANSWER = "The plan is made."
+# The same as WARM for agents whose every answer has to be a call, as a grammar spells them.
+CALLS_ONLY = "How warm will Paris be, in calls alone?"
+# And for agents that write code.
+CODE = "How warm will Paris be, in code?"
+# And for those that write it into an object.
+CODE_OBJECT = "How warm will Paris be, in an object?"
+_FINAL = f'final_answer("{WARM_ANSWER}")'
+_CODE = ('print(get_weather(city="Paris"))', "print(add(a=20, b=1))", "print(add(a=20, b=1))", _FINAL)
+
+
+def _enforced(name: str, arguments: Mapping[str, Any]) -> Said:
+    return Said(text=json.dumps([{"name": name, "parameters": arguments}]))
+
+
+def _code(code: str) -> Said:
+    return Said(text=f"Thought: one step more.\n<code>\n{code}\n</code>")
+
+
+def _code_object(code: str) -> Said:
+    return Said(text=json.dumps({"thought": "one step more", "code": code}))
+
 
 SCRIPT: Mapping[str, tuple[Said, ...]] = {
     WARM: (_calls(_WEATHER), _calls(_ADD), _calls(_ADD), Said(text=WARM_ANSWER)),
-    WHY: (Said(text=WHY_ANSWER, free=True),),
+    WHY: (Said(text=WHY_ANSWER),),
     AGAIN: (_calls(_WEATHER, _ADD), _calls(_ADD), Said(text=AGAIN_ANSWER)),
     OBJECT: (_calls(_WEATHER), Said(text=OBJECT_ANSWER)),
-    PLAN: (_calls(_PLAN, free=True), _calls(_PLAN, free=True), Said(text=PLAN_ANSWER)),
+    CALLS_ONLY: (
+        *(_enforced(*call) for call in (_WEATHER, _ADD, _ADD)),
+        _enforced("final_answer", {"answer": WARM_ANSWER}),
+    ),
+    CODE: tuple(map(_code, _CODE)),
+    CODE_OBJECT: tuple(map(_code_object, _CODE)),
+    PLAN: (_calls(_PLAN), _calls(_PLAN), Said(text=PLAN_ANSWER)),
 }

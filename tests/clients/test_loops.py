@@ -14,15 +14,16 @@ import pytest
 from loops.frameworks import FRAMEWORKS
 from loops.programs import PROGRAMS
 from loops.run import LONG, Agent, Run, Turn
+from loops.smol import SMOL_AGENTS
 from pydantic import BaseModel, ConfigDict
 
 from conftest import Tools, served_by
 
 FAMILIES = ("hermes", "mistral", "llama3_json", "qwen3_coder")
 AGENTS = {**FRAMEWORKS, **PROGRAMS}
-# Fewer than the answer's tokens.
-CUT = 14
-CUTS = range(3, 24, 3)
+# Fewer than the tokens of the answer, more than those of the thought before it.
+CUT = 40
+CUTS = range(10, 70, 10)
 on_every_family = pytest.mark.parametrize("family", FAMILIES)
 whole_and_streamed = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
@@ -96,15 +97,22 @@ def test_an_agent_comes_to_its_answer_past_a_failing_tool_and_a_cut_answer(name,
     assert takes_no_cut_answer or len(cut) < len(said.WHY_ANSWER)
 
 
-# Of the other two, a grammar cuts calls into other tokens than the scripted model knows.
-@pytest.mark.parametrize("family", ["mistral", "llama3_json"])
+@on_every_family
 @whole_and_streamed
-@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "anthropic"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_an_answer_of_a_type_comes_after_calls(name, run) -> None:
     asked = replace(run, question=said.OBJECT, answer_type=Place)
     answer, calls = with_and_without_drafts(asked, lambda run: FRAMEWORKS[name](run).answer)
     assert Place.model_validate_json(answer) == Place.model_validate_json(said.OBJECT_ANSWER)
     assert calls == said.OBJECT_CALLS
+
+
+@on_every_family
+@whole_and_streamed
+@pytest.mark.parametrize("question", SMOL_AGENTS)
+def test_an_agent_that_only_calls_or_writes_code_comes_to_its_answer(question, run) -> None:
+    answer, calls = with_and_without_drafts(replace(run, question=question), SMOL_AGENTS[question])
+    assert (answer, calls) == (said.WARM_ANSWER, said.WARM_CALLS)
 
 
 @on_every_family

@@ -9,23 +9,28 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from paceline.core.draft_policy import Demand, FixedGamma, Goodput
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
     Commit,
-    DraftNodes,
+    Drafts,
     GenerateRequest,
     LaggingSession,
     NodeGuess,
     OpenSession,
+    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
-from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.session import DrafterSession, VerifierSession
+from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
+from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, graft
 from paceline.core.tree import Node, walk
+from paceline.forest import Calls, rows_of
 from tests.support.slow_trees import SlowNode, SlowTree
+from tests.support.trees import allot, verified
 
 VOCAB_SIZE = 5
 
@@ -74,17 +79,14 @@ class ToySession(DrafterSession):
                 node.node_id, self._next_id = self._next_id, self._next_id + 1
                 self.unsent.append(node)
 
-    def drain(self) -> DraftNodes | None:
+    def drain(self) -> Drafts | None:
         unsent, self.unsent = self.unsent, []
         parents = [0 if node.parent is self.tree.root else node.parent.node_id for node in unsent]
         nodes = [
             NodeGuess(node.node_id, parent, node.token, node.guesses[0])
             for node, parent in zip(unsent, parents, strict=True)
         ]
-        message = DraftNodes(
-            session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=tuple(nodes)
-        )
-        return message if nodes else None
+        return Drafts.of(SessionDrafts(self.number, len(self.tokens), nodes)) if nodes else None
 
 
 class ToyDrafter:
@@ -155,6 +157,7 @@ class ToyFleet:
             )
         )
         self.told = SessionLink(self.session, "drafter")
+        self.told.number = epoch
         self.reopen()
 
     def _tell(self) -> None:
@@ -171,19 +174,29 @@ class ToyFleet:
         if self.done:
             return
         session = self.session
-        cap = self.length - session.committed_len
-        chosen = self.policy.allocate([Demand(tree=session.tree, cap=cap)]).nodes[0]
+        root, chosen = self._choose(self.length - session.committed_len)
         prefix = list(session.tokens)
 
         def choose(node: Node) -> int:
             prefix.append(target_token(prefix, self.seed))
             return prefix[-1]
 
-        tokens = walk(session.tree.root, chosen, choose)[: self.length - session.committed_len]
-        pruning = session.commit(tokens)
-        accepted = sum(node in chosen for node in pruning.matched)
-        session.tally.count(num_draft_tokens=len(chosen), num_accepted=accepted, hit=pruning.hit, batch_size=1)
+        tokens = walk(root, chosen, choose)[: self.length - session.committed_len]
+        done = commit(session.tree.forest, [NewTokens(session, tokens)])
+        session.tally.count(
+            num_draft_tokens=len(chosen), num_accepted=int(done.accepted[0]), hit=bool(done.hits[0]), batch_size=1
+        )
         self._tell()
+
+    def _choose(self, cap: int) -> tuple[Node, list[Node]]:
+        tree = self.session.tree
+        (slots,) = allot(self.policy, [tree], [Demand(cap=cap)])
+        rows = rows_of([tree.row])
+        taken = tree.forest.take(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
+        tree.forest.set_kv(Calls(rows.repeat(len(slots)), taken.slots), taken.slots)
+        return verified(
+            *zip(taken.parents.tolist(), taken.tokens.tolist(), strict=True), base_len=self.session.committed_len
+        )
 
     def grow(self) -> None:
         """One drafter step."""
@@ -198,8 +211,11 @@ class ToyFleet:
         """The other direction."""
         message = self.link.to_verifier[index] if keep else self.link.to_verifier.pop(index)
         match message:
-            case DraftNodes():
-                self.told.receive(message, arrived_s=0.0)
+            case Drafts() if message.numbers[0] == self.told.number:
+                base_len = int(message.base_lens[0])
+                self.session.check(base_len, has_distributions=False)
+                grafts = graft(self.session.tree.forest, DRAFT_MODEL, [self.session], message)
+                self.told.take_in(base_len, float(grafts.firsts[0]), arrived_s=0.0)
             case LaggingSession():
                 answer = self.told.catch_up(message)
                 self.link.to_drafter += [answer] if answer else []

@@ -19,18 +19,19 @@ import pytest
 
 from paceline import wire
 from paceline.core.acceptance_rules import Rules
-from paceline.core.calibration import Calibrations
-from paceline.core.drafted_trees import DraftedTrees, NewTokens
-from paceline.core.messages import Commit, DraftNodes, GenerateRequest, ModelIdentity
+from paceline.core.drafted_trees import DraftedTrees, FreshTokens
+from paceline.core.messages import Commit, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
-from paceline.core.params import BLOCK, SamplingParams, SpeculationParams
+from paceline.core.params import BLOCK, DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft, residual, sparse_draft
-from paceline.core.tree import Node, best_first
+from paceline.core.session import NewTokens, commit, graft
+from paceline.core.tree import Node
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT
+from tests.support.trees import nodes_of, verified
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
 
 T = TypeVar("T")
@@ -155,12 +156,12 @@ class Play:
             identity,
             max_model_len=64,
             pool=self.pool,
-            calibrations=Calibrations(),
+            calibrations={},
             rule=Rules().of(speculation),
             submitted_s=0.0,
         )
         self.cells = block_cells if acceptance == BLOCK else uniform_cells
-        self.under_way: list[DraftNodes] = []
+        self.under_way: list[Drafts] = []
         self.sent_len = 0
         self.restart()
 
@@ -192,25 +193,32 @@ class Play:
         """The verifier receives what is under way."""
         for message in self.under_way:
             received = wire.draft_response_from_pb(wire.draft_response_to_pb([message]))[1][0]
-            assert isinstance(received, DraftNodes)
-            self.session.receive(received)
+            assert isinstance(received, Drafts)
+            self.session.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
+            graft(self.session.tree.forest, DRAFT_MODEL, [self.session], received)
         self.under_way.clear()
 
     def verify(self, gamma: int) -> None:
         """One step of the verifier."""
-        tree = self.session.tree
-        chain = best_first(tree, gamma)
+        root, chain = self._chain(gamma)
         for index, node in enumerate(chain):
             assert node.draft is not None
             if node.draft.probs(self.vocab)[node.token_id] < self.bugs.cut_below:
                 chain = chain[:index]
                 break
-        rows = {id(node): self._path(node) for node in (tree.root, *chain)}
+        rows = {id(node): self._path(node) for node in (root, *chain)}
         drafts = [node.draft.probs(self.vocab) for node in chain if node.draft is not None]
         tokens = tuple(node.token_id for node in chain)
         self.verdict = self.chance.pick(list(self.cells([self.target.laws[p] for p in rows.values()], drafts, tokens)))
-        found = self.session.judge(chain, lambda node: self.target.logits[rows[id(node)]])
-        self.session.commit(found.token_ids, found.chances)
+        found = self.session.judge(root, chain, lambda node: self.target.logits[rows[id(node)]])
+        commit(self.session.tree.forest, [NewTokens(self.session, found.token_ids, found.chances)])
+
+    def _chain(self, gamma: int) -> tuple[Node, list[Node]]:
+        """The root and the first nodes of the chain; what hangs below the last one is there, too."""
+        nodes = nodes_of(self.session.tree)
+        guesses = [(index - 1, node.token_id, node.draft) for index, node in enumerate(nodes[: gamma + 1])]
+        root, chain = verified(*guesses, base_len=self.session.committed_len)
+        return root, chain[:gamma]
 
     def _path(self, node: Node) -> Tokens:
         path: Tokens = ()
@@ -226,7 +234,7 @@ class Play:
         assert isinstance(received, Commit)
         fresh = self.drafted.receive(received)
         assert isinstance(fresh, tuple)
-        _, nodes = self.trees.commit([NewTokens(self.drafted, len(self.drafted.tokens) - len(fresh), fresh)])
+        _, nodes = self.trees.commit([FreshTokens(self.drafted, len(self.drafted.tokens) - len(fresh), fresh)])
         self.under_way += [message for _, message in nodes]
 
     # Random numbers

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.messages import Commit, DraftNodes, NodeGuess
-from paceline.core.tree import NodeState
+from paceline.core.messages import Commit
 from tests.contract.fleet import ToyDrafter, ToyFleet, plain_text
+from tests.support.trees import nodes_of, seen
 
 
 def run_to_end(fleet: ToyFleet) -> list[int]:
@@ -77,7 +77,7 @@ def test_both_ends_hold_the_same_tree_after_every_exchange():
         fleet.grow()
         fleet.exchange()
         mirror = fleet.drafter.sessions["s"].tree
-        here = [(node.position, node.token_id) for node in fleet.session.tree.nodes()]
+        here = [(node.position, node.token_id) for node in nodes_of(fleet.session.tree)]
         there = [(node.position, node.token) for node in mirror.nodes()]
         assert here == there
         fleet.verify()
@@ -94,7 +94,7 @@ def test_a_late_message_still_helps_where_it_was_right():
     while fleet.link.to_verifier:
         fleet.deliver_to_verifier()
     assert fleet.session.tree.num_nodes > 0
-    assert all(node.position >= fleet.session.committed_len for node in fleet.session.tree.nodes())
+    assert all(node.position >= fleet.session.committed_len for node in nodes_of(fleet.session.tree))
 
 
 def test_messages_of_an_older_epoch_are_dropped_on_both_sides():
@@ -125,9 +125,8 @@ def test_a_commit_that_contradicts_earlier_ones_is_the_peers_error():
 @pytest.mark.parametrize("base_len", [0, 99])
 def test_guesses_beyond_the_committed_tokens_are_the_peers_error(base_len):
     fleet = ToyFleet()
-    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=0.5)
-    with pytest.raises(RemoteProtocolError, match="base_len"):
-        fleet.session.receive(DraftNodes(session_id="s", epoch=1, base_len=base_len, nodes=(guess,)))
+    with pytest.raises(RemoteProtocolError, match="base_lens"):
+        fleet.session.check(base_len, has_distributions=False)
 
 
 class UnreliableLink(RuleBasedStateMachine):
@@ -187,14 +186,12 @@ class UnreliableLink(RuleBasedStateMachine):
 
     @invariant()
     def every_node_in_the_tree_lies_beyond_the_committed_tokens(self):
-        tree = self.fleet.session.tree
-        live = list(tree.nodes())
-        assert tree.num_nodes == len(live)
-        assert tree.committed_len == self.fleet.session.committed_len
-        for node in live:
-            assert node.state is NodeState.LIVE
-            assert node.position >= tree.committed_len
-            assert tree.survival(node) <= tree.survival(node.parent) + 1e-12
+        root = seen(self.fleet.session.tree)
+        assert root.position + 1 == self.fleet.session.committed_len
+        for node in root.below():
+            assert node.position > root.position
+            assert node.parent is not None
+            assert node.survival <= node.parent.survival + 1e-12
 
     @invariant()
     def the_mirror_never_runs_ahead(self):

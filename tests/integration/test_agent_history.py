@@ -296,6 +296,37 @@ async def test_items_of_what_a_server_has_run_are_left_out_and_named(ask: Callab
     assert asked.answer.headers[IGNORED_FIELDS] == ", ".join(f"input[{at}].{kind}" for at, kind in enumerate(kinds))
 
 
+async def test_a_reference_stands_for_the_item_of_a_kept_response(
+    fleet: ScriptedFleet, ask: Callable[..., Any]
+) -> None:
+    """ai-sdk and others send the ids of what the server has kept, and not the items."""
+    says(fleet, f"{THOUGHT}So:{CALLS}")
+    go, tools = said(RESPONSES, "user", "go"), [function(RESPONSES)]
+    first = (await ask(RESPONSES, go, tools=tools)).answer.json()
+    replayed = await ask(RESPONSES, go, *first["output"], tools=tools)
+    references = [{"type": "item_reference", "id": each["id"]} for each in first["output"]]
+    asked = await ask(RESPONSES, go, *references, tools=tools)
+    assert IGNORED_FIELDS not in asked.answer.headers
+    assert ":f a=1" in asked.prompt
+    assert asked.prompt == replayed.prompt
+    unknown = {"type": "item_reference", "id": f"{references[0]['id'][:-4]}0fff"}
+    await fleet.http.delete(f"{RESPONSES}/{first['id']}")
+    for item in (unknown, references[0]):
+        asked = await ask(RESPONSES, item, go, max_output_tokens=1)
+        assert (asked.prompt, asked.answer.headers[IGNORED_FIELDS]) == (
+            "<|user|>go<|assistant|>",
+            "input[0].item_reference",
+        )
+
+
+async def test_references_to_too_many_responses_are_refused(ask: Callable[..., Any]) -> None:
+    """Each would be fetched."""
+    items = [{"type": "item_reference", "id": f"msg_{at:032x}0000"} for at in range(101)]
+    answer = (await ask(RESPONSES, *items)).answer
+    assert (answer.status_code, answer.json()["param"]) == (400, "input")
+    assert "101 responses, at most 100" in answer.json()["message"]
+
+
 async def test_blocks_of_other_tools_are_read_or_left_out(ask: Callable[..., Any]) -> None:
     """What Claude Code replays of tools that Anthropic's servers run, and files that tools have read."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
@@ -325,76 +356,6 @@ async def test_blocks_of_other_tools_are_read_or_left_out(ask: Callable[..., Any
     assert asked.answer.headers[IGNORED_FIELDS] == f"{ignored}, messages[3].content[0].content[0].image"
     refused = await ask(MESSAGES, said(MESSAGES, "user", [image]))
     assert refused.answer.json()["error"]["message"].startswith("messages[0].content[0].type: 'image'")
-
-
-@pytest.mark.parametrize("finish", ["whole", "cut"])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("door", DOORS)
-async def test_one_call_at_most_where_no_more_are_wanted(
-    fleet: ScriptedFleet, ask: Callable[..., Any], door: str, stream: bool, finish: str
-) -> None:
-    """sglang #9696, vLLM PR #26233: `parallel_tool_calls: false` let two calls through."""
-    limit = "max_output_tokens" if door == RESPONSES else "max_tokens"
-    says(fleet, f"{THOUGHT}So:{CALLS}")
-    tokens = len(fleet.verifier.script.tokens or ())
-    one: Any = {"parallel_tool_calls": False}
-    if door == MESSAGES:
-        one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    asked = await ask(
-        door,
-        said(door, "user", "go"),
-        tools=[function(door)],
-        stream=stream,
-        **one,
-        **{limit: tokens if finish == "whole" else tokens - 20},
-    )
-    assert calls_and_reason(door, asked.answer, stream) == ([('{"a": 1}')], REASONS[door])
-
-
-REASONS = {CHAT: "tool_calls", RESPONSES: "completed", MESSAGES: "tool_use"}
-
-
-def calls_and_reason(door: str, answer: httpx.Response, stream: bool) -> tuple[list[str], str]:
-    """Arguments of the calls of an answer, and why it ended."""
-    told = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
-    whole = {} if stream else answer.json()
-    if door == CHAT:
-        deltas = [each["choices"][0] for each in told] if stream else [{"delta": whole["choices"][0]["message"]}]
-        arguments: dict[int, str] = {}
-        for at, call in [(n, call) for n, each in enumerate(deltas) for call in each["delta"].get("tool_calls", ())]:
-            place = call.get("index", at)
-            arguments[place] = arguments.get(place, "") + call["function"]["arguments"]
-        last = deltas[-1] if stream else whole["choices"][0]
-        return [*arguments.values()], last["finish_reason"]
-    if door == RESPONSES:
-        response = told[-1]["response"] if stream else whole
-        items = [item for item in response["output"] if item["type"] == "function_call"]
-        assert response["output"][-1]["type"] == "function_call"
-        return [item["arguments"] for item in items], response["status"]
-    if stream:
-        pieces = [each["delta"]["partial_json"] for each in told if "partial_json" in each.get("delta", {})]
-        begun = [each for each in told if each.get("content_block", {}).get("type") == "tool_use"]
-        return ["".join(pieces)] * len(begun), told[-2]["delta"]["stop_reason"]
-    blocks = [block for block in whole["content"] if block["type"] == "tool_use"]
-    return [json.dumps(block["input"]) for block in blocks], whole["stop_reason"]
-
-
-async def test_a_resumed_stream_has_one_call_too(fleet: ScriptedFleet) -> None:
-    """sglang #9696, after the client has lost its stream within the second call, or just before it."""
-    says(fleet, f"{THOUGHT}So:{CALLS}", step_len=5)
-    body = {
-        "messages": [said(CHAT, "user", "go")],
-        "tools": [function(CHAT)],
-        "parallel_tool_calls": False,
-        "stream": True,
-        "stream_options": {"include_event_ids": True},
-    }
-    whole = await fleet.http.post(CHAT, json=body)
-    ids = [line.removeprefix("id: ") for line in whole.text.split("\n") if line.startswith("id: ")]
-    for at in range(1, len(ids) - 1):
-        rest = await fleet.http.post(CHAT, json=body, headers={"Last-Event-ID": ids[at]})
-        assert '"index": 1' not in json.dumps([json.loads(x[6:]) for x in rest.text.split("\n") if x[:7] == "data: {"])
-        assert '"finish_reason":"tool_calls"' in rest.text
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
-from paceline.core.messages import Commit, DraftNodes, OpenSession
+from paceline.core.messages import Commit, Drafts, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine.drafter import DraftEngine
@@ -31,10 +31,15 @@ def engine_with(folder, clock, num_blocks: int, max_num_seqs: int = 8) -> DraftE
     )
 
 
+# By the numbers of their sessions.
+NAMES = ("", "long", "short", "strange", "plain")
+
+
 def opened(name: str, length: int, room: int = 6, **sampling) -> OpenSession:
     return OpenSession(
         session_id=name,
         epoch=1,
+        number=NAMES.index(name),
         token_ids=tuple(index % 200 for index in range(length)),
         prompt_len=length,
         sampling=SamplingParams(max_tokens=64, temperature=0.0, **sampling),
@@ -58,7 +63,8 @@ def run_until_quiet(engine: DraftEngine, most_steps: int = 60) -> set[str]:
         if not engine.has_work():
             return served
         for messages in engine.step().to_verifiers.values():
-            served |= {message.session_id for message in messages if isinstance(message, DraftNodes)}
+            drafts = [message for message in messages if isinstance(message, Drafts)]
+            served |= {NAMES[number] for message in drafts for number in message.numbers.tolist()}
     raise AssertionError("the engine did not come to rest")
 
 
@@ -91,7 +97,7 @@ def test_a_session_with_ids_beyond_our_vocabulary_goes_without_drafts_and_others
     engine.handle(said(commit("strange", 10), commit("plain", 10)))
     output = engine.step()
     assert not output.broken_links
-    assert {message.session_id for message in output.to_verifiers[1]} == {"plain"}
+    assert {NAMES[each.number] for message in output.to_verifiers[1] for each in message} == {"plain"}
 
 
 def test_lag_is_what_the_step_found_to_catch_up_with_and_none_once_it_is_done(tiny_pair, clock):

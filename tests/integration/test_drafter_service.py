@@ -11,10 +11,11 @@ import pytest
 from paceline.core.messages import (
     CloseSession,
     Commit,
-    DraftNodes,
+    Drafts,
     LaggingSession,
     ModelIdentity,
     OpenSession,
+    SessionDrafts,
 )
 from paceline.core.params import SamplingParams
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
@@ -22,10 +23,11 @@ from paceline.wire import draft_request_to_pb, draft_response_from_pb
 from tests.integration.conftest import running_drafter
 
 
-def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 8) -> OpenSession:
+def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 8, number: int = 7) -> OpenSession:
     return OpenSession(
         session_id=session_id,
         epoch=epoch,
+        number=number,
         token_ids=tuple(range(length)),
         prompt_len=length,
         sampling=SamplingParams(max_tokens=64, temperature=0.0),
@@ -76,19 +78,22 @@ async def stream_to(address: str, identity: ModelIdentity | None):
         yield stream
 
 
+async def drafts_of(stream: Stream) -> list[SessionDrafts]:
+    return [each for message in await stream.hear() if isinstance(message, Drafts) for each in message]
+
+
 async def test_an_opened_session_gets_nodes_and_a_commit_prunes_them(tiny_pair):
     async with running_drafter(tiny_pair[1]) as (address, host), stream_to(address, host.identity) as stream:
         await stream.say(opened())
-        nodes = [message for message in await stream.hear() if isinstance(message, DraftNodes)]
-        assert nodes[0].session_id == "s"
-        assert nodes[0].base_len == 10
-        best = nodes[0].nodes[0]
+        [(number, base_len, nodes)] = await drafts_of(stream)
+        assert (number, base_len) == (7, 10)
+        best = nodes[0]
         assert best.parent_id == 0
         await stream.say(committed(token_ids=(best.token_id,)))
         async with asyncio.timeout(20):
-            while nodes[0].base_len == 10:
-                nodes = [message for message in await stream.hear() if isinstance(message, DraftNodes)]
-        assert nodes[0].base_len == 11
+            while base_len == 10:
+                [(number, base_len, nodes)] = await drafts_of(stream)
+        assert base_len == 11
 
 
 async def test_a_commit_for_an_unknown_session_asks_for_it(tiny_pair):
@@ -109,9 +114,9 @@ async def test_a_closed_session_is_freed(tiny_pair):
         await stream.say(opened())
         await stream.hear()
         assert host.num_sessions == 1
-        await stream.say(CloseSession(session_id="s", epoch=1), opened("t"))
+        await stream.say(CloseSession(session_id="s", epoch=1), opened("t", number=8))
         async with asyncio.timeout(20):
-            while not any(message.session_id == "t" for message in await stream.hear()):
+            while not any(each.number == 8 for each in await drafts_of(stream)):
                 pass
         assert host.num_sessions == 1
 

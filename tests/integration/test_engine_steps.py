@@ -28,9 +28,9 @@ class Called(Goodput):
         self.answered = []
         return num_sessions > 0 and self.drafts
 
-    def allocate(self, demands, *, other_rows=0):
+    def allocate(self, demands, picked, *, other_rows=0):
         self.answered = [each.answered for each in demands]
-        return FixedGamma(gamma=4).allocate(demands)
+        return FixedGamma(gamma=4).allocate(demands, picked)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_pair):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
+from paceline.core.messages import Drafts, FinishReason, NodeGuess, SessionDrafts
 from paceline.core.params import (
     DRAFT_MODEL,
     EAGLE3,
@@ -22,7 +22,7 @@ from paceline.core.params import (
     SpeculationParams,
 )
 from paceline.core.target_events import DraftsArrived
-from paceline.core.tree import DraftTree
+from paceline.forest import Forest
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
 from tests.support.heads import random_medusa, save_medusa
@@ -240,16 +240,23 @@ def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(tiny_pai
 
 def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
     added: Counter[str] = Counter()
-    suggest = DraftTree.suggest
+    hang, graft = Forest.hang, Forest.graft
 
-    def counted(tree, parent, token_id, confidence, source):
-        # Trees of drafters take every source at its word; they mirror those that are meant here.
-        if tree._probability is not None and token_id not in parent.children:
-            added[source] += 1
-        return suggest(tree, parent, token_id, confidence, source)
+    def hung(forest, row, parent, token, confidence, source):
+        before = forest.count(row)
+        slot = hang(forest, row, parent, token, confidence, source)
+        added[forest.sources[source]] += forest.count(row) - before
+        return slot
 
-    monkeypatch.setattr(DraftTree, "suggest", counted)
+    def grafted(forest, source, *columns):
+        grafts = graft(forest, source, *columns)
+        added[forest.sources[source]] += int(grafts.counts[:, 0].sum())
+        return grafts
+
+    # Kernels are warmed up with a forest of their own before anything counts.
     pair = EnginePair(*tiny_pair, methods=(DRAFT_MODEL, SUFFIX), policy=FixedGamma(gamma=3))
+    monkeypatch.setattr(Forest, "hang", hung)
+    monkeypatch.setattr(Forest, "graft", grafted)
     for _ in range(2):
         texts(pair, SAMPLINGS["sampled"], 4)
     fates: Counter[str] = Counter()
@@ -362,7 +369,7 @@ def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(tiny_pair, plai
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
     pair.round()
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
-    garbage = DraftNodes(session_id="s0", epoch=1, base_len=10_000, nodes=(guess,))
+    garbage = Drafts.of(SessionDrafts(1, 10_000, [guess]))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[garbage], arrived_s=0.0))
     output = pair.target.step()
     assert DRAFTER in output.broken_links
@@ -386,7 +393,7 @@ def test_wrong_guesses_with_full_confidence_change_nothing(tiny_pair, plain):
             for step in range(1, 5)
         )  # fmt: skip
         node_id += 4
-        nodes = DraftNodes(session_id="s0", epoch=1, base_len=base_len, nodes=guesses)
+        nodes = Drafts.of(SessionDrafts(1, base_len, guesses))
         pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
         pair.round()
     assert pair.sessions["s0"].token_ids == plain["sampled"][0]
@@ -401,7 +408,7 @@ def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_draf
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
     orphan = NodeGuess(node_id=2, parent_id=1, token_id=3, confidence=1.0)
     strange = NodeGuess(node_id=3, parent_id=0, token_id=VOCAB_SIZE, confidence=1.0)
-    nodes = DraftNodes(session_id="s0", epoch=1, base_len=len(prompts(1)[0]), nodes=(orphan, strange))
+    nodes = Drafts.of(SessionDrafts(1, len(prompts(1)[0]), (orphan, strange)))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
     assert pair.target.step().report.late_by == {source: 2}
 

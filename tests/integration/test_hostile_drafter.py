@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import pytest
 from hypothesis import strategies as st
 
-from paceline.core.messages import CommittedTokens, ModelIdentity
+from paceline.core.messages import (
+    CommittedTokens,
+    Drafts,
+    LaggingSession,
+    ModelIdentity,
+    NodeGuess,
+    SessionDrafts,
+)
 from paceline.core.params import BLOCK, COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
+from paceline.core.rejection_sampling import SparseDraft
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire import committed_from_pb, draft_response_to_pb, generate_request_to_pb
 from tests.integration.conftest import know, running_verifier
@@ -28,12 +37,19 @@ NUM_TOKENS = 48
 MOST_NODES = 12
 FLOOD = 3000
 # Close to what is true, so that guesses reach the tree: ids that are reused, parents that are not there, gaps.
+WORDS = st.lists(st.integers(0, 3), max_size=4).map(lambda numbers: struct.pack(f"<{len(numbers)}I", *numbers))
 NEARLY_RIGHT = {
     "session_id": st.sampled_from(("s", "s", "s", "t", "")),
     "epoch": st.sampled_from((1, 1, 1, 0, 2, 2**64 - 1)),
-    "base_len": st.one_of(st.integers(len(PROMPT), len(PROMPT) + NUM_TOKENS), st.sampled_from((0, 1, 2**32 - 1))),
     "have_len": st.one_of(st.integers(0, len(PROMPT) + NUM_TOKENS), st.just(2**32 - 1)),
+    **dict.fromkeys(("sessions", "base_lens", "ends", "node_ids", "parent_ids", "token_ids"), WORDS),
 }
+
+
+class Line(Protocol):
+    """What a drafter says of a session whose number and length are known when it is said."""
+
+    def encoded(self, count: int, number: int, known_len: int, truth: Sequence[int]) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,36 +57,57 @@ class Guesses:
     """Nodes whose place is told when they are sent.
 
     Args:
-        nodes: What is said, but for `base_len`.
+        nodes: What is said.
         offset: `base_len` beyond the committed tokens that the drafter has heard of.
         right: Nodes that get the token that will be chosen, if they are a chain; others keep theirs.
         fresh: Node ids are new with every message, as they ought to be.
     """
 
-    nodes: drafter_pb2.DraftNodes
+    nodes: Sequence[NodeGuess]
     offset: int
     right: Sequence[bool]
     fresh: bool
 
-    def encoded(self, number: int, known_len: int, truth: Sequence[int]) -> bytes:
-        nodes = drafter_pb2.DraftNodes()
-        nodes.CopyFrom(self.nodes)
-        nodes.base_len = max(0, known_len + self.offset)
+    def encoded(self, count: int, number: int, known_len: int, truth: Sequence[int]) -> bytes:
         ahead = truth[known_len - len(PROMPT) :]
+        tokens = [node.token_id for node in self.nodes]
         for index, (right, token_id) in enumerate(zip(self.right, ahead, strict=False)):
             if right:
-                nodes.token_ids[index] = token_id
-        shift = MOST_NODES * number if self.fresh else 0
-        nodes.node_ids[:] = [(node_id + shift) % 2**32 or 1 for node_id in nodes.node_ids]
-        nodes.parent_ids[:] = [(node_id + shift) % 2**32 if node_id else 0 for node_id in nodes.parent_ids]
-        return drafter_pb2.DraftResponse(nodes=[nodes]).SerializeToString()
+                tokens[index] = token_id
+        shift = MOST_NODES * count if self.fresh else 0
+        nodes = [
+            node._replace(
+                node_id=(node.node_id + shift) % 2**32 or 1,
+                parent_id=(node.parent_id + shift) % 2**32 if node.parent_id else 0,
+                token_id=token_id,
+            )
+            for node, token_id in zip(self.nodes, tokens, strict=True)
+        ]
+        said = SessionDrafts(number, max(0, known_len + self.offset), nodes)
+        return draft_response_to_pb([Drafts.of(said)]).SerializeToString()
+
+
+@dataclass(frozen=True)
+class Flood:
+    """Many nodes of the same session, with ids that collide, and as many questions."""
+
+    size: int
+
+    def encoded(self, count: int, number: int, known_len: int, truth: Sequence[int]) -> bytes:
+        chains = [
+            [NodeGuess(first + at, at and first + at - 1, at % VOCAB_SIZE, 1.0) for at in range(self.size)]
+            for first in (1, self.size, 2**31)
+        ]
+        drafts = [Drafts.of(SessionDrafts(number, known_len, chain)) for chain in chains]
+        lagging = [LaggingSession(session_id="s", epoch=1, have_len=1)] * self.size
+        return draft_response_to_pb([*drafts, *lagging]).SerializeToString()
 
 
 class HostileDrafter(grpc.GenericRpcHandler):
     """Greets as it should, then answers every message of a verifier with the next line of its script, in a circle."""
 
     def __init__(self, identity: ModelIdentity) -> None:
-        self.script: Sequence[bytes | Guesses] = ()
+        self.script: Sequence[bytes | Line] = ()
         self.truth: Sequence[int] = ()
         self.num_said = 0
         self._hello = draft_response_to_pb((), draft=identity).SerializeToString()
@@ -82,19 +119,19 @@ class HostileDrafter(grpc.GenericRpcHandler):
 
     async def _draft(self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any) -> AsyncIterator[bytes]:
         del context
-        known_len = len(PROMPT)
+        number, known_len = 0, len(PROMPT)
         async for request in requests:
             if request.HasField("target"):
                 yield self._hello
                 continue
             for opened in request.opens:
-                known_len = len(opened.token_ids)
+                number, known_len = opened.number, len(opened.token_ids)
             for committed in request.commits:
                 known_len = committed.base_len + len(committed.token_ids)
             if self.script:
                 line = self.script[self.num_said % len(self.script)]
                 self.num_said += 1
-                yield line if isinstance(line, bytes) else line.encoded(self.num_said, known_len, self.truth)
+                yield line if isinstance(line, bytes) else line.encoded(self.num_said, number, known_len, self.truth)
 
 
 @asynccontextmanager
@@ -111,7 +148,7 @@ async def hostile_drafter(identity: ModelIdentity) -> AsyncIterator[tuple[str, H
 
 
 async def steps_under(
-    stub, drafter: HostileDrafter, script: Sequence[bytes | Guesses], acceptance: str = COUPLED
+    stub, drafter: HostileDrafter, script: Sequence[bytes | Line], acceptance: str = COUPLED
 ) -> list[Steps]:
     """Sessions until the drafter was heard in one of them; a stream that was lost takes time to come back."""
     drafter.script, drafter.num_said = script, 0
@@ -140,21 +177,11 @@ def trees(size: int) -> st.SearchStrategy[Guesses]:
     )
     return st.builds(
         lambda ids, token_ids, confidences, offset, right, fresh: Guesses(
-            nodes=drafter_pb2.DraftNodes(
-                session_id="s",
-                epoch=1,
-                node_ids=ids[0],
-                parent_ids=ids[1],
-                token_ids=token_ids,
-                confidences=confidences,
-            ),
-            offset=offset,
-            right=right,
-            fresh=fresh,
+            nodes=[*map(NodeGuess, *ids, token_ids, confidences)], offset=offset, right=right, fresh=fresh
         ),
         ids,
         st.one_of(column(size, 0, VOCAB_SIZE + 2), column(size, 0, 2**32 - 1)),
-        st.one_of(st.just([255] * size), column(size, 0, 255)),
+        st.one_of(st.just([1.0] * size), column(size, 0, 255).map(lambda levels: [level / 255 for level in levels])),
         st.sampled_from((0, 0, 0, 0, -1, 1, 500)),
         st.one_of(st.just([True] * (size // 2)), st.lists(st.booleans(), max_size=size)),
         st.booleans(),
@@ -163,10 +190,11 @@ def trees(size: int) -> st.SearchStrategy[Guesses]:
 
 def drawn(guesses: Guesses, weights: list[list[int]]) -> Guesses:
     """Guesses with distributions that pass the decoder, however untrue: what was guessed and some of the next ids."""
-    nodes = drafter_pb2.DraftNodes()
-    nodes.CopyFrom(guesses.nodes)
-    for index, some in enumerate(weights[: len(nodes.node_ids)]):
-        nodes.drafts.add(token_ids=[(nodes.token_ids[index] + rank) % 2**32 for rank in range(len(some))], weights=some)
+    drawn_from = [
+        SparseDraft(token_ids=tuple((node.token_id + rank) % 2**32 for rank in range(len(some))), weights=tuple(some))
+        for node, some in zip(guesses.nodes, weights, strict=False)
+    ]
+    nodes = [node._replace(distribution=each) for node, each in zip(guesses.nodes, drawn_from, strict=True)]
     # A guess that becomes the true token would not be in its distribution any more.
     return replace(guesses, nodes=nodes, right=())
 
@@ -203,7 +231,7 @@ async def tallied(folder: Path, lines: st.SearchStrategy[Any], acceptance: str =
         drafter.truth = plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
         know(host, address)
 
-        async def undisturbed(script: list[bytes | Guesses]) -> None:
+        async def undisturbed(script: list[bytes | Line]) -> None:
             for steps in await steps_under(stub, drafter, script, acceptance):
                 tally.take(steps, plain)
 
@@ -241,24 +269,10 @@ async def test_no_bytes_of_a_drafter_change_a_token_or_keep_a_session_waiting(ti
 
 
 async def test_a_flood_of_guesses_changes_no_token_and_leaves_nothing_behind(tiny_pair) -> None:
-    nodes = [
-        drafter_pb2.DraftNodes(
-            session_id="s",
-            epoch=1,
-            base_len=len(PROMPT),
-            node_ids=range(first, first + FLOOD),
-            parent_ids=[0, *range(first, first + FLOOD - 1)],
-            token_ids=[number % VOCAB_SIZE for number in range(FLOOD)],
-            confidences=[255] * FLOOD,
-        )
-        for first in (1, FLOOD, 2**31)
-    ]
-    lagging = [drafter_pb2.LaggingSession(session_id="s", epoch=1, have_len=1)] * FLOOD
-    flood = drafter_pb2.DraftResponse(nodes=nodes, lagging=lagging).SerializeToString()
     async with running_verifier(tiny_pair[0]) as (stub, host), hostile_drafter(host.identity) as (address, drafter):
         plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
         know(host, address)
-        for steps in await steps_under(stub, drafter, [flood]):
+        for steps in await steps_under(stub, drafter, [Flood(FLOOD)]):
             assert tokens_in(steps) == plain
         await until(lambda: host.num_sessions == 0)
         drafter.script = ()

@@ -71,6 +71,16 @@ async def test_a_stream_goes_on_from_any_of_its_events(fleet: ScriptedFleet, pat
         assert rest[-2][1]["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_stream_that_ended_within_a_step_goes_on_from_any_of_its_events(fleet: ScriptedFleet) -> None:
+    """The proof of a client is of the tokens that it got; the step had one more."""
+    stops = {"stop": [fleet.letters(0, LENGTH)[3:5]], "include_stop_str_in_output": True}
+    whole = events_of((await streamed(fleet, **stops)).text)
+    for number, (event_id, _) in enumerate(whole, start=1):
+        rest = events_of((await streamed(fleet, last=str(event_id), **stops)).text)
+        assert text_of(whole[:number]) + text_of(rest) == text_of(whole) == fleet.letters(0, 5)
+        assert rest[-1][1]["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_a_stream_whose_client_left_goes_on_where_it_stopped(fleet: ScriptedFleet) -> None:
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)

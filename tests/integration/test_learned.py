@@ -64,8 +64,8 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: L
     assert new.mode.learned() != fresh(tiny_pair).target._policy.mode.learned()
     after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))
     after.round()
-    known, learned = (each.target._calibrations._known.values() for each in (after, before))
-    assert [each.learned() for each in known] == [each.learned() for each in learned]
+    known, learned = (each.target.learned()["calibrations"] for each in (after, before))
+    assert known == learned
 
 
 async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession, ToDrafter
+from paceline.core.messages import CloseSession, Commit, Drafts, NodeGuess, OpenSession, SessionDrafts, ToDrafter
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.pairing import DrafterCandidate
 from paceline.core.params import SamplingParams
@@ -107,7 +107,7 @@ class EngineAtWork:
 
     def __init__(self, pair: EnginePair, policy: Goodput) -> None:
         self.schedule = Schedule()
-        self.drafts: list[tuple[float, list[DraftNodes]]] = []
+        self.drafts: list[tuple[float, list[Drafts]]] = []
         self.reports: list[StepReport] = []
         self.events = Events(0)
         self.num_waits = 0
@@ -168,11 +168,11 @@ class EngineAtWork:
         for _ in range(4):
             if told and draft.has_work():
                 said = draft.step().to_verifiers.get(1, [])
-                assert all(isinstance(each, DraftNodes) for each in said)
+                assert all(isinstance(each, Drafts) for each in said)
                 self._drafted_s += DRAFT_S
                 self.events.after(self._drafted_s - self.events.now_s, self._hear(said))
 
-    def _hear(self, said: list[DraftNodes]) -> Act:
+    def _hear(self, said: list[Drafts]) -> Act:
         def hear() -> None:
             now_s = self.events.now_s
             self.drafts.append((now_s, said))
@@ -195,13 +195,10 @@ class Listener:
         """What the verifier knows of it."""
         return DrafterCandidate(address=DRAFTER)
 
-    def pair(self, session_id: str, verifier: SimulatedVerifier) -> None:
-        """It need not know whom it is to answer."""
+    def count(self, change: int) -> None:
+        """It need not know how many sessions it has."""
 
-    def part(self, session_id: str) -> None:
-        """Nothing is to be forgotten."""
-
-    def send(self, messages: Sequence[ToDrafter]) -> None:
+    def send(self, messages: Sequence[ToDrafter], verifier: SimulatedVerifier) -> None:
         """The verifier says something."""
         self.schedule.tell(self._events.now_s, messages)
 
@@ -230,28 +227,27 @@ def engine_at_work(tiny_pair: tuple[Path, Path]) -> tuple[EngineAtWork, EnginePa
     return work, pair
 
 
-def in_plain_words(
-    drafts: list[tuple[float, list[DraftNodes]]], pair: EnginePair
-) -> list[tuple[float, list[DraftNodes]]]:
+def in_plain_words(drafts: list[tuple[float, list[Drafts]]], pair: EnginePair) -> list[tuple[float, list[Drafts]]]:
     """The same drafts of a text that is `RIGHT` over and over: a guess is that where it is the target's own token."""
-    positions: dict[tuple[str, int], int] = {}
+    positions: dict[tuple[int, int], int] = {}
 
-    def translated(message: DraftNodes) -> DraftNodes:
-        asked = ARRIVALS[int(message.session_id)]
-        chosen = pair.sessions[message.session_id].token_ids
-        nodes = []
-        for node in message.nodes:
-            above = positions[message.session_id, node.parent_id] if node.parent_id else message.base_len - 1
-            positions[message.session_id, node.node_id] = above + 1
+    def translated(said: SessionDrafts) -> SessionDrafts:
+        # Sessions have numbers in the order in which they arrive, from 1 on.
+        asked = ARRIVALS[said.number - 1]
+        chosen = pair.sessions[str(asked.number)].token_ids
+        nodes: list[NodeGuess] = []
+        for node in said.nodes:
+            above = positions[said.number, node.parent_id] if node.parent_id else said.base_len - 1
+            positions[said.number, node.node_id] = above + 1
             place = above + 1 - asked.num_prompt_tokens
             right = place < len(chosen) and node.token_id == chosen[place]
             nodes.append(node._replace(token_id=RIGHT if right else 1 + node.token_id))
-        return replace(message, nodes=tuple(nodes))
+        return said._replace(nodes=nodes)
 
-    return [(at_s, [translated(message) for message in said]) for at_s, said in drafts]
+    return [(at_s, [Drafts.of(*map(translated, message)) for message in said]) for at_s, said in drafts]
 
 
-def planner_at_work(drafts: list[tuple[float, list[DraftNodes]]]) -> Schedule:
+def planner_at_work(drafts: list[tuple[float, list[Drafts]]]) -> Schedule:
     """Runs all arrivals, and the drafts, through the planner's verifier."""
     events = Events(0)
     listener = Listener(events)

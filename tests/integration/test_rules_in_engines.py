@@ -13,6 +13,7 @@ from paceline.core.params import BLOCK, NGRAM, REJECTION, SUFFIX, SamplingParams
 from tests.support.checkpoints import EOS_TOKEN_ID
 from tests.support.engines import EnginePair
 from tests.support.plugin_pages import typical_rule
+from tests.support.trees import nodes_of
 
 TYPICAL = "typical"
 OTHERS = [REJECTION, BLOCK, TYPICAL]
@@ -64,7 +65,7 @@ def test_a_chain_has_no_branches_whatever_the_width(tiny_pair, rule):
     while pair.target.has_work():
         pair.round()
         for session in pair.target.scheduler.running:
-            nodes = list(session.tree.nodes())
+            nodes = nodes_of(session.tree)
             assert len({node.position for node in nodes}) == len(nodes)
             most = max(most, len(nodes))
     assert most > 3
@@ -132,5 +133,5 @@ def test_a_drafter_is_equally_sure_of_every_token_of_a_chain(tiny_pair, rule):
     while pair.target.has_work():
         pair.round()
         for session in pair.target.scheduler.running:
-            confidences |= {each for node in session.tree.nodes() for each in node.guesses.values()}
+            confidences |= {each for node in nodes_of(session.tree) for each in node.guesses.values()}
     assert len(confidences) == 1

@@ -26,8 +26,8 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(tiny_pair):
     assert [committed.token_ids for _, committed in early.committed] == [()]
     assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
     pair.hear(early)
-    (nodes,) = pair.draft.step().to_verifiers[1]
-    assert nodes.base_len == len(prompt)
+    (drafts,) = pair.draft.step().to_verifiers[1]
+    assert drafts.base_lens.tolist() == [len(prompt)]
     output = pair.target.step()
     assert output.report.num_prefill_rows == len(prompt)
     # What is counted of a step is counted with it: a report without rows is not.

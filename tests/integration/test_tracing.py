@@ -18,7 +18,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
-from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, DraftNodes, OpenSession
+from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, Drafts, OpenSession, SessionDrafts
 from paceline.core.params import SamplingParams
 from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
@@ -389,6 +389,7 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
     opened = OpenSession(
         session_id="s",
         epoch=2,
+        number=7,
         token_ids=(1, 2),
         prompt_len=2,
         sampling=SamplingParams(max_tokens=9),
@@ -401,7 +402,7 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
         async with traced(DRAFTER, endpoint) as tracer:
             drafts = DraftTraces(tracer)
             drafts.received(1, [opened, commit])
-            drafts.sent(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
+            drafts.sent(1, [Drafts.of(SessionDrafts(7, 2, ()))])
             # An owner that lost the session ends nothing, nor does another verifier's session of that name.
             drafts.received(1, [CloseSession(session_id="s", epoch=1)])
             drafts.received(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])

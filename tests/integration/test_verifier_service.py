@@ -12,7 +12,15 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline.core.messages import VERIFIER, DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
+from paceline.core.messages import (
+    VERIFIER,
+    Drafts,
+    GenerateRequest,
+    ModelIdentity,
+    NodeGuess,
+    OpenSession,
+    SessionDrafts,
+)
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.engine.identity import model_identity
@@ -309,24 +317,28 @@ async def misbehaving_drafter(identity: ModelIdentity, script):
     await server.stop(0)
 
 
+def drafts_for(message, base_len, guess):
+    if not isinstance(message, OpenSession):
+        return None
+    return draft_response_to_pb([Drafts.of(SessionDrafts(message.number, base_len, [guess]))])
+
+
 def far_ahead(message):
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
-    nodes = DraftNodes(session_id=message.session_id, epoch=message.epoch, base_len=10_000, nodes=(guess,))
-    return draft_response_to_pb([nodes])
+    return drafts_for(message, 10_000, guess)
 
 
 def ragged(message):
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
-    nodes = DraftNodes(session_id=message.session_id, epoch=message.epoch, base_len=20, nodes=(guess,))
-    answer = draft_response_to_pb([nodes])
-    answer.nodes[0].parent_ids.append(7)
+    answer = drafts_for(message, 20, guess)
+    if answer is not None:
+        answer.drafts[0].parent_ids += b"\x07\x00\x00\x00"
     return answer
 
 
 def outside_the_vocabulary(message):
     guess = NodeGuess(node_id=1, parent_id=0, token_id=4_000_000_000, confidence=1.0)
-    nodes = DraftNodes(session_id=message.session_id, epoch=message.epoch, base_len=20, nodes=(guess,))
-    return draft_response_to_pb([nodes])
+    return drafts_for(message, 20, guess)
 
 
 @pytest.mark.parametrize("script", [far_ahead, ragged])

@@ -47,6 +47,10 @@ class Engine:
 
     def until(self, done: Callable[[list[list[int]]], object]) -> list[list[int]]:
         end_s = time.monotonic() + PATIENCE_S
+        # Texts must not outgrow the drafter's context, of 512 tokens, before there is a helper.
+        while not metrics_socket(self.instance_id, 0).exists():
+            time.sleep(STEP_S)
+            assert time.monotonic() < end_s
         while True:
             time.sleep(STEP_S)
             sampled = self.batch.step(lambda name: [*self._guesses.get(name, []), len(self.batch.texts[name]) % 7])

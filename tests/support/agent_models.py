@@ -18,14 +18,17 @@ from tests.support.scripted_checkpoint import save_scripted
 Call = tuple[str, Mapping[str, Any]]
 # Programs that people run as agents send instructions of ten thousands of characters.
 CONTEXT_LEN = 65_536
-# The user's last question of the script, and the results since.
+# The user's last question of the script, and the results since; some agents write these as the user.
 STATE = """
 {%- set state = namespace(question=0, results=0) %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}{% set state.results = state.results + 1 %}{% endif %}
 {%- if message.role == 'user' %}
 {%- for question in QUESTIONS %}{% if question in (message.content or '') %}
-{%- set state.question = loop.index %}{% set state.results = 0 %}{% endif %}{% endfor %}{% endif %}{% endfor %}
+{%- set state.question = loop.index %}{% set state.results = 0 %}{% endif %}{% endfor %}
+{%- for result in ('Observation:\n', 'Error:\n') %}
+{%- set state.results = state.results + (message.content or '').split(result) | length - 1 %}{% endfor %}{% endif %}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|' ~ state.question ~ '.' ~ state.results ~ '|>' }}{% endif %}"""
 
 # One system message, and that at the beginning.
@@ -134,13 +137,10 @@ class Family:
     spell: Callable[[Sequence[Call]], str]
     thinks: bool = False
 
-    def text(self, said: Said, number: int) -> str | tuple[str, ...]:
-        """Returns an answer as this family writes it, in tokens where a grammar may bind it."""
+    def text(self, said: Said, number: int) -> str:
+        """Returns an answer as this family writes it."""
         thought = f"<think>\nStep {number}.\n</think>\n\n" if self.thinks else ""
-        text = self.spell(said.calls) if said.calls else said.text
-        if said.free:
-            return thought + text
-        return (thought, text) if thought else (text,)
+        return thought + (self.spell(said.calls) if said.calls else said.text)
 
 
 def _hermes(calls: Sequence[Call]) -> str:

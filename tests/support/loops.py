@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count as numbers_from
 from typing import Any
 
 from paceline.core.acceptance_rules import Verdict
@@ -18,24 +19,25 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
     Commit,
     CommittedTokens,
-    DraftNodes,
+    Drafts,
     GenerateRequest,
     LaggingSession,
     NodeGuess,
     OpenSession,
     PositionLogprobs,
+    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.planned_step import StepPlan
+from paceline.core.params import METHODS, SamplingParams, SpeculationParams
+from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
-from paceline.forest import NONE, ROOT
+from paceline.forest import NONE, ROOT, Forest
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -81,7 +83,12 @@ class VerifierLoop:
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=1 + self.max_rows // BLOCK_SIZE)
         limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows, max_model_len=4096)
         self.scheduler: Scheduler[ScheduledSession] = Scheduler(
-            pool=self.pool, scratch=self.scratch, limits=limits, policy=self.policy, tier=DrafterTier(VOCAB_SIZE)
+            pool=self.pool,
+            scratch=self.scratch,
+            limits=limits,
+            policy=self.policy,
+            tier=DrafterTier(VOCAB_SIZE),
+            forest=Forest(METHODS),
         )
         self.sessions: list[ScheduledSession] = []
         self._num_guessed = 0
@@ -102,6 +109,7 @@ class VerifierLoop:
             self.pool,
             max_model_len=4096,
             drafter_address=DRAFTER,
+            forest=self.scheduler.forest,
             submitted_s=self.now_s,
             price=self.policy.price,
         )
@@ -126,8 +134,8 @@ class VerifierLoop:
         ids = range(self._num_guessed + 1, self._num_guessed + 1 + len(tokens))
         self._num_guessed += len(tokens)
         parents = (0, *ids[:-1])
-        nodes = tuple(NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True))
-        self.say(DraftNodes(session_id=session.session_id, epoch=session.epoch, base_len=base_len, nodes=nodes))
+        nodes = [NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True)]
+        self.say(Drafts.of(SessionDrafts(session.link.number, base_len, nodes)))
 
     def step(self, seconds: float = 0.01) -> StepPlan[ScheduledSession]:
         """Plans a step, runs it, and commits what the target chose."""
@@ -139,19 +147,21 @@ class VerifierLoop:
         for part in [part for part in plan.parts if part.judged]:
             told = [PositionLogprobs(token_id=position + 1, logprob=-1.0) for position in part.judged]
             self._hear([(part.session.serial, part.session.hand_out_prompt(told))])
-        for part in [part for part in plan.parts if part.commits]:
-            tokens = walk(part.session.tree.root, part.nodes, lambda node: node.position + 1)
-            for count, token in enumerate(tokens, start=1):
-                if part.session.ends_with(token):
-                    tokens = tokens[:count]
-                    break
-            verdict = Verdict(token_ids=tokens)
-            self._hear([self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self.now_s)])
+        judged = [(part, self._judge(part)) for part in plan.parts if part.commits]
+        self._hear(self.scheduler.commit(judged, batch_size=batch_size, now_s=self.now_s))
         self.scheduler.moves.clear()
         self.scheduler.end_step(plan, self.now_s)
         self.report = self.scheduler.take_report(plan)
         self._pass_on()
         return plan
+
+    @staticmethod
+    def _judge(part: Part[ScheduledSession]) -> Verdict:
+        tokens = walk(part.root, part.nodes, lambda node: node.position + 1)
+        for count, token in enumerate(tokens, start=1):
+            if part.session.ends_with(token):
+                return Verdict(token_ids=tokens[:count])
+        return Verdict(token_ids=tokens)
 
     def run(self) -> None:
         """Steps until every session has ended."""
@@ -206,6 +216,7 @@ class DrafterLoop:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=self.num_scratch_blocks)
+        self._numbers = numbers_from(1)
         limits = DraftLimits(
             width=self.width,
             max_rows=self.max_rows,
@@ -240,6 +251,7 @@ class DrafterLoop:
         opened = OpenSession(
             session_id=name,
             epoch=1,
+            number=next(self._numbers),
             token_ids=tuple(range(prompt_len)),
             prompt_len=prompt_len,
             sampling=SamplingParams(max_tokens=50),
@@ -283,8 +295,9 @@ class DrafterLoop:
 
     def guessed(self, name: str, link: int = 1) -> list[int]:
         """Tokens of all nodes that a session's verifier was sent since the last call, in their order."""
-        mine = [each for each in self.said.pop(link, []) if isinstance(each, DraftNodes) and each.session_id == name]
-        return [node.token_id for each in mine for node in each.nodes]
+        number = self.session(name, link).number
+        drafts = [each for each in self.said.pop(link, []) if isinstance(each, Drafts)]
+        return [node.token_id for each in drafts for mine in each if mine.number == number for node in mine.nodes]
 
     def lagging(self, link: int = 1) -> list[tuple[str, int]]:
         """Sessions that were told to lag since the last call, and the tokens that each has."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from paceline.core.messages import CloseSession, Commit, DraftNodes, NodeGuess, OpenSession, ToDrafter, ToVerifier
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    Drafts,
+    NodeGuess,
+    OpenSession,
+    SessionDrafts,
+    ToDrafter,
+    ToVerifier,
+)
 
 
 class ToldDrafter:
@@ -23,6 +32,7 @@ class ToldDrafter:
         self._length = length
         self._confidence = confidence
         self._known: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._ids = itertools.count(1)
 
     @property
@@ -39,6 +49,7 @@ class ToldDrafter:
         match message:
             case OpenSession():
                 self._known[message.session_id] = len(message.token_ids)
+                self._numbers[message.session_id] = message.number
             case Commit():
                 assert message.base_len == self._known[message.session_id], "a verifier tells all"
                 self._known[message.session_id] += len(message.token_ids)
@@ -47,9 +58,9 @@ class ToldDrafter:
                 return None
             case _:
                 return None
-        return self._chain(message.session_id, message.epoch) if message.price < 1.0 else None
+        return self._chain(message.session_id) if message.price < 1.0 else None
 
-    def _chain(self, session_id: str, epoch: int) -> DraftNodes:
+    def _chain(self, session_id: str) -> Drafts:
         known = self._known[session_id]
         guesses = [self.text[position] for position in range(known, min(known + self._length, len(self.text)))]
         nodes, parent = [], 0
@@ -57,4 +68,4 @@ class ToldDrafter:
             node_id = next(self._ids)
             nodes.append(NodeGuess(node_id, parent, token_id, self._confidence))
             parent = node_id
-        return DraftNodes(session_id=session_id, epoch=epoch, base_len=known, nodes=tuple(nodes))
+        return Drafts.of(SessionDrafts(self._numbers[session_id], known, nodes))

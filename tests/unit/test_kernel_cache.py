@@ -12,33 +12,34 @@ import numba
 import pytest
 
 import paceline
-from paceline.kernel_cache import SOURCES, cache_folder, take_shipped
+from paceline.kernel_cache import ARITHMETIC, FOREST, cache_folder, take_shipped
 
 PACKAGE = Path(paceline.__file__).parent
 
 
 def copy_of_sources(folder: Path) -> Path:
-    for name in SOURCES:
+    for name in (*ARITHMETIC, *FOREST):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((PACKAGE / name).read_bytes())
     return folder
 
 
-def test_a_change_in_any_source_leads_to_another_folder(tmp_path):
+@pytest.mark.parametrize("sources", [ARITHMETIC, FOREST], ids=["arithmetic", "forest"])
+def test_a_change_in_any_source_leads_to_another_folder(tmp_path, sources):
     package = copy_of_sources(tmp_path)
-    seen = {cache_folder({}, package)}
-    for count, name in enumerate(SOURCES, start=2):
+    seen = {cache_folder({}, package, sources)}
+    for count, name in enumerate(sources, start=2):
         with (package / name).open("a") as file:
             file.write("# changed\n")
-        seen.add(cache_folder({}, package))
+        seen.add(cache_folder({}, package, sources))
         assert len(seen) == count
 
 
 def test_kernels_are_kept_in_the_users_cache_or_where_the_environment_says(tmp_path):
     package = copy_of_sources(tmp_path)
-    cached = cache_folder({"XDG_CACHE_HOME": str(tmp_path / "c")}, package)
+    cached = cache_folder({"XDG_CACHE_HOME": str(tmp_path / "c")}, package, ARITHMETIC)
     assert cached.parent == tmp_path / "c" / "paceline"
-    elsewhere = cache_folder({"NUMBA_CACHE_DIR": str(tmp_path / "d")}, package)
+    elsewhere = cache_folder({"NUMBA_CACHE_DIR": str(tmp_path / "d")}, package, ARITHMETIC)
     assert elsewhere == tmp_path / "d" / cached.name
     assert Path(numba.config.CACHE_DIR).name == cached.name, "this very code runs from there"
 
@@ -75,7 +76,7 @@ def test_every_module_that_makes_compiled_code_is_a_source():
         r"^(from|import) numba|kernel_cache import .*njit|row_kernels import|@intrinsic", re.MULTILINE
     )
     found = {path for path in PACKAGE.rglob("*.py") if makes_code.search(path.read_text())}
-    assert found <= {PACKAGE / name for name in SOURCES}
+    assert found <= {PACKAGE / name for name in (*ARITHMETIC, *FOREST)}
 
 
 def test_no_kernel_is_decorated_before_its_folder_is_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from paceline.core.messages import (
     CloseSession,
     Commit,
     CommittedTokens,
-    DraftNodes,
+    Drafts,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -23,9 +24,11 @@ from paceline.core.messages import (
     NodeGuess,
     OpenSession,
     PositionLogprobs,
+    SessionDrafts,
     SpeculationRecord,
     Timings,
     TokenFate,
+    ToVerifier,
 )
 from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import MAX_WEIGHT, SparseDraft
@@ -182,21 +185,21 @@ guesses = st.builds(
     parent_id=uint32,
     token_id=uint32,
     confidence=st.integers(0, 255).map(lambda level: level / 255),
-    draft=st.none(),
+    distribution=st.none(),
 )
 sparse_drafts = st.dictionaries(uint32, st.integers(1, 65535), min_size=1, max_size=64).map(
     lambda weights: SparseDraft(token_ids=tuple(weights), weights=tuple(weights.values()))
 )
 drawn_guesses = st.builds(
-    lambda guess, draft: guess._replace(token_id=draft.token_ids[-1], draft=draft), guesses, sparse_drafts
+    lambda guess, drawn: guess._replace(token_id=drawn.token_ids[-1], distribution=drawn), guesses, sparse_drafts
 )
-nodes = st.builds(
-    DraftNodes,
-    session_id=session_ids,
-    epoch=uint64,
-    base_len=uint32,
-    nodes=(st.lists(guesses, max_size=4) | st.lists(drawn_guesses, max_size=4)).map(tuple),
-)
+some_drafts = st.one_of(
+    st.lists(
+        st.builds(SessionDrafts, number=uint32, base_len=uint32, nodes=st.lists(each, min_size=1, max_size=4)),
+        max_size=3,
+    )
+    for each in (guesses, drawn_guesses)
+).map(lambda sessions: Drafts.of(*sessions))
 lagging = st.builds(LaggingSession, session_id=session_ids, epoch=uint64, have_len=uint32)
 
 
@@ -260,15 +263,19 @@ def test_a_verifiers_messages_come_back_as_opens_commits_closes(
     )
 
 
-@given(st.none() | identities, st.lists(nodes, max_size=3), st.lists(lagging, max_size=2))
+@given(st.none() | identities, st.lists(some_drafts, max_size=2), st.lists(lagging, max_size=2))
 def test_a_drafters_messages_come_back_as_nodes_then_lagging(
-    draft: ModelIdentity | None, some_nodes: list[DraftNodes], some_lagging: list[LaggingSession]
+    draft: ModelIdentity | None, drafts: list[Drafts], some_lagging: list[LaggingSession]
 ) -> None:
-    data = wire.draft_response_to_pb([*some_lagging, *some_nodes], draft).SerializeToString()
-    assert wire.draft_response_from_pb(drafter_pb2.DraftResponse.FromString(data)) == (
-        draft,
-        [*some_nodes, *some_lagging],
-    )
+    data = wire.draft_response_to_pb([*some_lagging, *drafts], draft).SerializeToString()
+    identity, received = wire.draft_response_from_pb(drafter_pb2.DraftResponse.FromString(data))
+    assert identity == draft
+    assert plain(received) == plain([*drafts, *some_lagging])
+
+
+def plain(messages: Sequence[ToVerifier]) -> list[object]:
+    """Messages that can be compared."""
+    return [list(each) if isinstance(each, Drafts) else each for each in messages]
 
 
 def opened(session_id: str, num_tokens: int) -> OpenSession:
@@ -300,10 +307,8 @@ def test_a_session_larger_than_a_part_has_a_part_of_its_own() -> None:
 
 def test_a_drafters_answers_are_split_too() -> None:
     draft = SparseDraft(token_ids=tuple(range(2**31, 2**31 + 64)), weights=(MAX_WEIGHT,) * 64)
-    nodes = tuple(
-        NodeGuess(node_id=2**31 + index, parent_id=0, token_id=2**31, confidence=1.0, draft=draft) for index in range(8)
-    )
-    said = [DraftNodes(session_id=f"s{index}", epoch=1, base_len=1, nodes=nodes) for index in range(2_000)]
+    nodes = [NodeGuess(2**31 + index, 0, 2**31, 1.0, draft) for index in range(8)]
+    said = [Drafts.of(SessionDrafts(index, 1, nodes)) for index in range(2_000)]
     parts = list(wire.in_parts(said))
     assert [message for part in parts for message in part] == said
     assert len(parts) > 1
@@ -313,10 +318,10 @@ def test_a_drafters_answers_are_split_too() -> None:
 @given(st.floats(0, 1))
 def test_a_confidence_loses_at_most_half_a_255th(confidence: float) -> None:
     guess = NodeGuess(node_id=1, parent_id=0, token_id=5, confidence=confidence)
-    sent = DraftNodes(session_id="s", epoch=0, base_len=1, nodes=(guess,))
+    sent = Drafts.of(SessionDrafts(1, 1, [guess]))
     _, (received,) = wire.draft_response_from_pb(wire.draft_response_to_pb([sent]))
-    assert isinstance(received, DraftNodes)
-    assert abs(received.nodes[0].confidence - confidence) <= 0.5 / 255 + 1e-12
+    assert isinstance(received, Drafts)
+    assert abs(received.confidences[0] - confidence) <= 0.5 / 255 + 1e-12
 
 
 def test_the_trace_context_of_a_generate_request_travels_beside_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import GenerateRequest
+from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 
 TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
+IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=9, context_len=9)
 REQUEST = GenerateRequest(
     session_id="s",
     epoch=1,
@@ -66,29 +68,66 @@ def test_numbers_too_large_for_the_wire_are_refused_by_field(field: str, params:
     assert caught.value.field == field
 
 
-def draft_response(**lists: list[int]) -> drafter_pb2.DraftResponse:
-    whole = {"node_ids": [1], "parent_ids": [0], "token_ids": [7], "confidences": [9]}
-    entry = drafter_pb2.DraftNodes(session_id="s", epoch=1, base_len=1, **(whole | lists))
-    return drafter_pb2.DraftResponse(nodes=[entry])
+def draft_response(**columns: bytes) -> drafter_pb2.DraftResponse:
+    whole = {
+        "sessions": word(1),
+        "base_lens": word(1),
+        "ends": word(1),
+        "node_ids": word(1),
+        "parent_ids": word(0),
+        "token_ids": word(7),
+        "confidences": b"\x09",
+    }
+    return drafter_pb2.DraftResponse(drafts=[drafter_pb2.Drafts(**(whole | columns))])
 
 
-def test_a_malformed_tree_is_refused_by_field() -> None:
-    for lists in (
-        {"parent_ids": []},
-        {"token_ids": [1, 2]},
-        {"confidences": []},
-        {"confidences": [256]},
-        {"node_ids": [0]},
-    ):
-        (field,) = lists
-        with pytest.raises(RemoteProtocolError, match=rf"DraftNodes\.{field}"):
-            wire.draft_response_from_pb(draft_response(**lists))
+def word(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+@pytest.mark.parametrize(
+    ("field", "column"),
+    [
+        ("sessions", b"\x01\x00\x00"),
+        ("base_lens", b""),
+        ("ends", word(2)),
+        ("ends", word(0)),
+        ("ends", word(1, 1)),
+        ("parent_ids", b""),
+        ("token_ids", word(1, 2)),
+        ("confidences", b""),
+        ("node_ids", word(0)),
+        ("node_ids", b"\x01"),
+    ],
+)
+def test_malformed_columns_are_refused_by_field(field: str, column: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"Drafts\.{field}"):
+        wire.draft_response_from_pb(draft_response(**{field: column}))
+
+
+def test_ends_that_fall_are_refused() -> None:
+    message = draft_response(sessions=word(1, 2, 3), base_lens=word(1, 1, 1), ends=word(2**31 + 1, 0, 1))
+    with pytest.raises(RemoteProtocolError, match=r"Drafts\.ends: must grow"):
+        wire.draft_response_from_pb(message)
+
+
+def test_a_peer_of_another_version_is_refused_and_both_versions_are_named() -> None:
+    hello = wire.draft_response_to_pb((), IDENTITY)
+    hello.protocol = 0
+    with pytest.raises(RemoteProtocolError, match="the drafter speaks version 1 of the draft protocol, and we speak 2"):
+        wire.draft_response_from_pb(hello)
+    request = wire.draft_request_to_pb((), IDENTITY)
+    request.protocol = 3
+    with pytest.raises(RemoteProtocolError, match="the verifier speaks version 3"):
+        wire.draft_request_from_pb(request)
 
 
 def test_a_distribution_is_wanted_for_every_node_or_for_none() -> None:
-    message = draft_response(node_ids=[1, 2], parent_ids=[0, 1], token_ids=[7, 7], confidences=[9, 9])
-    message.nodes[0].drafts.add(token_ids=[7], weights=[1])
-    with pytest.raises(RemoteProtocolError, match=r"DraftNodes\.drafts: has 1 entries, node_ids has 2"):
+    message = draft_response(
+        ends=word(2), node_ids=word(1, 2), parent_ids=word(0, 1), token_ids=word(7, 7), confidences=b"\x09\x09"
+    )
+    message.drafts[0].distributions.add(token_ids=[7], weights=[1])
+    with pytest.raises(RemoteProtocolError, match=r"Drafts\.distributions: has 1 entries, where 2 are expected"):
         wire.draft_response_from_pb(message)
 
 
@@ -106,7 +145,7 @@ def test_a_distribution_is_wanted_for_every_node_or_for_none() -> None:
 )
 def test_a_malformed_distribution_is_refused_by_field(token_ids: list[int], weights: list[int], problem: str) -> None:
     message = draft_response()
-    message.nodes[0].drafts.add(token_ids=token_ids, weights=weights)
+    message.drafts[0].distributions.add(token_ids=token_ids, weights=weights)
     with pytest.raises(RemoteProtocolError, match=f"SparseDraft.{problem}"):
         wire.draft_response_from_pb(message)
 
@@ -121,6 +160,7 @@ BAD = common_pb2.SamplingParams(max_tokens=1, temperature=-1.0)
         ({"sampling": BAD}, "sampling.temperature"),
         ({"prompt_len": 3}, "prompt_len"),
         ({"prompt_len": 0}, "prompt_len"),
+        ({"number": 2**31}, "number"),
         ({"price": float("nan")}, "price"),
         ({"price": 1.5}, "price"),
         ({"acceptance": "lucky"}, "acceptance"),
@@ -145,7 +185,7 @@ def test_a_malformed_open_is_refused_by_field(changes: dict[str, Any], field: st
 
 
 def test_an_identity_without_vocabulary_is_refused() -> None:
-    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"))
+    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"), protocol=2)
     with pytest.raises(RemoteProtocolError, match=r"ModelIdentity\.vocab_hash"):
         wire.draft_request_from_pb(request)
 

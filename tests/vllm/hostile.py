@@ -12,40 +12,42 @@ from typing import Any
 
 import grpc
 
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import Drafts, ModelIdentity, NodeGuess, SessionDrafts
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire import draft_response_to_pb
 
 FLOOD_NODES, FLOOD_MESSAGES = 1000, 100
 NO_TOKEN = 2**31
 
-# What it says of a session of which it has heard: its id, its epoch, and how long it is.
-Script = Callable[[str, int, int], Iterator[bytes]]
+# A number that no session has.
+NOBODY = 10**9
+# What it says of a session of which it has heard: its number, and how long it is.
+Script = Callable[[int, int], Iterator[bytes]]
 _ids = itertools.count(1)
 
 
-def flood(session_id: str, epoch: int, length: int) -> Iterator[bytes]:
+def flood(number: int, length: int) -> Iterator[bytes]:
     """Far more guesses than anybody asked for, all of them the next token."""
     for _ in range(FLOOD_MESSAGES):
-        yield _nodes(session_id, epoch, length, list(range(FLOOD_NODES)))
+        yield _nodes(number, length, list(range(FLOOD_NODES)))
 
 
-def no_tokens(session_id: str, epoch: int, length: int) -> Iterator[bytes]:
+def no_tokens(number: int, length: int) -> Iterator[bytes]:
     """Guesses that are no tokens."""
-    yield _nodes(session_id, epoch, length, [NO_TOKEN] * 4)
-    yield _nodes(session_id, epoch, length, [2**32 - 1])
+    yield _nodes(number, length, [NO_TOKEN] * 4)
+    yield _nodes(number, length, [2**32 - 1])
 
 
-def wrong_guesses(session_id: str, epoch: int, length: int) -> Iterator[bytes]:
+def wrong_guesses(number: int, length: int) -> Iterator[bytes]:
     """Tokens that are hardly ever right, with full confidence, also of sessions and places that are not there."""
-    yield _nodes(session_id, epoch, length, [1, 2, 3])
-    yield _nodes(session_id, epoch, length + 500, [4])
-    yield _nodes("nobody", epoch, length, [5])
+    yield _nodes(number, length, [1, 2, 3])
+    yield _nodes(number, length + 500, [4])
+    yield _nodes(NOBODY, length, [5])
 
 
-def garbage(session_id: str, epoch: int, length: int) -> Iterator[bytes]:
+def garbage(number: int, length: int) -> Iterator[bytes]:
     """Bytes that are no message."""
-    del session_id, epoch, length
+    del number, length
     yield b"\xff" * 64
 
 
@@ -79,13 +81,15 @@ class HostileDrafter(grpc.GenericRpcHandler):
 
     async def _draft(self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any) -> AsyncIterator[bytes]:
         del context
+        numbers: dict[str, int] = {}
         async for request in requests:
             if request.HasField("target"):
                 self.num_met += 1
                 yield self._hello
+            numbers |= {opened.session_id: opened.number for opened in request.opens}
             for heard in (*request.opens, *request.commits):
                 known = getattr(heard, "base_len", 0) + len(heard.token_ids)
-                for line in self._script(heard.session_id, heard.epoch, known):
+                for line in self._script(numbers[heard.session_id], known):
                     self.num_said += 1
                     yield line
 
@@ -127,15 +131,7 @@ def _serve(loop: asyncio.AbstractEventLoop, ready: threading.Event, port: int, d
     loop.close()
 
 
-def _nodes(session_id: str, epoch: int, base_len: int, token_ids: list[int]) -> bytes:
+def _nodes(number: int, base_len: int, token_ids: list[int]) -> bytes:
     """Children of the last committed token."""
-    nodes = drafter_pb2.DraftNodes(
-        session_id=session_id,
-        epoch=epoch,
-        base_len=base_len,
-        node_ids=list(itertools.islice(_ids, len(token_ids))),
-        parent_ids=[0] * len(token_ids),
-        token_ids=token_ids,
-        confidences=[255] * len(token_ids),
-    )
-    return drafter_pb2.DraftResponse(nodes=[nodes]).SerializeToString()
+    nodes = [NodeGuess(node_id, 0, token_id, 1.0) for token_id, node_id in zip(token_ids, _ids, strict=False)]
+    return draft_response_to_pb([Drafts.of(SessionDrafts(number, base_len, nodes))]).SerializeToString()

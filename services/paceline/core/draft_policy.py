@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+
+import numpy as np
 
 from paceline.core.drafting_mode import DraftingMode, Mode
 from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth
 from paceline.core.moving_average import MovingAverage
-from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepTimes
-from paceline.core.tree import DraftTree, Node, best_nodes
-from paceline.core.wait_for_drafts import Prospect
+from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
+from paceline.forest import Ints, Picked
 
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
 MOST_PRICE = 0.99
@@ -30,29 +30,14 @@ class Demand:
     """One decoding session, as the policy sees it.
 
     Args:
-        tree: Its guesses.
         cap: Most nodes it may have verified.
-        chain: Whether they must be one chain.
         drafted: Whether a drafter is there for it.
         answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
     """
 
-    tree: DraftTree
     cap: int
-    chain: bool = False
     drafted: bool = True
     answered: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """What a step verifies.
-
-    Args:
-        nodes: One tuple a session, parents before children.
-    """
-
-    nodes: tuple[tuple[Node, ...], ...]
 
 
 class Goodput:
@@ -132,25 +117,29 @@ class Goodput:
             self._price, self._answered = None, True
         return drafts
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput, for a step that drafts.
 
         Args:
             demands: The sessions that decode.
+            picked: The best nodes of each, within its cap and `max_nodes`.
             other_rows: Rows of the step that are taken (prefill).
+
+        Returns:
+            How many of its best nodes each session verifies, int32 `[sessions]`.
         """
+        held = np.where(picked.survivals >= LEAST_SURVIVAL, picked.survivals, 0.0)
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
-        ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
-        chosen: list[list[Node]] = [[] for _ in demands]
+        ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - len(demands))]
+        count = 0
         if demands:
             step = Steps(self.times.table, len(demands), other_rows)
-            best = step.best([survival for survival, _, _ in ranked])
+            best = step.best(ranked)
             self._set_prices(step.price(best), reads=other_rows > 0)
-            for _, index, node in ranked[: best.count]:
-                chosen[index].append(node)
+            count = best.count
         drafted = [each.answered for each in demands if each.drafted and each.cap]
         self._answered = 2 * sum(drafted) >= len(drafted)
-        return Allocation(nodes=tuple(map(tuple, chosen)))
+        return best_each(held, count)
 
     def _set_prices(self, price: float, *, reads: bool) -> None:
         self.least_survival = price
@@ -180,10 +169,16 @@ class Goodput:
             answered=self._answered,
         )
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective."""
-        gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
-        return is_worth(gain, expected, cost_s=wait_s, step_s=step_s)
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
+        """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
+
+        Args:
+            expected: Tokens of each session in a step now, `[sessions]`.
+            gains: What the next nodes would add, `[sessions]`.
+            wait_s: See above.
+            step_s: See above.
+        """
+        return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
@@ -198,18 +193,6 @@ class Goodput:
         """
         seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
         return best_prefix(expected, gains, seconds).count
-
-    def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
-        ranked = [
-            (survival, index, node)
-            for index, each in enumerate(demands)
-            if each.cap and each.tree.root.children
-            for node in best_nodes(each.tree, min(self.max_nodes, each.cap), chain=each.chain)
-            if (survival := each.tree.survival(node)) >= LEAST_SURVIVAL
-        ]
-        # Of equals those that came first stay first, so parents before children.
-        ranked.sort(key=itemgetter(0), reverse=True)
-        return ranked
 
 
 class FixedGamma(Goodput):
@@ -232,23 +215,36 @@ class FixedGamma(Goodput):
         """Drafts wherever a session may speculate."""
         return num_sessions > 0 and self.drafts
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
-        return Allocation(
-            nodes=tuple(
-                tuple(best_nodes(each.tree, min(self.max_nodes, each.cap), chain=each.chain)) for each in demands
-            )
-        )
+        return best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
 
     def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
         """Learns nothing."""
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
-        return any(each.gain for each in prospects)
+        return bool(gains.any())
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
         """All of them."""
         return len(gains)
+
+
+def best_each(survivals: Floats, count: int) -> Ints:
+    """How many of its best nodes each session gets when `count` of all are taken, of equals those that come first.
+
+    Args:
+        survivals: Of the nodes of each session, best first, `[sessions, most]`; those that are not taken become 0.
+        count: Most nodes of all sessions.
+    """
+    flat = survivals[survivals > 0.0]
+    if count < len(flat):
+        least = np.partition(flat, len(flat) - count)[len(flat) - count] if count else np.inf
+        ties = survivals == least
+        left = count - int((survivals > least).sum())
+        survivals[(survivals < least) | (ties & (np.cumsum(ties).reshape(ties.shape) > left))] = 0.0
+    counts: Ints = (survivals > 0.0).sum(axis=1, dtype=np.int32)
+    return counts

@@ -14,13 +14,12 @@ from operator import attrgetter
 from typing import Generic
 
 from paceline.core.draft_plan import CatchingUp, DraftPlan, SessionT
-from paceline.core.drafted_trees import DraftedTrees, NewTokens
+from paceline.core.drafted_trees import DraftedTrees, FreshTokens, Messages
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
     CommittedStates,
-    DraftNodes,
     LaggingSession,
     OpenSession,
     ToDrafter,
@@ -112,7 +111,7 @@ class DraftScheduler(Generic[SessionT]):
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
         # Commits that the trees do not know yet, and who catches up in the step under way.
-        self._commits: list[NewTokens[SessionT]] = []
+        self._commits: list[FreshTokens[SessionT]] = []
         self._computing: list[SessionT] = []
 
     @property
@@ -234,7 +233,7 @@ class DraftScheduler(Generic[SessionT]):
                 self._queue(key[0], lagging)
                 self.trees.place(session)
             case tuple() as fresh:
-                self._commits.append(NewTokens(session, base_len, fresh))
+                self._commits.append(FreshTokens(session, base_len, fresh))
             case None:
                 self.trees.place(session)
 
@@ -246,9 +245,9 @@ class DraftScheduler(Generic[SessionT]):
             self.moves += moves
             self._send(nodes)
 
-    def _send(self, nodes: Sequence[tuple[SessionT, DraftNodes]]) -> None:
-        for session, message in nodes:
-            self._queue(session.link, message)
+    def _send(self, messages: Messages) -> None:
+        for link, message in messages:
+            self._queue(link, message)
 
     def _ask_again(self, key: Key, session: SessionT, message: Commit) -> None:
         """Asks the verifier for the features of what was given up, once there is room: only the verifier has them."""

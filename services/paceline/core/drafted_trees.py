@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from paceline.core.draft_plan import Growing, Offer, SessionT
-from paceline.core.messages import DraftNodes, NodeGuess
+from paceline.core.messages import Drafts, sizes_of
 from paceline.core.pages import SlotPool
 from paceline.core.params import DRAFT_MODEL
-from paceline.forest import NONE, ROOT, Forest, Ints, Pushed, rows_of
+from paceline.forest import NONE, ROOT, Forest, Ints, rows_of
 
-# What goes to verifiers, with the sessions it is of.
-Messages = list[tuple[SessionT, DraftNodes]]
+# What goes to verifiers, by their streams.
+Messages = list[tuple[int, Drafts]]
 
 
-class NewTokens(NamedTuple, Generic[SessionT]):
+class FreshTokens(NamedTuple, Generic[SessionT]):
     """Tokens that were committed after the first `base_len` of a session."""
 
     session: SessionT
@@ -110,7 +111,7 @@ class DraftedTrees(Generic[SessionT]):
         """Name of a node on the wire; 0: the root."""
         return 0 if slot == ROOT else int(self.forest.arrays.nodes["id"][session.row, slot])
 
-    def commit(self, commits: Sequence[NewTokens[SessionT]]) -> tuple[list[tuple[int, int]], Messages[SessionT]]:
+    def commit(self, commits: Sequence[FreshTokens[SessionT]]) -> tuple[list[tuple[int, int]], Messages]:
         """Follows committed tokens.
 
         Returns:
@@ -155,29 +156,43 @@ class DraftedTrees(Generic[SessionT]):
             np.array([_padded(offer.confidences, width, 0.0) for offer in offers]).reshape(-1, width),
         )
 
-    def push(self, rows: Ints | None = None, *, at_once: bool = False) -> Messages[SessionT]:
+    def push(self, rows: Ints | None = None, *, at_once: bool = False) -> Messages:
         """Nodes that are due after a draft step, of sessions in some rows or of all."""
         rows = self._rows if rows is None else rows
         pushed = self.forest.push(rows, room=self._has_room, context_len=self._context_len, at_once=at_once)
-        if not pushed.ends.any():
+        due = sizes_of(pushed.ends) > 0
+        if not due.any():
             return []
-        guesses = [*map(NodeGuess, *(column.tolist() for column in pushed.columns))]
-        messages: Messages[SessionT] = []
-        start = 0
-        for row, end in zip(rows.tolist(), pushed.ends.tolist(), strict=True):
-            if end > start:
-                session = self._sessions[row]
-                nodes = guesses[start:end]
-                if session.chain:
-                    nodes = list(_with_drafts(session, nodes, pushed, start))
-                messages.append((session, session.message(nodes)))
-            start = end
-        return messages
+        sessions = [self._sessions[row] for row in rows[due].tolist()]
+        ids, parent_ids, tokens, confidences = pushed.columns
+        drafts = Drafts(
+            numbers=rows_of(each.number for each in sessions),
+            base_lens=rows_of(len(each.tokens) for each in sessions),
+            ends=pushed.ends[due],
+            ids=ids,
+            parent_ids=parent_ids,
+            tokens=tokens,
+            confidences=confidences,
+        )
+        return _by_stream(sessions, drafts, pushed.positions)
 
 
-def _with_drafts(session: SessionT, nodes: Sequence[NodeGuess], pushed: Pushed, start: int) -> Iterator[NodeGuess]:
-    for place, node in enumerate(nodes, start):
-        yield node._replace(draft=session.drafts.get(int(pushed.positions[place])))
+def _by_stream(sessions: Sequence[SessionT], drafts: Drafts, positions: Ints) -> Messages:
+    """A message for each verifier, and one for each chain, whose guesses have distributions."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, session in enumerate(sessions):
+        groups.setdefault((session.link, index if session.chain else NONE), []).append(index)
+    messages: Messages = []
+    for (link, chain_at), group in groups.items():
+        mine = np.zeros(len(sessions), np.bool_)
+        mine[group] = True
+        message = drafts if len(group) == len(sessions) else drafts.only(mine)
+        if chain_at != NONE:
+            session, first = sessions[group[0]], drafts.ends[group[0]] - message.num_nodes
+            places = positions[first : first + message.num_nodes].tolist()
+            message = replace(message, distributions=[session.drafts[place] for place in places])
+        messages.append((link, message))
+    return messages
 
 
 def _padded(values: Sequence[Any], width: int, filler: float) -> Sequence[Any]:

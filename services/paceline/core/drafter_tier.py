@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Protocol
+
+import numpy as np
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink
-from paceline.core.messages import DraftNodes, LaggingSession, ToDrafter, ToVerifier
+from paceline.core.messages import Drafts, LaggingSession, ToDrafter
 from paceline.core.scheduled_session import ScheduledSession
+from paceline.core.session import graft
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
+from paceline.core.tree import DraftTree
+from paceline.forest import Grafts
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
@@ -21,6 +26,11 @@ class LinkedSession(Protocol):
 
     session_id: str
     link: SessionLink
+    tree: DraftTree
+
+    def check(self, base_len: int, *, has_distributions: bool) -> None:
+        """See `VerifierSession.check`."""
+        ...
 
 
 class DrafterTier:
@@ -38,6 +48,9 @@ class DrafterTier:
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[LinkedSession] = []
+        # By their numbers, which are never used again.
+        self._sessions: dict[int, LinkedSession] = {}
+        self._numbers = count(1)
 
     @property
     def has_work(self) -> bool:
@@ -46,6 +59,8 @@ class DrafterTier:
 
     def connect(self, session: LinkedSession) -> None:
         """A session begins, and its drafter may be up already."""
+        session.link.number = next(self._numbers)
+        self._sessions[session.link.number] = session
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
@@ -56,7 +71,8 @@ class DrafterTier:
         self.update(session, now_s)
 
     def part(self, session: LinkedSession) -> None:
-        """Closes a session at its drafter."""
+        """A session ends, at its drafter too."""
+        self._sessions.pop(session.link.number, None)
         self.queue(session.link.address, session.link.close())
 
     def change(self, event: LinkChanged, sessions: Mapping[str, LinkedSession], now_s: float) -> None:
@@ -82,35 +98,49 @@ class DrafterTier:
         drafter.silent = False
         try:
             for message in event.messages:
-                session = sessions.get(message.session_id)
-                if session is not None and session.link.drafter is drafter:
-                    self._receive_one(session, message, event.arrived_s, report)
+                if isinstance(message, Drafts):
+                    self._take_in(message, drafter, event.arrived_s, report)
+                else:
+                    self._answer(message, drafter, sessions)
         except RemoteProtocolError as error:
             self._broken[event.address] = error
             self._lose(event.address, sessions)
 
-    def _receive_one(self, session: LinkedSession, message: ToVerifier, arrived_s: float, report: StepReport) -> None:
-        match message:
-            case DraftNodes():
-                self._graft(session, message, arrived_s, report)
-            case LaggingSession() if session not in self._answered:
-                # One answer a step is enough: a drafter cannot make us work by asking more often.
-                self._answered.append(session)
-                self.queue(session.link.address, session.link.catch_up(message))
-            case LaggingSession():
-                pass
+    def _answer(
+        self, message: LaggingSession, drafter: ConnectedDrafter, sessions: Mapping[str, LinkedSession]
+    ) -> None:
+        """Sends what a drafter lacks; once a step, so that it cannot make us work by asking more often."""
+        session = sessions.get(message.session_id)
+        if session is None or session.link.drafter is not drafter or session in self._answered:
+            return
+        self._answered.append(session)
+        self.queue(session.link.address, session.link.catch_up(message))
 
-    def _graft(self, session: LinkedSession, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
-        known = [node for node in message.nodes if node.within(self._vocab_size)]
-        num_strange = len(message.nodes) - len(known)
-        if num_strange:
-            message = replace(message, nodes=tuple(known))
-        outcome, round_trip_s = session.link.receive(message, arrived_s)
-        num_lost = outcome.num_late + outcome.num_stale + num_strange
-        if num_lost and session.link.drafter is not None:
-            report.late_by[session.link.drafter.source] += num_lost
-        if round_trip_s is not None:
-            report.round_trips_s.append(round_trip_s)
+    def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
+        """Takes in guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
+        found = [self._sessions.get(number) for number in drafts.numbers.tolist()]
+        sessions = [each for each in found if each is not None and each.link.drafter is drafter]
+        if len(sessions) < len(found):
+            drafts = drafts.only(np.array([each in sessions for each in found], np.bool_))
+        for session, base_len in zip(sessions, drafts.base_lens.tolist(), strict=True):
+            session.check(base_len, has_distributions=bool(drafts.distributions))
+        num_nodes = drafts.num_nodes
+        drafts = self._within_vocabulary(drafts)
+        num_lost = num_nodes - drafts.num_nodes
+        for batch, guesses in _batches(sessions, drafts):
+            grafts = graft(batch[0].tree.forest, drafter.source, batch, guesses)
+            num_lost += int(grafts.counts[:, 1:].sum())
+            report.round_trips_s += _answered(batch, guesses, grafts, arrived_s)
+        if num_lost:
+            report.late_by[drafter.source] += num_lost
+
+    def _within_vocabulary(self, drafts: Drafts) -> Drafts:
+        """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""
+        highest = drafts.tokens
+        if drafts.distributions:
+            highest = np.array([max(each.token_ids) for each in drafts.distributions], np.int64)
+        within = (highest >= 0) & (highest < self._vocab_size)
+        return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
 
     def update(self, session: LinkedSession, now_s: float) -> None:
         """Queues what a session's drafter does not know yet."""
@@ -140,6 +170,32 @@ class DrafterTier:
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return to_drafters, broken
+
+
+def _batches(sessions: Sequence[LinkedSession], drafts: Drafts) -> Iterator[tuple[Sequence[LinkedSession], Drafts]]:
+    """What is taken in at once: all, but for sessions that look at each guess."""
+    if not sessions:
+        return
+    alone = np.array([each.tree.looks_at_guesses for each in sessions], np.bool_)
+    if not alone.any():
+        yield sessions, drafts
+        return
+    groups = [[index] for index in np.flatnonzero(alone).tolist()]
+    if not alone.all():
+        groups.append(np.flatnonzero(~alone).tolist())
+    for group in groups:
+        mine = np.zeros(len(sessions), np.bool_)
+        mine[group] = True
+        yield [sessions[index] for index in group], drafts.only(mine)
+
+
+def _answered(sessions: Sequence[LinkedSession], drafts: Drafts, grafts: Grafts, arrived_s: float) -> Iterator[float]:
+    """Yields seconds since the commits that guesses answer, where they are the first that do."""
+    columns = zip(drafts.base_lens.tolist(), drafts.sizes.tolist(), grafts.firsts.tolist(), strict=True)
+    for session, (base_len, size, first) in zip(sessions, columns, strict=True):
+        round_trip_s = session.link.take_in(base_len, first, arrived_s) if size else None
+        if round_trip_s is not None:
+            yield round_trip_s
 
 
 def _of(address: str, sessions: Mapping[str, LinkedSession]) -> list[LinkedSession]:

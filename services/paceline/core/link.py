@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSession, OpenSession, ToDrafter
+from paceline.core.messages import CloseSession, Commit, LaggingSession, OpenSession, ToDrafter
 from paceline.core.moving_average import MovingAverage
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.session import VerifierSession
-from paceline.core.tree import GraftOutcome
-from paceline.core.wait_for_drafts import CHILD_SHARE
 
+# Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses show what it is: the
+# mean confidence of a fair one.
+CHILD_SHARE = 0.75
 # Weight of a new observation.
 SMOOTHING = 0.2
 # Nodes are overdue after this many times the usual delay.
@@ -155,12 +156,14 @@ class SessionLink:
         price: Least survival worth drafting for; 1: its drafter idles.
         room: Nodes that its drafter may have in the tree.
         sent_len: Committed tokens that its drafter knows, 0: it does not know the session.
+        number: The session's name in what drafters send; 0: it has none yet.
     """
 
     def __init__(self, session: VerifierSession, address: str = "", *, price: float = 0.0) -> None:
         self.address = address
         self.price, self.room = price, 0
         self.sent_len = 0
+        self.number = 0
         self._session = session
         self._drafter: ConnectedDrafter | None = None
         self._sent_price = 1.0
@@ -252,7 +255,7 @@ class SessionLink:
     def _open(self) -> OpenSession:
         self._num_states_sent = 0
         self._mark_sent()
-        return self._session.open(price=self.price, room=self.room)
+        return self._session.open(self.number, price=self.price, room=self.room)
 
     def _commit(self, since_len: int) -> Commit:
         self._mark_sent()
@@ -263,28 +266,25 @@ class SessionLink:
 
     # From the drafter
 
-    def receive(self, message: DraftNodes, arrived_s: float) -> tuple[GraftOutcome, float | None]:
-        """Takes in guesses.
+    def take_in(self, base_len: int, first: float, arrived_s: float) -> float | None:
+        """Guesses have come, and are in the tree.
+
+        Args:
+            base_len: Committed tokens that the drafter knew.
+            first: Best survival of a guess below the root; below 0: they know other tokens than those committed.
+            arrived_s: When they came.
 
         Returns:
-            What became of them, and the seconds since the commit that they answer, if they are the first that do.
-
-        Raises:
-            RemoteProtocolError: See `VerifierSession.receive`.
+            Seconds since the commit that they answer, if they are the first that do.
         """
         assert self._drafter is not None, "only a drafter whose stream is up sends anything"
-        outcome = self._session.receive(message, self._drafter.source)
-        if message.epoch != self._session.epoch or not message.nodes:
-            return outcome, None
-        self._answered_len = max(self._answered_len, message.base_len)
+        self._answered_len = max(self._answered_len, base_len)
         # What it guessed from the first of what it had missed came late.
-        self._answered = self._answered or message.base_len > self._called_len
-        round_trip_s = self._answers.received(message.base_len, arrived_s, self._drafter)
-        if round_trip_s is not None and message.base_len == self._session.committed_len:
-            tree = self._session.tree
-            best = max(map(tree.survival, tree.root.children.values()), default=0.0)
-            self._drafter.child_share.add(best)
-        return outcome, round_trip_s
+        self._answered = self._answered or base_len > self._called_len
+        round_trip_s = self._answers.received(base_len, arrived_s, self._drafter)
+        if round_trip_s is not None and first >= 0.0:
+            self._drafter.child_share.add(first)
+        return round_trip_s
 
     @property
     def has_answered(self) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.tree import Node, path_to
+from paceline.core.tree import Node
 
 SessionT = TypeVar("SessionT", bound=ScheduledSession)
 
@@ -20,15 +19,15 @@ class Part(Generic[SessionT]):
         session: Whose rows these are.
         start: First committed position whose row is computed.
         stop: One more than the last.
+        root: Stands for its last committed token.
         nodes: Guesses beyond the committed tokens that are verified, parents before children.
-        slots: Their scratch slots, by `id` of the node.
     """
 
     session: SessionT
     start: int
     stop: int
+    root: Node
     nodes: tuple[Node, ...]
-    slots: Mapping[int, int]
 
     @property
     def commits(self) -> bool:
@@ -39,10 +38,6 @@ class Part(Generic[SessionT]):
     def num_rows(self) -> int:
         """Rows of the step."""
         return self.stop - self.start + len(self.nodes)
-
-    def ancestor_slots(self, node: Node) -> list[int]:
-        """Scratch slots of a node's ancestors below the root, oldest first."""
-        return [self.slots[id(above)] for above in path_to(node)[:-1]]
 
     @property
     def judged(self) -> range:

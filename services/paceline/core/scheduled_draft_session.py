@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
-from paceline.core.messages import Commit, CommittedStates, DraftNodes, LaggingSession, NodeGuess, OpenSession
+from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, block_hash, salted_root
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import DrafterSession
@@ -59,10 +59,6 @@ class ScheduledDraftSession(DrafterSession):
         outcome = super().receive(commit)
         self.drafts = {position: draft for position, draft in self.drafts.items() if position >= len(self.tokens)}
         return outcome
-
-    def message(self, nodes: Sequence[NodeGuess]) -> DraftNodes:
-        """Nodes of its tree for its verifier."""
-        return DraftNodes(session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=tuple(nodes))
 
     def keep(self, base_len: int, kept: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """KV of nodes on the committed path goes to the session's pages, where there is room.

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from paceline.core.calibration import Calibrations
 from paceline.core.grammar import OutputGrammar
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
@@ -24,6 +23,7 @@ from paceline.core.pages import BlockPool, SessionPages, salted_root
 from paceline.core.params import COUPLED
 from paceline.core.session import VerifierSession
 from paceline.core.target_events import TracedRound, TracedStart
+from paceline.forest import Forest
 
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
 SHORT_REMAINDER = 10
@@ -38,7 +38,8 @@ class ScheduledSession(VerifierSession):
         serial: Grows with every session; tells it from an earlier one of the same id.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         pool: Pages.
-        calibrations: Of its sources.
+        forest: Where its tree is; None: in one of its own.
+        calibrations: Numbers of those of its sources.
         stop_ids: Tokens that end it.
         max_model_len: Most tokens, prompt and output.
         acceptance: Name of the rule that judges guesses.
@@ -63,7 +64,8 @@ class ScheduledSession(VerifierSession):
         pool: BlockPool,
         *,
         drafter_address: str = "",
-        calibrations: Calibrations | None = None,
+        forest: Forest | None = None,
+        calibrations: Mapping[str, int] | None = None,
         stop_ids: frozenset[int] = frozenset(),
         max_model_len: int,
         acceptance: str = COUPLED,
@@ -72,7 +74,7 @@ class ScheduledSession(VerifierSession):
         price: float = 0.0,
         grammar: OutputGrammar | None = None,
     ) -> None:
-        super().__init__(request, calibrations, acceptance, grammar)
+        super().__init__(request, forest, calibrations, acceptance, grammar)
         self.serial = serial
         self.traced = bool(request.traceparent)
         self.lossy = lossy
@@ -202,8 +204,9 @@ class ScheduledSession(VerifierSession):
         )
 
     def close(self) -> None:
-        """Frees its pages."""
+        """Frees its pages, and its row in the forest."""
         self.pages.release()
+        self.tree.close()
 
     def start(self) -> TracedStart:
         """How it came to the token just handed out, for its trace."""

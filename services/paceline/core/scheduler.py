@@ -7,20 +7,24 @@ what the step took. It runs no model and reads no clock; the engine, and the pla
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Generic
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
+from paceline.core.messages import CommittedTokens
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.planned_step import Part, SessionT, StepPlan
-from paceline.core.session import num_accepted_of
-from paceline.core.step_drafts import StepDrafts
+from paceline.core.rejection_sampling import SparseDraft
+from paceline.core.session import NewTokens, commit, num_accepted_of
+from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.core.tree import Node
+from paceline.forest import NONE, ROOT, Calls, Forest, rows_of
 
 _ORDER = attrgetter("order")
 
@@ -34,6 +38,7 @@ class Scheduler(Generic[SessionT]):
         limits: Bounds.
         policy: Which nodes a step verifies.
         tier: The drafters.
+        forest: The trees of all sessions.
 
     Attributes:
         report: Of the step under way.
@@ -42,10 +47,18 @@ class Scheduler(Generic[SessionT]):
     """
 
     def __init__(
-        self, *, pool: BlockPool, scratch: SlotPool, limits: TargetLimits, policy: Goodput, tier: DrafterTier
+        self,
+        *,
+        pool: BlockPool,
+        scratch: SlotPool,
+        limits: TargetLimits,
+        policy: Goodput,
+        tier: DrafterTier,
+        forest: Forest,
     ) -> None:
         self.pool = pool
         self.tier = tier
+        self.forest = forest
         self.report = StepReport()
         self.moves: list[tuple[int, int]] = []
         self.outcomes: list[Outcome] = []
@@ -57,7 +70,7 @@ class Scheduler(Generic[SessionT]):
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
         self._turns: Turns[SessionT] = Turns()
-        self._drafts = StepDrafts(policy)
+        self._drafts = StepDrafts(policy, forest)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
         self._cycle_since_s: float | None = None
@@ -98,7 +111,7 @@ class Scheduler(Generic[SessionT]):
     def drop(self, session: SessionT) -> None:
         """A session has ended, or its client has left."""
         del self._sessions[session.session_id]
-        self.report.unverified_by.update(node.first_source for node in session.tree.nodes())
+        self.report.unverified_by.update(self.forest.gone(session.tree.row))
         session.close()
         if session in self._running:
             self._running.remove(session)
@@ -205,24 +218,29 @@ class Scheduler(Generic[SessionT]):
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        allocation = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
+        choice = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
         self.report.price = self._policy.price
         for session in joining:
             if not session.link.sent_len:
                 self.tier.update(session, now_s)
-        return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
+        return self._verify(decoding, choice)
 
-    def _verify(self, session: SessionT, nodes: tuple[Node, ...]) -> Part[SessionT]:
-        length = session.committed_len
-        deepest = max((node.position for node in nodes), default=0)
-        if not session.pages.reserve(deepest + 1):
-            nodes = ()
-        return Part(session, length - 1, length, nodes, {id(node): self._scratch_slot() for node in nodes})
-
-    def _scratch_slot(self) -> int:
-        slot = self._scratch.take()
-        assert slot is not None, "scratch holds as many slots as a step has rows"
-        return slot
+    def _verify(self, sessions: Sequence[SessionT], choice: Choice) -> list[Part[SessionT]]:
+        """Takes scratch slots for the chosen nodes, and pages of the positions that they may be moved to."""
+        kv = self._scratch.take_many(sum(choice.counts))
+        self.forest.set_kv(Calls(choice.rows, choice.taken.slots), rows_of(kv))
+        columns = zip(*(each.tolist() for each in choice.taken[1:]), kv, strict=True)
+        parts = []
+        for session, count in zip(sessions, choice.counts, strict=True):
+            length = session.committed_len
+            root = Node(None, session.tokens[-1], length - 1)
+            nodes = _verified(root, [*islice(columns, count)], session.tree.drafts)
+            if nodes and not session.pages.reserve(1 + max(node.position for node in nodes)):
+                self._scratch.give_back(*(node.kv for node in nodes))
+                self.forest.drop_kv(session.tree.row)
+                nodes = ()
+            parts.append(Part(session, length - 1, length, root, nodes))
+        return parts
 
     def _plan_reading(self, sessions: Sequence[SessionT], num_rows: int) -> list[Part[SessionT]]:
         """Chunks of prompts, while the step has room."""
@@ -232,7 +250,8 @@ class Scheduler(Generic[SessionT]):
             if session.is_decoding or room <= 0:
                 continue
             start = session.pages.num_computed
-            part = Part(session, start, min(start + room, session.committed_len), (), {})
+            stop = min(start + room, session.committed_len)
+            part = Part(session, start, stop, Node(None, session.tokens[-1], session.committed_len - 1), ())
             session.prefilled_to = part.stop
             room -= part.num_rows
             reading.append(part)
@@ -241,40 +260,53 @@ class Scheduler(Generic[SessionT]):
 
     # Committing
 
-    def commit(self, part: Part[SessionT], verdict: Verdict, *, batch_size: int, now_s: float) -> Outcome:
-        """Takes in what the target chose for a session of the step.
+    def commit(
+        self, judged: Sequence[tuple[Part[SessionT], Verdict]], *, batch_size: int, now_s: float
+    ) -> list[Outcome]:
+        """Takes in what the target chose for sessions of the step.
 
         Args:
-            part: The session in the step.
-            verdict: What this round commits, up to the token that ends the text.
+            judged: The sessions in the step, and what this round commits to each, up to the token that ends the text.
             batch_size: Sessions that got tokens in the step.
             now_s: The time.
 
         Returns:
-            What goes to its client.
+            What goes to their clients.
         """
-        session, was_decoding = part.session, part.session.is_decoding
-        base_len = session.committed_len
-        pruning = session.commit(verdict.token_ids, verdict.chances)
-        accepted = self.report.count_pruned(part.nodes, pruning)
-        self.moves += [(part.slots[id(node)], session.pages.slot(node.position)) for node in accepted]
-        self.free_scratch(part)
-        session.pages.mark_computed(base_len + len(accepted))
-        num_accepted = num_accepted_of(accepted, verdict.token_ids)
-        session.tally.count(
-            num_draft_tokens=len(part.nodes), num_accepted=num_accepted, hit=pruning.hit, batch_size=batch_size
+        decoded = [part.session.is_decoding for part, _ in judged]
+        done = commit(
+            self.forest, [NewTokens(part.session, verdict.token_ids, verdict.chances) for part, verdict in judged]
         )
-        if was_decoding:
-            self.report.count_round(part.nodes, accepted, num_accepted=num_accepted, hit=pruning.hit)
-        outcome = session.hand_out(base_len, now_s)
-        if outcome.result is not None:
+        self.report.count_nodes(self.forest.sources, done.counts)
+        moves, start, outcomes = done.moves.tolist(), 0, list[Outcome]()
+        results = zip(judged, decoded, done.accepted.tolist(), done.hits.tolist(), strict=True)
+        for (part, verdict), was_decoding, num_matched, hit in results:
+            session, num_verified = part.session, len(part.nodes)
+            self.moves += [(kv, session.pages.slot(position)) for kv, position in moves[start : start + num_matched]]
+            start += num_matched
+            self.free_scratch(part)
+            base_len = session.committed_len - len(verdict.token_ids)
+            session.pages.mark_computed(base_len + num_matched)
+            num_accepted = num_accepted_of(num_matched, verdict.token_ids)
+            session.tally.count(
+                num_draft_tokens=num_verified, num_accepted=num_accepted, hit=hit, batch_size=batch_size
+            )
+            if was_decoding:
+                self.report.count_round(num_verified, num_accepted, hit=hit)
+            outcomes.append((session.serial, self._hand_out(session, base_len, now_s)))
+            if session.traced:
+                round_ = session.round(num_verified, num_accepted, batch_size) if was_decoding else session.start()
+                self.report.traced.append(round_)
+        return outcomes
+
+    def _hand_out(self, session: SessionT, base_len: int, now_s: float) -> CommittedTokens:
+        """What goes to a session's client; its drafter receives the same, or its end."""
+        tokens = session.hand_out(base_len, now_s)
+        if tokens.result is not None:
             self.drop(session)
         else:
             self.tier.update(session, now_s)
-        if session.traced:
-            round_ = session.round(len(part.nodes), num_accepted, batch_size) if was_decoding else session.start()
-            self.report.traced.append(round_)
-        return session.serial, outcome
+        return tokens
 
     def give_up(self, part: Part[SessionT], *, request_at_fault: bool = False) -> None:
         """The step gave a session nothing to choose from; it ends.
@@ -291,8 +323,7 @@ class Scheduler(Generic[SessionT]):
 
     def free_scratch(self, part: Part[SessionT]) -> None:
         """Gives back the slots of a part's nodes."""
-        for slot in part.slots.values():
-            self._scratch.give_back(slot)
+        self._scratch.give_back(*(node.kv for node in part.nodes))
 
     def end_step(self, plan: StepPlan[SessionT], now_s: float) -> None:
         """The step is over; the policy learns the time of the whole cycle, since events and waiting cost time too."""
@@ -335,3 +366,20 @@ class Scheduler(Generic[SessionT]):
         """What goes to clients now."""
         outcomes, self.outcomes = self.outcomes, []
         return outcomes
+
+
+def _verified(
+    root: Node, guesses: Sequence[tuple[int, int, int, int]], drafts: Mapping[int, SparseDraft]
+) -> tuple[Node, ...]:
+    """Nodes as rules see them, of a session's `(token, position, parent, scratch slot)`; parents come first.
+
+    Of a chain the guess behind the last one is there, too, below it: how likely it was accepted is known all the same.
+    """
+    nodes: list[Node] = []
+    for token_id, position, parent, kv in guesses:
+        above = root if parent == ROOT else nodes[parent]
+        nodes.append(Node(above, token_id, position, kv, drafts.get(position)))
+    last = nodes[-1] if nodes else root
+    if (draft := drafts.get(last.position + 1)) is not None:
+        Node(last, NONE, last.position + 1, draft=draft)
+    return tuple(nodes)

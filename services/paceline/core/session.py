@@ -7,22 +7,25 @@ epochs are dropped, and nothing is ever rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
-from paceline.core.calibration import Calibrations
+import numpy as np
+
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.grammar import OutputGrammar
 from paceline.core.messages import (
     Commit,
-    DraftNodes,
+    Drafts,
     GenerateRequest,
     LaggingSession,
     OpenSession,
     SpeculationRecord,
 )
-from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
-from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
+from paceline.core.params import CHAIN_RULES, COUPLED, METHODS
+from paceline.core.tree import DraftTree
+from paceline.forest import Committed, Forest, Grafts, rows_of
 
 
 @dataclass(slots=True)
@@ -67,16 +70,16 @@ class SpeculationTally:
         )
 
 
-def num_accepted_of(matched: Sequence[Node], token_ids: Sequence[int]) -> int:
+def num_accepted_of(num_matched: int, token_ids: Sequence[int]) -> int:
     """Guesses that a step has accepted beside the one token that it commits in any case.
 
     A guess that ends the text takes the place of that token: nothing is committed after it.
 
     Args:
-        matched: The verified guesses that were committed.
+        num_matched: Verified guesses that were committed.
         token_ids: All that the step has committed, at least one.
     """
-    return min(len(matched), len(token_ids) - 1)
+    return min(num_matched, len(token_ids) - 1)
 
 
 class VerifierSession:
@@ -84,8 +87,9 @@ class VerifierSession:
 
     Args:
         request: What to generate.
-        calibrations: Of the sources that draft for it; they learn from every commit. Others take effect with the
-            next `open`.
+        forest: Where its tree is; None: in one of its own.
+        calibrations: Numbers of those of the sources that draft for it; they learn from every commit. Others take
+            effect with the next `open`.
         acceptance: Name of the rule that judges guesses.
         grammar: What its output follows, moved on by whoever chooses its tokens; None: none.
     """
@@ -93,19 +97,29 @@ class VerifierSession:
     def __init__(
         self,
         request: GenerateRequest,
-        calibrations: Calibrations | None = None,
+        forest: Forest | None = None,
+        calibrations: Mapping[str, int] | None = None,
         acceptance: str = COUPLED,
         grammar: OutputGrammar | None = None,
     ) -> None:
         self.request = request
         self.grammar = grammar
         self.acceptance = acceptance
-        self.calibrations = Calibrations() if calibrations is None else calibrations
+        self.calibrations = calibrations or {}
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
-        self.tree = self._new_tree()
+        chain = acceptance in CHAIN_RULES
+        # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
+        can_follow = None if grammar is None or chain else grammar.permits
+        self.tree = DraftTree(
+            Forest(METHODS) if forest is None else forest,
+            self.tokens,
+            self.calibrations,
+            chain=chain,
+            can_follow=can_follow,
+        )
         self.tally = SpeculationTally()
 
     @property
@@ -118,17 +132,19 @@ class VerifierSession:
         """Generated tokens, those of earlier owners included."""
         return len(self.tokens) - self.prompt_len
 
-    def open(self, *, price: float = 0.0, room: int = 0) -> OpenSession:
+    def open(self, number: int = 0, *, price: float = 0.0, room: int = 0) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do.
 
         Args:
+            number: Its name in what the drafter sends.
             price: Least survival worth drafting for; 1: the drafter idles.
             room: Nodes that it may have in the tree.
         """
-        self.tree = self._new_tree()
+        self.tree.open(self.tokens, self.calibrations)
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
+            number=number,
             token_ids=tuple(self.tokens),
             prompt_len=self.prompt_len,
             # Of no use to a drafter, and up to 128 KiB.
@@ -139,29 +155,6 @@ class VerifierSession:
             cache_salt=self.request.cache_salt,
             traceparent=self.request.traceparent,
         )
-
-    def _new_tree(self) -> DraftTree:
-        chain = self.acceptance in CHAIN_RULES
-        # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
-        can_follow = None if self.grammar is None or chain else self.grammar.permits
-        return DraftTree(len(self.tokens), self.calibrations.probability, chain=chain, can_follow=can_follow)
-
-    def commit(self, token_ids: Sequence[int], chances: Sequence[float] | None = None) -> Pruning:
-        """Appends newly committed tokens, scores the guesses by them, and prunes the tree.
-
-        Args:
-            token_ids: The tokens.
-            chances: See `DraftTree.outcomes`.
-
-        Raises:
-            LocalProtocolError: There is no token to commit.
-        """
-        if not token_ids:
-            raise LocalProtocolError("a commit holds at least one token")
-        for source, confidence, matched in self.tree.outcomes(token_ids, chances):
-            self.calibrations.observe(source, confidence, matched=matched)
-        self.tokens.extend(token_ids)
-        return self.tree.advance(token_ids)
 
     def commit_message(self, since_len: int, *, price: float = 0.0, room: int = 0) -> Commit:
         """All that was committed since a drafter's `since_len` tokens; price and room as in `open`."""
@@ -174,21 +167,102 @@ class VerifierSession:
             room=room,
         )
 
-    def receive(self, message: DraftNodes, source: str = DRAFT_MODEL) -> GraftOutcome:
-        """Takes in a drafter's guesses; those of another epoch are dropped and counted as stale.
+    def check(self, base_len: int, *, has_distributions: bool) -> None:
+        """Checks what a drafter says of itself with its guesses.
+
+        Args:
+            base_len: Committed tokens that it knew.
+            has_distributions: Whether each guess has one.
 
         Raises:
             RemoteProtocolError: The drafter claims to know tokens that were never committed, or leaves out the
-                distribution of a guess where the acceptance rule needs it.
+                distributions where the acceptance rule needs them.
         """
-        if message.epoch != self.epoch:
-            return GraftOutcome(num_added=0, num_late=0, num_stale=len(message.nodes))
-        if self.acceptance in CHAIN_RULES and any(node.draft is None for node in message.nodes):
+        if self.tree.chain and not has_distributions:
             raise RemoteProtocolError(
-                f"DraftNodes.drafts: session {self.session_id} is judged by the rule {self.acceptance}, and needs the"
-                " distribution of every guess"
+                f"Drafts.distributions: session {self.session_id} is judged by the rule {self.acceptance}, and needs"
+                " that of every guess"
             )
-        return self.tree.graft(message.nodes, message.base_len, self.tokens, source)
+        if not 1 <= base_len <= len(self.tokens):
+            raise RemoteProtocolError(
+                f"Drafts.base_lens: {base_len} of session {self.session_id} is not within its {len(self.tokens)}"
+                " committed tokens"
+            )
+
+
+class Grafted(Protocol):
+    """A session that guesses are made for."""
+
+    tree: DraftTree
+
+
+def graft(forest: Forest, source: str, sessions: Sequence[Grafted], drafts: Drafts) -> Grafts:
+    """Takes in a drafter's guesses that were found right, `VerifierSession.check`.
+
+    Args:
+        forest: Of the sessions.
+        source: The drafter's method.
+        sessions: Whose they are, in their order; one that looks at its guesses is the only one.
+        drafts: The guesses.
+    """
+    looking = [each.tree for each in sessions if each.tree.looks_at_guesses]
+    before = [tree.num_nodes for tree in looking]
+    grafts = forest.graft(
+        forest.number_of[source],
+        rows_of(each.tree.row for each in sessions),
+        drafts.base_lens,
+        drafts.ends,
+        drafts.ids,
+        drafts.parent_ids,
+        drafts.tokens,
+        drafts.confidences,
+    )
+    for tree, first in zip(looking, before, strict=True):
+        num_barred = tree.took_in(first, drafts)
+        grafts.counts[0] += np.array((-num_barred, 0, num_barred), np.int32)
+    return grafts
+
+
+class NewTokens(NamedTuple):
+    """What a step commits to a session.
+
+    Attributes:
+        session: Whose.
+        token_ids: At least one.
+        chances: For each, the probability that the guess in its place was accepted, where the acceptance rule knows it;
+            None: a guess matched or did not.
+    """
+
+    session: VerifierSession
+    token_ids: Sequence[int]
+    chances: Sequence[float] | None = None
+
+    @property
+    def all_chances(self) -> Sequence[float]:
+        """One for each token, -1 where it is not known."""
+        known = self.chances or ()
+        return [*known, *[-1.0] * (len(self.token_ids) - len(known))]
+
+
+def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
+    """Appends newly committed tokens to sessions, scores guesses by them, and prunes the trees.
+
+    Raises:
+        LocalProtocolError: There is no token to commit.
+    """
+    if not all(each.token_ids for each in commits):
+        raise LocalProtocolError("a commit holds at least one token")
+    for each in commits:
+        each.session.tokens.extend(each.token_ids)
+        if each.session.tree.drafts:
+            each.session.tree.forget_drafts(each.session.committed_len)
+    known = any(each.chances is not None for each in commits)
+    return forest.commit(
+        rows_of(each.session.tree.row for each in commits),
+        np.cumsum([len(each.token_ids) for each in commits], dtype=np.int32),
+        rows_of(token_id for each in commits for token_id in each.token_ids),
+        np.array([chance for each in commits for chance in each.all_chances] if known else ()),
+    )
 
 
 class DrafterSession:
@@ -199,6 +273,7 @@ class DrafterSession:
             raise RemoteProtocolError(f"session {opened.session_id} was opened without tokens")
         self.session_id = opened.session_id
         self.epoch = opened.epoch
+        self.number = opened.number
         self.tokens = list(opened.token_ids)
         self.prompt_len = opened.prompt_len
         self.sampling = opened.sampling

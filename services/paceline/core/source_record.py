@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from paceline.core.goodput import may_try
 from paceline.core.moving_average import MovingAverage
-from paceline.core.tree import DraftTree
 
 # Tokens that a source is taken to add before it was called.
 FIRST_GAIN = 1.0
@@ -27,11 +26,6 @@ FORGETTING = 1 / 32
 # A source that was worth no call is not weighed for this number of steps: weighing takes a twentieth of a small model's
 # step.
 LEFT_ALONE = 4
-
-
-def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
-    """Draft tokens that a tree is worth: what its best `limit` survivals are above the price of their rows."""
-    return sum(max(0.0, survival - price) for survival in tree.survivals(limit))
 
 
 class CallCost:

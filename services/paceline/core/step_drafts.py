@@ -7,13 +7,15 @@ tier under vLLM, share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from paceline.core.draft_policy import Allocation, Demand, Goodput
-from paceline.core.link import SessionLink
+import numpy as np
+
+from paceline.core.draft_policy import Demand, Goodput
+from paceline.core.link import CHILD_SHARE, SessionLink
 from paceline.core.moving_average import MovingAverage
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
+from paceline.forest import Bools, Forest, Ints, Taken, rows_of
 
 # Seconds of a step before one was seen.
 FIRST_STEP_S = 0.01
@@ -49,18 +51,37 @@ class SpeculatingSession(Protocol):
         ...
 
 
+class Choice(NamedTuple):
+    """What a step verifies.
+
+    Attributes:
+        counts: Nodes of each decoding session.
+        rows: int32 `[nodes]`, rows of the forest.
+        taken: The nodes, session by session.
+    """
+
+    counts: list[int]
+    rows: Ints
+    taken: Taken
+
+
+_NOTHING = rows_of(()), Taken(*np.empty((4, 0), np.int32))
+
+
 class StepDrafts:
     """The drafts of the steps of one engine.
 
     Args:
         policy: Which nodes a step verifies.
+        forest: The trees of all sessions.
 
     Attributes:
         step_s: Seconds that a step usually takes.
     """
 
-    def __init__(self, policy: Goodput) -> None:
+    def __init__(self, policy: Goodput, forest: Forest) -> None:
         self._policy = policy
+        self._forest = forest
         self._usual_step = MovingAverage(FIRST_STEP_S)
 
     @property
@@ -87,7 +108,7 @@ class StepDrafts:
         *,
         other_rows: int = 0,
         most_each: int | None = None,
-    ) -> Allocation:
+    ) -> Choice:
         """Decides whether the next step drafts; picks what it verifies, and sets the prices that drafters receive.
 
         Args:
@@ -101,21 +122,20 @@ class StepDrafts:
         if not self._policy.enter(len(sessions) if speculate else 0):
             for session in sessions:
                 session.link.idle()
-            return Allocation(nodes=((),) * len(decoding))
-        allocation = self._policy.allocate(
-            [self._demand(session, most_each) for session in decoding], other_rows=other_rows
-        )
+            return Choice([0] * len(decoding), *_NOTHING)
+        demands = [self._demand(session, most_each) for session in decoding]
+        rows, chains = _rows_of(decoding)
+        picked = self._forest.best(rows, rows_of(each.cap for each in demands), chains)
+        counts = self._policy.allocate(demands, picked, other_rows=other_rows)
         for session in sessions:
             cap = self.cap(session)
             session.link.look_ahead(self._policy.price if cap else 1.0, cap, self.step_s)
-        return allocation
+        return Choice(counts.tolist(), rows.repeat(counts), self._forest.take(rows, picked.slots, counts))
 
     def _demand(self, session: SpeculatingSession, most_each: int | None) -> Demand:
         cap = self.cap(session)
         return Demand(
-            tree=session.tree,
             cap=cap if most_each is None else min(cap, most_each),
-            chain=session.takes_chains,
             drafted=session.link.drafter is not None,
             answered=session.link.has_answered,
         )
@@ -143,18 +163,28 @@ class StepDrafts:
         left_s = self.step_s - idle_s
         if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
             return 0.0
-        prospects = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
-        gainful = [wait_s for wait_s, each in zip(waits, prospects, strict=True) if wait_s is not None and each.gain]
-        if not gainful or not self._policy.waits(prospects, wait_s=min(gainful), step_s=self.step_s):
+        rows, chains = _rows_of(sessions)
+        prices = [
+            1.0 if wait_s is None else session.link.price for session, wait_s in zip(sessions, waits, strict=True)
+        ]
+        expected, gains = self._forest.prospects(
+            rows,
+            rows_of(map(self.cap, sessions)),
+            np.array(prices),
+            np.array([_child_share(session) for session in sessions]),
+            chains,
+        )
+        gainful = [wait_s for wait_s, gain in zip(waits, gains.tolist(), strict=True) if wait_s is not None and gain]
+        if not gainful or not self._policy.waits(expected, gains, wait_s=min(gainful), step_s=self.step_s):
             return 0.0
         return min(max(gainful), left_s)
 
-    def _prospect(self, session: SpeculatingSession, wait_s: float | None) -> Prospect:
-        drafter = session.link.drafter
-        return prospect(
-            session.tree,
-            self.cap(session),
-            price=1.0 if wait_s is None else session.link.price,
-            child_share=CHILD_SHARE if drafter is None else drafter.child_share.value,
-            chain=session.takes_chains,
-        )
+
+def _rows_of(sessions: Sequence[SpeculatingSession]) -> tuple[Ints, Bools]:
+    """Rows of sessions in the forest, and whether chains of them are verified, `[sessions]`."""
+    return rows_of(each.tree.row for each in sessions), np.array([each.takes_chains for each in sessions], np.bool_)
+
+
+def _child_share(session: SpeculatingSession) -> float:
+    drafter = session.link.drafter
+    return CHILD_SHARE if drafter is None else drafter.child_share.value

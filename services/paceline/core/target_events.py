@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
 from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
-from paceline.core.tree import Node, NodeState, Pruning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,42 +164,26 @@ class StepReport:
     prefix_hits: int = 0
     traced: list[TracedStart | TracedRound] = field(default_factory=list)
 
-    def count_pruned(self, verified: Collection[Node], pruning: Pruning) -> list[Node]:
-        """Counts the nodes that a commit took from a tree without a step having verified them.
+    def count_nodes(self, sources: Sequence[str], counts: npt.NDArray[np.int64]) -> None:
+        """Counts nodes that commits took from trees, `[3, sources]`: judged, accepted, and unverified ones."""
+        for counter, row in zip((self.verified_by, self.accepted_by, self.unverified_by), counts.tolist(), strict=True):
+            for source, count in zip(sources, row, strict=True):
+                if count:
+                    counter[source] += count
 
-        Args:
-            verified: Those that this step has verified.
-            pruning: What the commit did.
-
-        Returns:
-            The verified nodes that were accepted.
-        """
-        members = set(map(id, verified))
-        gone = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in members]
-        self.unverified_by.update(node.first_source for node in gone)
-        return [node for node in pruning.matched if id(node) in members]
-
-    def count_round(
-        self, verified: Collection[Node], accepted: Collection[Node], *, num_accepted: int, hit: bool
-    ) -> None:
+    def count_round(self, num_verified: int, num_accepted: int, *, hit: bool) -> None:
         """Counts a step of a session that decodes.
 
         Args:
-            verified: Nodes that the step has verified.
-            accepted: Those of them that matched.
+            num_verified: Nodes that the step has verified.
             num_accepted: As `num_accepted_of` gives it.
             hit: Whether the tree held all tokens that were committed.
         """
-        self.gammas.append(len(verified))
-        if not verified:
-            return
-        self.accepted.append(num_accepted)
-        # Those still alive lie beyond the end of the text: nothing was chosen in their place.
-        judged = [node for node in verified if node.state is not NodeState.LIVE]
-        self.verified_by.update(node.first_source for node in judged)
-        self.accepted_by.update(node.first_source for node in accepted)
-        self.num_hits += hit
-        self.num_misses += not hit
+        self.gammas.append(num_verified)
+        if num_verified:
+            self.accepted.append(num_accepted)
+            self.num_hits += hit
+            self.num_misses += not hit
 
 
 # Serial of a session, and what goes to its client: tokens, that it runs now, or why it ended.

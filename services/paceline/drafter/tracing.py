@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.core.messages import (
     CloseSession,
     Commit,
-    DraftNodes,
+    Drafts,
     LaggingSession,
     OpenSession,
     ToDrafter,
@@ -32,6 +32,7 @@ class _DraftTrace:
 
     span: Span
     epoch: int
+    number: int
     committed_len: int
     num_commits: int = 0
     num_nodes: int = 0
@@ -61,6 +62,8 @@ class DraftTraces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._traces: dict[_Key, _DraftTrace] = {}
+        # By stream and number.
+        self._numbered: dict[tuple[int, int], _DraftTrace] = {}
 
     def received(self, link: int, messages: Sequence[ToDrafter]) -> None:
         """Messages came over a verifier's stream."""
@@ -85,15 +88,19 @@ class DraftTraces:
         if not self._traces:
             return
         for message in messages:
-            trace = self._traces.get((link, message.session_id))
-            if trace is None:
-                continue
             match message:
-                case DraftNodes():
-                    trace.num_nodes += len(message.nodes)
-                    trace.max_lag_tokens = max(trace.max_lag_tokens, trace.committed_len - message.base_len)
-                case LaggingSession():
-                    trace.num_lagging += 1
+                case Drafts():
+                    self._sent_drafts(link, message)
+                case LaggingSession() if (link, message.session_id) in self._traces:
+                    self._traces[link, message.session_id].num_lagging += 1
+
+    def _sent_drafts(self, link: int, drafts: Drafts) -> None:
+        columns = zip(drafts.numbers.tolist(), drafts.base_lens.tolist(), drafts.sizes.tolist(), strict=True)
+        for number, base_len, size in columns:
+            trace = self._numbered.get((link, number))
+            if trace is not None:
+                trace.num_nodes += size
+                trace.max_lag_tokens = max(trace.max_lag_tokens, trace.committed_len - base_len)
 
     def closed(self, link: int) -> None:
         """A stream ended, and its sessions with it."""
@@ -108,9 +115,11 @@ class DraftTraces:
             names.NUM_COMMITTED_TOKENS: len(message.token_ids),
         }
         span = start_span(self._tracer, "draft", parent=message.traceparent, attributes=attributes)
-        self._traces[key] = _DraftTrace(span=span, epoch=message.epoch, committed_len=len(message.token_ids))
+        trace = _DraftTrace(span=span, epoch=message.epoch, number=message.number, committed_len=len(message.token_ids))
+        self._traces[key] = self._numbered[key[0], message.number] = trace
 
     def _end(self, key: _Key) -> None:
         trace = self._traces.pop(key, None)
         if trace is not None:
+            self._numbered.pop((key[0], trace.number), None)
             trace.end()

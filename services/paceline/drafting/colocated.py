@@ -1,7 +1,7 @@
 """A drafter inside the verifier: the same two engines in one thread, and a link that carries messages at once.
 
 It is there for comparison, and for machines that have no second place for a drafter. Drafting delays verifying here, so
-it goes on only while waiting for drafts pays (`paceline.core.wait_for_drafts`): a draft step is a wait that works.
+it goes on only while waiting for drafts pays (`StepDrafts.worth_waiting`): a draft step is a wait that works.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.core.goodput import is_worth
+from paceline.core.link import CHILD_SHARE
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
-from paceline.core.tree import Node
-from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect
 from paceline.drafting.growing import StatelessFollower, best_guesses
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
@@ -74,19 +73,19 @@ class _Growth:
         """Those for which there is room, best first; parents come before children."""
         return sorted(self.guesses, key=lambda each: (-each.survival, len(each.path)))[: self.turn.limit]
 
-    def prospect(self) -> Prospect:
-        """What the session has in hand, and what a guess below its best leaf would add."""
+    def prospect(self) -> tuple[float, float]:
+        """Expected tokens with what the session has in hand, and what a guess below its best leaf would add."""
         survivals = [each.survival for each in self.best()]
         leaf = self.leaf()
         child = 0.0 if leaf is None else CHILD_SHARE * leaf.survival
         replaced = survivals[-1] if len(survivals) >= self.turn.limit else 0.0
         gain = max(0.0, child - replaced) if child >= self.turn.least else 0.0
-        return Prospect(expected=1.0 + sum(survivals), gain=gain)
+        return 1.0 + sum(survivals), gain
 
     def hang(self) -> list[float]:
         """Hangs the best guesses into the tree; returns their survivals."""
         tree, best = self.turn.tree, self.best()
-        nodes: dict[_Guess | None, Node] = {None: tree.root}
+        nodes: dict[_Guess | None, int] = {None: tree.root}
         for each in best:
             nodes[each] = tree.suggest(nodes[each.above], each.path[-1], each.confidence, LAYER_SKIP)
         return [each.survival for each in best]
@@ -140,7 +139,7 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         for _ in range(self._most_passes):
             self._expand(leaves, cache, scratch, slots)
             prospects = [each.prospect() for each in ready]
-            gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
+            expected, gain = sum(each for each, _ in prospects), sum(each for _, each in prospects)
             if not is_worth(gain, expected, cost_s=self._cost, step_s=1.0):
                 break
             leaves = [(growth, leaf) for growth in ready if (leaf := growth.leaf()) is not None]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from paceline.core.grammar import OutputGrammar
 from paceline.core.params import GRAMMAR
-from paceline.core.tree import DraftTree, Node, best_first, path_tokens
+from paceline.core.tree import DraftTree
 from paceline.engine.source_interface import Followed, Follower, LocalSource, Turn
 
 # Guesses of others below which it looks for more, the best ones.
@@ -46,17 +46,16 @@ def _grow(turn: Turn[GrammarFollower]) -> list[float]:
     """Hangs what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
     tree, grammar = turn.tree, turn.follower.grammar
     survivals = _hang(tree, tree.root, grammar.forced(), turn)
-    leaves = [node for node in best_first(tree, turn.limit) if not node.children]
-    for leaf in leaves[:MOST_LEAVES]:
-        _hang(tree, leaf, grammar.forced(path_tokens(leaf)), turn)
+    for leaf in tree.leaves(turn.limit)[:MOST_LEAVES]:
+        _hang(tree, leaf, grammar.forced(tree.path(leaf)), turn)
     return survivals
 
 
-def _hang(tree: DraftTree, node: Node, token_ids: Sequence[int], turn: Turn[GrammarFollower]) -> list[float]:
+def _hang(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[GrammarFollower]) -> list[float]:
     """Hangs a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
     survivals: list[float] = []
     survival = 1.0
-    for token_id in token_ids[: turn.limit - tree.depth(node)]:
+    for token_id in token_ids[: turn.limit - len(tree.path(node))]:
         survival *= tree.probability(GRAMMAR, 1.0)
         if survival < turn.least:
             break

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.processors import UnusableLogitsError
-from paceline.core.tree import DraftTree, Node
+from paceline.core.tree import DraftTree
 from paceline.engine.source_interface import Followed, Follower
 
 # What a source needs to know of a node to guess its children.
@@ -75,10 +75,10 @@ def grow_best_first(
     """
     survivals: list[float] = []
     # Negated survivals, as the least comes first; of equals the one that came first.
-    heap: list[tuple[float, int, Node, int, float, State]] = []
+    heap: list[tuple[float, int, int, int, float, State]] = []
     arrivals = count()
 
-    def nominate(above: float, parent: Node, of: State) -> None:
+    def nominate(above: float, parent: int, of: State) -> None:
         for token_id, confidence, below in guesses(of):
             survival = above * tree.probability(source, confidence)
             if survival >= least:

@@ -16,13 +16,13 @@ from paceline.core.draft_plan import DraftPlan, Expansion, Offer
 from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import Features
-from paceline.core.messages import DraftNodes, ModelIdentity, ToVerifier
+from paceline.core.messages import Drafts, ModelIdentity, ToVerifier
 from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
-from paceline.forest import ROOT
+from paceline.forest import ROOT, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class DraftEngine:
             context_len=identity.context_len,
             open_session=lambda opened: DraftSession(opened, identity, self.pool, decoder.feature_width),
         )
+        warm_up(self.scheduler.trees.forest)
         self._num_reported = 0
 
     @property
@@ -175,7 +176,7 @@ class DraftEngine:
         report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         outgoing, broken = self.scheduler.take()
         sent = [message for messages in outgoing.values() for message in messages]
-        report.num_nodes = sum(len(message.nodes) for message in sent if isinstance(message, DraftNodes))
+        report.num_nodes = sum(message.num_nodes for message in sent if isinstance(message, Drafts))
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
 
 

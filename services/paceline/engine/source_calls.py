@@ -6,16 +6,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
+
 from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import LEAST_SURVIVAL, num_tried
 from paceline.core.messages import GenerateRequest
 from paceline.core.moving_average import MovingAverage
 from paceline.core.params import CHAIN_RULES
-from paceline.core.source_record import Gain, SourceRecord, in_hand
+from paceline.core.source_record import Gain, SourceRecord
 from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Follower, Turn
 from paceline.engine.target_session import TargetSession
+from paceline.forest import Forest, rows_of
 
 _gain_of = attrgetter("gain")
 
@@ -39,13 +42,22 @@ class SourceCalls:
         policy: Decides what guesses are worth.
         rules: Acceptance rules.
         clock: Seconds, monotonic.
+        forest: The trees of all sessions.
     """
 
-    def __init__(self, sources: Sequence[AnySource], policy: Goodput, rules: Rules, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[AnySource],
+        policy: Goodput,
+        rules: Rules,
+        clock: Callable[[], float],
+        forest: Forest,
+    ) -> None:
         self._sources = sources
         self._rules = rules
         self._policy = policy
         self._clock = clock
+        self._forest = forest
         self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
         self._usual_step: MovingAverage | None = None
@@ -99,7 +111,7 @@ class SourceCalls:
         record = self._records[source.name]
         if not record.begin_step():
             return
-        held = [self._in_hand(session) for session in sessions]
+        held = self._in_hand(sessions)
         candidates = [
             self._candidate(source, record, session, in_hand_now)
             for session, in_hand_now in zip(sessions, held, strict=True)
@@ -136,16 +148,17 @@ class SourceCalls:
         self._ask(source, [each.session for each in candidates])
         now_s = self._clock()
         record.called(len(candidates), seconds=now_s - started_s, now_s=now_s)
-        for each in candidates:
-            record.gained(each.known, each.held, self._in_hand(each.session) - each.held)
+        for each, held in zip(candidates, self._in_hand([each.session for each in candidates]), strict=True):
+            record.gained(each.known, each.held, held - each.held)
         report.asked_of[source.name] += len(candidates)
         report.asked_s[source.name] = now_s - started_s
 
-    def _in_hand(self, session: TargetSession) -> float:
-        if not session.tree.root.children:
-            return 0.0
+    def _in_hand(self, sessions: Sequence[TargetSession]) -> list[float]:
+        """Draft tokens that trees are worth: what their best survivals are above the price of their rows."""
         price = max(LEAST_SURVIVAL, self._policy.least_survival)
-        return in_hand(session.tree, self._cap(session), price=price)
+        rows, caps = rows_of(each.tree.row for each in sessions), rows_of(map(self._cap, sessions))
+        worth: list[float] = np.maximum(self._forest.best(rows, caps).survivals - price, 0.0).sum(axis=1).tolist()
+        return worth
 
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap, self._policy.max_nodes)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.acceptance_rules import Rules
-from paceline.core.calibration import Calibrations, CalibrationStore
+from paceline.core.acceptance_rules import Rules, Verdict
+from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
-from paceline.core.params import TIER_METHODS
+from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
@@ -37,12 +37,14 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
+from paceline.core.tree import path_to
 from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
+from paceline.forest import Forest, warm_up
 from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,10 @@ class TargetEngine:
         self._policy = policy
         self._clock = clock
         self._rules = Rules() if rules is None else rules
-        self._sources = SourceCalls(sources, policy, self._rules, clock)
+        # Those of Paceline's own come first, all of them: loops are compiled for a number of sources.
+        self._forest = Forest(tuple(dict.fromkeys((*METHODS, *(source.name for source in sources)))))
+        warm_up(self._forest)
+        self._sources = SourceCalls(sources, policy, self._rules, clock, self._forest)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -102,8 +107,9 @@ class TargetEngine:
             limits=limits,
             policy=policy,
             tier=DrafterTier(identity.vocab_size, STATE_WIRE_BYTES * self._state_width),
+            forest=self._forest,
         )
-        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._kind)
+        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
         self._plan: StepPlan[TargetSession] | None = None
@@ -168,6 +174,7 @@ class TargetEngine:
             drafter_address=event.drafter_address,
             max_model_len=self._limits.max_model_len,
             pool=self.pool,
+            forest=self._forest,
             calibrations=self._calibrations_for(event.request, event.drafter_address, sources),
             sources=sources,
             rule=self._rules.of(event.request.speculation),
@@ -179,13 +186,13 @@ class TargetEngine:
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
-    ) -> Calibrations:
+    ) -> dict[str, int]:
         """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
         rule = self._rules.of(request.speculation).name
         known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
         tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
-        return Calibrations({**tier, **known})
+        return {**tier, **known}
 
     def _kind(self, key: tuple[str, bool, str]) -> str:
         """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
@@ -267,27 +274,35 @@ class TargetEngine:
         rows = [_pack(builder, part) for part in plan.parts]
         logits = self._decoder.logits(builder.build(), self._cache)
         outcomes: list[Outcome] = []
+        verdicts: list[tuple[Part[TargetSession], Verdict]] = []
         for part, its in zip(plan.parts, rows, strict=True):
             if its.judged or part.commits:
-                outcomes += self._judge(part, logits, its, plan.batch_size)
+                outcomes += self._judge(part, logits, its, verdicts)
+        outcomes += self.scheduler.commit(verdicts, batch_size=plan.batch_size, now_s=self._clock())
+        for part, _ in verdicts:
+            if not part.session.ended:
+                self._sources.add(part.session)
         return outcomes
 
-    def _judge(self, part: Part[TargetSession], logits: np.ndarray, rows: _Rows, batch_size: int) -> list[Outcome]:
+    def _judge(
+        self,
+        part: Part[TargetSession],
+        logits: np.ndarray,
+        rows: _Rows,
+        verdicts: list[tuple[Part[TargetSession], Verdict]],
+    ) -> list[Outcome]:
+        """Adds what a session commits to the verdicts; returns what goes to its client besides."""
         session = part.session
         outcomes: list[Outcome] = []
         try:
             if rows.judged:
                 judged = logits[rows.first_judged : rows.first_judged + len(rows.judged)]
                 outcomes.append((session.serial, session.judge_prompt(rows.judged, judged)))
-            if not part.commits:
-                return outcomes
-            verdict = session.judge(part.nodes, lambda node: logits[rows.index[id(node)]])
+            if part.commits:
+                verdicts.append((part, session.judge(part.root, part.nodes, lambda node: logits[rows.index[id(node)]])))
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
             self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
             return [(session.serial, _shown_error(session.session_id, error))]
-        outcomes.append(self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock()))
-        if not session.ended:
-            self._sources.add(session)
         return outcomes
 
     def _states(self, session: ScheduledSession, positions: range) -> CommittedStates:
@@ -332,14 +347,14 @@ def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> _Rows:
     root_index = builder.add_prefix(pages, part.start, part.stop, wants_logits=part.commits, judged=judged)
     if root_index is None:
         return rows
-    rows.index[id(part.session.tree.root)] = root_index
+    rows.index[id(part.root)] = root_index
     for node in part.nodes:
         rows.index[id(node)] = builder.add_node(
             pages,
             token_id=node.token_id,
             position=node.position,
-            slot=part.slots[id(node)],
-            ancestors=part.ancestor_slots(node),
+            slot=node.kv,
+            ancestors=[above.kv for above in path_to(node)[:-1]],
         )
     return rows
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline.core.acceptance_rules import Rule, Verdict, token_fates
-from paceline.core.calibration import Calibrations
 from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
-from paceline.core.tree import DraftTree, Node, path_tokens
+from paceline.core.tree import Node, path_tokens
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import AnySource, Follower
+from paceline.forest import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """The target's rows of one round, as the rule sees them; see `paceline.core.acceptance_rules.TargetRows`."""
 
-    tree: DraftTree
+    root: Node
     logits: Callable[[Node], np.ndarray]
     sampler: RowSampler
     seed: int
@@ -39,7 +39,7 @@ class _Rows:
 
     def uniforms(self, count: int) -> list[float]:
         """One for each guess, and the last for the token that follows."""
-        base_len = self.tree.committed_len
+        base_len = self.root.position + 1
         places = [uniforms(self.seed, VERDICT_STREAM, base_len + place, base_len) for place in range(count)]
         return [*(each for each, _ in places[:-1]), places[0][1]]
 
@@ -54,7 +54,8 @@ class TargetSession(ScheduledSession):
         drafter_address: Address of its drafter; empty: none.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
-        calibrations: Of its sources.
+        forest: Where its tree is; None: in one of its own.
+        calibrations: Numbers of those of its sources.
         sources: Those inside the verifier.
         rule: What judges guesses.
         submitted_s: When it was submitted.
@@ -75,7 +76,8 @@ class TargetSession(ScheduledSession):
         drafter_address: str = "",
         max_model_len: int,
         pool: BlockPool,
-        calibrations: Calibrations,
+        forest: Forest | None = None,
+        calibrations: Mapping[str, int],
         sources: Sequence[AnySource] = (),
         rule: Rule,
         submitted_s: float,
@@ -90,6 +92,7 @@ class TargetSession(ScheduledSession):
             serial,
             pool,
             drafter_address=drafter_address,
+            forest=forest,
             calibrations=calibrations,
             stop_ids=stop_ids,
             max_model_len=max_model_len,
@@ -128,18 +131,18 @@ class TargetSession(ScheduledSession):
         for follower in self.followers.values():
             follower.close()
 
-    def judge(self, verified: Sequence[Node], logits: Callable[[Node], np.ndarray]) -> Verdict:
+    def judge(self, root: Node, verified: Sequence[Node], logits: Callable[[Node], np.ndarray]) -> Verdict:
         """What this round commits, up to the token that ends the text; remembers it as part of the prefix.
 
         Args:
-            verified: Nodes whose rows this step computed, parents before children.
+            root: Stands for the last committed token.
+            verified: Nodes below it whose rows this step computed, parents before children.
             logits: `[vocab]` of the root and of each of these.
 
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.
         """
-        root = self.tree.root
-        rows = _Rows(tree=self.tree, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
+        rows = _Rows(root=root, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
         verdict = self._rule.judge(root, verified, rows)
         node: Node | None = root
         kept: list[int] = []

@@ -1,7 +1,10 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
-from paceline.forest.forest import Calls, Committed, Forest, Grafts, Picked, Pushed, path, rows_of, show
+from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Taken, rows_of
+from paceline.forest.forest import Forest
 from paceline.forest.records import FULL, NONE, ROOT, Bools, Floats, Ints
+from paceline.forest.showing import path, show
+from paceline.forest.warming import warm_up
 
 __all__ = [
     "FULL",
@@ -16,7 +19,9 @@ __all__ = [
     "Ints",
     "Picked",
     "Pushed",
+    "Taken",
     "path",
     "rows_of",
     "show",
+    "warm_up",
 ]

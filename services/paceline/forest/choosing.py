@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from paceline.forest.growing import has_child
 from paceline.forest.kernel import kernel
-from paceline.forest.records import NONE, ROOT, Arrays, Floats, Ints
+from paceline.forest.records import NONE, ROOT, Arrays, Bools, Floats, Ints
 
 
 @kernel
@@ -43,11 +45,11 @@ def best_chain(nodes: Any, count: int, cap: int, least: float, slots: Ints, weig
 
 
 @kernel
-def pick(f: Arrays, rows: Ints, caps: Ints, chain: bool, least: float, slots: Ints, survivals: Floats) -> None:
+def pick(f: Arrays, rows: Ints, caps: Ints, chains: Bools, least: float, slots: Ints, survivals: Floats) -> None:
     """See `Forest.best`; `least` is a logarithm."""
     for index in range(len(rows)):
         row, cap, found = rows[index], caps[index], 0
-        if cap and chain:
+        if cap and chains[index]:
             found = best_chain(f.nodes[row], f.trees[row].count, cap, least, slots[index], survivals[index])
         elif cap:
             for slot in range(f.trees[row].count):
@@ -59,6 +61,23 @@ def pick(f: Arrays, rows: Ints, caps: Ints, chain: bool, least: float, slots: In
                 survivals[index, rank] = math.exp(survivals[index, rank])
             else:
                 slots[index, rank], survivals[index, rank] = NONE, 0.0
+
+
+@kernel
+def take(
+    f: Arrays, rows: Ints, slots: Ints, counts: Ints, taken: Ints, tokens: Ints, positions: Ints, parents: Ints
+) -> None:
+    """See `Forest.take`."""
+    total = 0
+    for index in range(len(rows)):
+        nodes = f.nodes[rows[index]]
+        rank_of = np.full(f.trees[rows[index]].count, NONE, np.int32)
+        for rank in range(counts[index]):
+            slot = slots[index, rank]
+            rank_of[slot] = rank
+            taken[total], tokens[total], positions[total] = slot, nodes[slot].token, nodes[slot].position
+            parents[total] = ROOT if nodes[slot].parent == ROOT else rank_of[nodes[slot].parent]
+            total += 1
 
 
 @kernel

@@ -36,7 +36,7 @@ def least_weight(tree: Any) -> float:
 @kernel
 def wants_nodes(tree: Any) -> bool:
     """Whether the verifier would take more nodes."""
-    return bool(tree.price < 1.0 and tree.named < min(tree.room, MAX_ROOM))
+    return bool(tree.price < 1.0 and tree.named < tree.room)
 
 
 @kernel

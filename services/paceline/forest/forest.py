@@ -11,22 +11,20 @@ It knows tokens, positions and confidences, and nothing of models, networks or t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.forest import choosing, committing, drafting, growing
-from paceline.forest.calibrating import INTERCEPT_VARIANCE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
+from paceline.forest.calibrating import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
+from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Taken
 from paceline.forest.records import (
     CALIBRATION,
-    FULL,
     JUDGE,
     NAME,
     NONE,
     RECENT,
     RING,
-    ROOT,
     SLOTS,
     TREE,
     Arrays,
@@ -43,75 +41,6 @@ FIRST_ROWS, FIRST_CALIBRATIONS = 8, 8
 _NO_CHANCES = np.empty(0)
 
 
-class Grafts(NamedTuple):
-    """What became of messages.
-
-    Attributes:
-        counts: int32 `[messages, 3]`, guesses added, those that fell off, and those without a parent or a place.
-        firsts: float64 `[messages]`, best survival of a first guess, of those that know the last commit; else -1.
-    """
-
-    counts: Ints
-    firsts: Floats
-
-
-class Committed(NamedTuple):
-    """What commits did.
-
-    Attributes:
-        matched: int32 `[commits]`, tokens that were in the tree.
-        accepted: int32 `[commits]`, those of them that had a row of KV.
-        hits: bool `[commits]`, whether all were in the tree.
-        moves: int32 `[n, 2]`, KV and position of the accepted nodes, commit by commit.
-        freed: int32 `[n]`, KV of nodes that fell off.
-        counts: int64 `[3, sources]`, nodes with a row that were judged, those of them that matched, and nodes that went
-            without a row, by the source that guessed them first.
-    """
-
-    matched: Ints
-    accepted: Ints
-    hits: Bools
-    moves: Ints
-    freed: Ints
-    counts: np.ndarray
-
-
-class Picked(NamedTuple):
-    """The best nodes of some sessions.
-
-    Attributes:
-        slots: int32 `[sessions, most]`, best first, NONE behind the last.
-        survivals: float64 `[sessions, most]`, 0 behind the last.
-    """
-
-    slots: Ints
-    survivals: Floats
-
-
-class Calls(NamedTuple):
-    """Nodes whose children a drafter computes next: int32 `[nodes]` each, best first."""
-
-    rows: Ints
-    slots: Ints
-
-
-class Pushed(NamedTuple):
-    """Nodes that verifiers are to know: `[nodes]` each, and int32 `[sessions]` where those of a session end."""
-
-    ids: Ints
-    parent_ids: Ints
-    tokens: Ints
-    positions: Ints
-    confidences: Floats
-    ends: Ints
-
-    @property
-    def columns(self) -> tuple[Ints, Ints, Ints, Floats]:
-        """Ids, parents' ids, tokens and confidences of the nodes that are due."""
-        end = self.ends[-1]
-        return self.ids[:end], self.parent_ids[:end], self.tokens[:end], self.confidences[:end]
-
-
 class Forest:
     """See the module docstring.
 
@@ -125,6 +54,7 @@ class Forest:
 
     def __init__(self, sources: Sequence[str], slots: int = SLOTS) -> None:
         self.sources = tuple(sources)
+        self.number_of = {source: number for number, source in enumerate(sources)}
         self.arrays = Arrays(
             records(0, TREE),
             records((0, slots), node_type(len(sources))),
@@ -174,7 +104,7 @@ class Forest:
         tree["committed_len"], tree["next_id"], tree["push_at"], tree["held"] = len(tokens), 1, 1, 0
         tree["chain"], tree["keeps_kv"] = chain, keeps_kv
         tree["ready"] = tree["lags"] = False
-        tree["price"], tree["room"] = price, room
+        tree["price"], tree["room"] = price, min(room, drafting.MAX_ROOM)
         self.clear(row)
         self.arrays.names[row] = np.zeros((), NAME)
         last = np.asarray(tokens[-RECENT:], np.int32)
@@ -193,6 +123,11 @@ class Forest:
     def set_kv(self, calls: Calls, kv: Ints) -> None:
         """Nodes have rows of KV, int32 `[nodes]`."""
         self.arrays.nodes["kv"][calls.rows, calls.slots] = kv
+
+    def drop_kv(self, row: int, position: int = 0) -> None:
+        """The nodes of a session from a position on have no rows of KV any more."""
+        nodes = self.arrays.nodes[row, : self.count(row)]
+        nodes["kv"][nodes["position"] >= position] = NONE
 
     def count(self, row: int) -> int:
         """Nodes of a session, those that are kept back included."""
@@ -225,12 +160,17 @@ class Forest:
             self._add_calibrations(self._num_calibrations)
         number = self._num_calibrations
         self._num_calibrations += 1
-        self.reset_calibration(number)
+        self.set_calibration(number, (1.0, 0.0, SLOPE_VARIANCE, INTERCEPT_VARIANCE, 0.0))
         return number
 
-    def reset_calibration(self, number: int) -> None:
-        """It is as a new one."""
-        self.arrays.calibrations[number] = (1.0, 0.0, SLOPE_VARIANCE, INTERCEPT_VARIANCE, 0.0)
+    def set_calibration(self, number: int, learned: Sequence[float]) -> None:
+        """Slope and intercept, their variances and covariance, as `calibration` returns them."""
+        slope, *rest = learned
+        self.arrays.calibrations[number] = (max(LEAST_SLOPE, slope), *rest)
+
+    def calibration(self, number: int) -> list[float]:
+        """What was learned of a source; may be called from another thread."""
+        return list(map(float, self.arrays.calibrations[number].tolist()))
 
     def judge(self, row: int, source: int, calibration: int) -> None:
         """A source's guesses for a session are judged by a calibration from now on; NONE: believed."""
@@ -307,23 +247,35 @@ class Forest:
 
     # Choices
 
-    def best(self, rows: Ints, caps: Ints, *, chain: bool = False, least: float = 0.0) -> Picked:
+    def best(self, rows: Ints, caps: Ints, chains: Bools | None = None) -> Picked:
         """The best nodes of sessions, parents before children (of equals, those that came first).
 
         Args:
             rows: int32 `[sessions]`.
             caps: int32 `[sessions]`, most nodes of each.
-            chain: Only a chain from the root on, of the children of highest survival.
-            least: Survival below which none is taken.
+            chains: bool `[sessions]`, of which only a chain from the root on is taken, of the children of highest
+                survival; None: of none.
         """
         most = int(caps.max(initial=0))
         picked = Picked(np.empty((len(rows), most), np.int32), np.empty((len(rows), most)))
         # The least finite logarithm leaves out what is barred.
-        choosing.pick(self.arrays, rows, caps, chain, math.log(least) if least else -1e300, *picked)
+        chains = np.zeros(len(rows), np.bool_) if chains is None else chains
+        choosing.pick(self.arrays, rows, caps, chains, -1e300, *picked)
         return picked
 
+    def take(self, rows: Ints, slots: Ints, counts: Ints) -> Taken:
+        """The first `counts` [sessions] of the best nodes of sessions, `slots` [sessions, most]."""
+        taken = Taken(*np.empty((4, int(counts.sum())), np.int32))
+        choosing.take(self.arrays, rows, slots, counts, *taken)
+        return taken
+
+    def gone(self, row: int) -> list[str]:
+        """By whom the nodes of a session were guessed first, barred ones left out."""
+        nodes = self.arrays.nodes[row, : self.count(row)]
+        return [self.sources[first] for first in nodes["first"][nodes["weight"] > -math.inf].tolist()]
+
     def prospects(
-        self, rows: Ints, caps: Ints, prices: Floats, child_shares: Floats, *, chain: bool = False
+        self, rows: Ints, caps: Ints, prices: Floats, child_shares: Floats, chains: Bools | None = None
     ) -> tuple[Floats, Floats]:
         """What sessions have in hand, and the best leaf that a drafter is extending right now.
 
@@ -332,12 +284,12 @@ class Forest:
             caps: int32 `[sessions]`, most nodes of each.
             prices: float64 `[sessions]`, least survival worth verifying; 1: it must not be delayed.
             child_shares: float64 `[sessions]`, survival of a node's best child over that of the node.
-            chain: Whether the nodes must be one chain.
+            chains: As in `best`.
 
         Returns:
             Expected tokens of a step now, and what the next nodes would add, float64 `[sessions]`.
         """
-        picked = self.best(rows, caps, chain=chain)
+        picked = self.best(rows, caps, chains)
         expected, gains = np.empty(len(rows)), np.empty(len(rows))
         choosing.promise(self.arrays, rows, caps, prices, child_shares, *picked, expected, gains)
         return expected, gains
@@ -391,7 +343,7 @@ class Forest:
 
     def reprice(self, rows: Ints, prices: Floats, rooms: Ints) -> None:
         """Prices and rooms that came with commits; what has become worth it is pushed soon."""
-        drafting.reprice(self.arrays, rows, prices, rooms)
+        drafting.reprice(self.arrays, rows, prices, np.minimum(rooms, drafting.MAX_ROOM))
 
     def push(self, rows: Ints, *, room: bool, context_len: int, at_once: bool = False) -> Pushed:
         """Nodes that are due after a draft step: held long enough, or the last for now.
@@ -427,45 +379,3 @@ def _longer(array: np.ndarray, more: int) -> np.ndarray:
     longer = np.zeros((len(array) + more, *array.shape[1:]), array.dtype).view(type(array))
     longer[: len(array)] = array
     return longer
-
-
-def rows_of(rows: Iterable[int]) -> Ints:
-    """Numbers as kernels take them, int32 `[n]`."""
-    return np.fromiter(rows, np.int32)
-
-
-def path(forest: Forest, row: int, slot: int) -> list[int]:
-    """Tokens from below the root down to a slot."""
-    tokens: list[int] = []
-    nodes = forest.arrays.nodes
-    while slot != ROOT:
-        tokens.append(int(nodes["token"][row, slot]))
-        slot = int(nodes["parent"][row, slot])
-    return tokens[::-1]
-
-
-def show(forest: Forest, row: int) -> str:
-    """A tree as text, for failing tests and logs: of each node token, survival, id, slot, KV, and who guessed it."""
-    tree, nodes = forest.arrays.trees[row], forest.arrays.nodes[row]
-    lines = [f"row {row}: {tree['count']} nodes beyond {tree['committed_len']} tokens"]
-
-    def below(parent: int, indent: str) -> None:
-        for slot in range(int(tree["count"])):
-            node = nodes[slot]
-            if node["parent"] != parent:
-                continue
-            kv = "" if node["kv"] == NONE else f" kv {node['kv']}"
-            by = ", ".join(
-                f"{source} {sure:.3f}"
-                for source, sure in zip(forest.sources, node["confidences"], strict=True)
-                if sure >= 0.0
-            )
-            survival = math.exp(node["weight"])
-            lines.append(f"{indent}{node['token']}: {survival:.3f} #{node['id']} @{slot}{kv} ({by})")
-            below(slot, indent + "  ")
-
-    below(ROOT, "  ")
-    return "\n".join(lines)
-
-
-__all__ = ["FULL", "Calls", "Committed", "Forest", "Grafts", "Picked", "Pushed", "path", "rows_of", "show"]

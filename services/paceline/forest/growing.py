@@ -58,8 +58,10 @@ def hang_one(
         Its slot; FULL: there is no place.
     """
     weight = math.log(max(probability(judge, calibrations, confidence), LEAST_CONFIDENCE))
-    if parent != ROOT:
+    if parent > ROOT:
         weight += nodes[parent].weight
+    if parent < ROOT:
+        return FULL
     known = child_of(nodes, tree.count, parent, token)
     if known != NONE:
         nodes[known].confidences[source] = confidence

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from paceline.core.draft_plan import DraftPlan, Offer
 from paceline.core.draft_scheduler import DraftScheduler, VerifierMessages
-from paceline.core.messages import DraftNodes, ToDrafter
+from paceline.core.messages import Drafts, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import DrafterCandidate
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
@@ -19,14 +19,16 @@ from paceline.simulated.profile import DrafterFacts, Profile
 
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
-# All verifiers of a simulation share one stream: a session's id is its own.
+# Of a drafter inside a verifier.
 LINK = 0
+# What goes to verifiers, by their streams.
+DraftsByLink = Mapping[int, Sequence[Drafts]]
 
 
 class Verifier(Protocol):
     """Whatever drafts are sent to."""
 
-    def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
+    def receive(self, address: str, messages: Sequence[Drafts]) -> None:
         """The messages of a drafter's step arrive."""
 
 
@@ -53,12 +55,12 @@ class SimulatedDrafter:
             open_session=lambda opened: ScheduledDraftSession(opened, pool, context_len=CONTEXT_LEN),
         )
 
-    def handle(self, messages: Sequence[ToDrafter], now_s: float) -> None:
-        """Takes in messages about sessions."""
-        self.scheduler.handle(VerifierMessages(link=LINK, messages=messages), now_s)
+    def handle(self, messages: Sequence[ToDrafter], now_s: float, link: int = LINK) -> None:
+        """Takes in a verifier's messages."""
+        self.scheduler.handle(VerifierMessages(link=link, messages=messages), now_s)
         self.scheduler.moves.clear()
 
-    def step(self, then: Callable[[Sequence[DraftNodes]], None]) -> None:
+    def step(self, then: Callable[[DraftsByLink], None]) -> None:
         """Plans a step; when it ends, `then` gets its drafts."""
         plan = self.scheduler.plan(self._events.now_s)
         seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
@@ -89,12 +91,16 @@ class SimulatedDrafter:
         ranked = self._truth.guesses(int(session.session_id), position)[: self._facts.draft_width]
         return Offer(session, slot, *zip(*ranked, strict=True))
 
-    def drafts(self, offers: Sequence[Offer]) -> Sequence[DraftNodes]:
+    def drafts(self, offers: Sequence[Offer]) -> DraftsByLink:
         """The step is over: what it has for verifiers."""
         self.scheduler.trees.grow(offers)
         self.scheduler.end_step()
         to_verifiers, _ = self.scheduler.take()
-        return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
+        return {
+            link: drafts
+            for link, messages in to_verifiers.items()
+            if (drafts := [each for each in messages if isinstance(each, Drafts)])
+        }
 
 
 class DrafterProcess:
@@ -111,44 +117,40 @@ class DrafterProcess:
         self._drafter = SimulatedDrafter(profile.drafter, profile.truth, events)
         self._events = events
         self._link_s = profile.link_s
-        self._verifiers: dict[str, Verifier] = {}
-        self._inbox: list[ToDrafter] = []
+        self._verifiers: list[Verifier] = []
+        self._num_sessions = 0
+        self._inbox: list[tuple[int, Sequence[ToDrafter]]] = []
         self._busy = False
 
     def known(self) -> DrafterCandidate:
         """What verifiers know of it, without delay."""
-        return DrafterCandidate(address=self.address, num_sessions=len(self._verifiers))
+        return DrafterCandidate(address=self.address, num_sessions=self._num_sessions)
 
-    def pair(self, session_id: str, verifier: Verifier) -> None:
-        """Drafts for a session from now on."""
-        self._verifiers[session_id] = verifier
+    def count(self, change: int) -> None:
+        """Drafts for so many sessions more from now on."""
+        self._num_sessions += change
 
-    def part(self, session_id: str) -> None:
-        """The session has ended."""
-        del self._verifiers[session_id]
-
-    def send(self, messages: Sequence[ToDrafter]) -> None:
+    def send(self, messages: Sequence[ToDrafter], verifier: Verifier) -> None:
         """A verifier sends messages."""
-        self._events.after(self._link_s, lambda: self._receive(messages))
+        if verifier not in self._verifiers:
+            self._verifiers.append(verifier)
+        link = self._verifiers.index(verifier)
+        self._events.after(self._link_s, lambda: self._receive(link, messages))
 
-    def _receive(self, messages: Sequence[ToDrafter]) -> None:
-        self._inbox += messages
+    def _receive(self, link: int, messages: Sequence[ToDrafter]) -> None:
+        self._inbox.append((link, messages))
         if not self._busy:
             self._go_on()
 
     def _go_on(self) -> None:
         inbox, self._inbox = self._inbox, []
-        self._drafter.handle(inbox, self._events.now_s)
+        for link, messages in inbox:
+            self._drafter.handle(messages, self._events.now_s, link)
         self._busy = self._drafter.scheduler.has_work
         if self._busy:
             self._drafter.step(self._end_step)
 
-    def _end_step(self, drafts: Sequence[DraftNodes]) -> None:
-        by_verifier: dict[Verifier, list[DraftNodes]] = {}
-        for nodes in drafts:
-            verifier = self._verifiers.get(nodes.session_id)
-            if verifier is not None:
-                by_verifier.setdefault(verifier, []).append(nodes)
-        for verifier, messages in by_verifier.items():
-            self._events.after(self._link_s, partial(verifier.receive, self.address, messages))
+    def _end_step(self, drafts: DraftsByLink) -> None:
+        for link, messages in drafts.items():
+            self._events.after(self._link_s, partial(self._verifiers[link].receive, self.address, messages))
         self._go_on()

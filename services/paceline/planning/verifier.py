@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.messages import DraftNodes, GenerateRequest
+from paceline.core.messages import Drafts, GenerateRequest
 from paceline.core.moving_average import MovingAverage
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import Pairing
-from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, METHODS, SamplingParams, SpeculationParams
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
-from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
+from paceline.forest import NONE, Forest
+from paceline.planning.drafter import LINK, DrafterProcess, DraftsByLink, SimulatedDrafter
 from paceline.planning.events import Act, Events
 from paceline.simulated.guesses import RIGHT, STRIDE
 from paceline.simulated.profile import DeviceFacts, Profile
@@ -65,13 +65,22 @@ class SimulatedSession(ScheduledSession):
         asked: What is to be generated.
         drafter: Address of its drafter; empty: it decodes plainly.
         pool: Pages.
-        calibration: Of the drafter's guesses.
+        forest: Where its tree is.
+        calibration: Number of that of the drafter's guesses.
         now_s: The time.
         price: Of the last step.
     """
 
     def __init__(
-        self, asked: Request, drafter: str, pool: BlockPool, calibration: Calibration, *, now_s: float, price: float
+        self,
+        asked: Request,
+        drafter: str,
+        pool: BlockPool,
+        forest: Forest,
+        calibration: int,
+        *,
+        now_s: float,
+        price: float,
     ) -> None:
         request = GenerateRequest(
             session_id=str(asked.number),
@@ -87,7 +96,8 @@ class SimulatedSession(ScheduledSession):
             asked.number,
             pool,
             drafter_address=drafter,
-            calibrations=Calibrations({DRAFT_MODEL: calibration}),
+            forest=forest,
+            calibrations={DRAFT_MODEL: calibration},
             max_model_len=asked.num_prompt_tokens + asked.num_output_tokens,
             submitted_s=now_s,
             price=price,
@@ -127,7 +137,8 @@ class SimulatedVerifier:
         self.policy: Goodput = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
         self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
         self.scheduler = _scheduler(profile.target, self._pool, self.policy)
-        self._calibrations = {address: Calibration() for address in ((INSIDE,) if colocated else self._drafters)}
+        addresses = (INSIDE,) if colocated else self._drafters
+        self._calibrations = {address: self.scheduler.forest.new_calibration() for address in addresses}
         for address in self._calibrations:
             self.scheduler.change_link(LinkChanged(address=address, up=True), 0.0)
         self._inbox: list[Act] = []
@@ -140,22 +151,23 @@ class SimulatedVerifier:
         address = INSIDE if self._inside is not None else self._pairing.choose((DRAFT_MODEL,))
         if address in self._drafters:
             self._pairing.count(address, +1)
-            self._drafters[address].pair(str(asked.number), self)
+            self._drafters[address].count(1)
         self._post(lambda: self._open(asked, address))
 
     def _open(self, asked: Request, drafter: str) -> None:
-        calibration = self._calibrations[drafter] if drafter else Calibration()
-        now_s, price = self._events.now_s, self.policy.price
-        self.scheduler.submit(SimulatedSession(asked, drafter, self._pool, calibration, now_s=now_s, price=price))
+        calibration = self._calibrations.get(drafter, NONE)
+        now_s, price, forest = self._events.now_s, self.policy.price, self.scheduler.forest
+        session = SimulatedSession(asked, drafter, self._pool, forest, calibration, now_s=now_s, price=price)
+        self.scheduler.submit(session)
 
     def _ended(self, session: SimulatedSession) -> None:
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             self._pairing.count(drafter.address, -1)
-            drafter.part(session.session_id)
+            drafter.count(-1)
         self._on_end(session.asked)
 
-    def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
+    def receive(self, address: str, messages: Sequence[Drafts]) -> None:
         """The messages of a drafter's step arrive."""
         arrived = DraftsArrived(address=address, messages=messages, arrived_s=self._events.now_s)
         self._post(lambda: self.scheduler.receive(arrived))
@@ -168,7 +180,7 @@ class SimulatedVerifier:
             if self._inside is not None:
                 self._inside.handle(messages, self._events.now_s)
             else:
-                self._drafters[address].send(messages)
+                self._drafters[address].send(messages, self)
 
     def _post(self, act: Act) -> None:
         self._inbox.append(act)
@@ -211,9 +223,10 @@ class SimulatedVerifier:
             self._step()
             return
 
-        def drafted(nodes: Sequence[DraftNodes]) -> None:
+        def drafted(drafts: DraftsByLink) -> None:
             self._inside_step.add(self._events.now_s - now_s)
-            self.scheduler.receive(DraftsArrived(address=INSIDE, messages=nodes, arrived_s=self._events.now_s))
+            messages = drafts.get(LINK, ())
+            self.scheduler.receive(DraftsArrived(address=INSIDE, messages=messages, arrived_s=self._events.now_s))
             self._draft_or_step(inside)
 
         inside.step(drafted)
@@ -233,29 +246,29 @@ class SimulatedVerifier:
 
     def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
         """Commits what the step verified."""
-        batch_size = plan.batch_size
-        for part in plan.parts:
-            if part.commits:
-                self._commit(part, batch_size)
+        judged = [(part, self._judge(part)) for part in plan.parts if part.commits]
+        self.scheduler.commit(judged, batch_size=plan.batch_size, now_s=self._events.now_s)
+        for part, verdict in judged:
+            part.session.asked.pieces.append((self._events.now_s, len(verdict.token_ids)))
+            if part.session.ended:
+                self._ended(part.session)
         self.scheduler.moves.clear()
         self.scheduler.end_step(plan, self._events.now_s)
         self.scheduler.take_report(plan)
         self._send()
         self._drive()
 
-    def _commit(self, part: Part[SimulatedSession], batch_size: int) -> None:
-        session, asked, now_s = part.session, part.session.asked, self._events.now_s
-        tokens = walk(session.tree.root, part.nodes, lambda _: RIGHT)
+    @staticmethod
+    def _judge(part: Part[SimulatedSession]) -> Verdict:
+        session, asked = part.session, part.session.asked
+        tokens = walk(part.root, part.nodes, lambda _: RIGHT)
         if session.is_decoding:
             asked.num_steps += 1
             asked.num_drafted += len(part.nodes)
             asked.num_accepted += len(tokens) - 1
         for token_id in tokens:
             session.ends_with(token_id)
-        self.scheduler.commit(part, Verdict(token_ids=tokens), batch_size=batch_size, now_s=now_s)
-        asked.pieces.append((now_s, len(tokens)))
-        if session.ended:
-            self._ended(session)
+        return Verdict(token_ids=tokens)
 
 
 def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Scheduler[SimulatedSession]:
@@ -269,4 +282,5 @@ def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Schedule
         ),
         policy=policy,
         tier=DrafterTier(STRIDE),
+        forest=Forest(METHODS),
     )

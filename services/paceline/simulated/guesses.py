@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.core.calibration import margin
 from paceline.core.errors import ConfigError
+from paceline.forest.calibrating import margin
 from paceline.service.config import setting
 
 RIGHT = 0

@@ -125,7 +125,9 @@ class Simulation:
         table = GuessTable.of(guesses_of(self.profile, self.acceptance), self._vocab_size)
         return SimulatedDraft(self._law, Pace(facts), self._vocab_size, table)
 
-    def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int | None = None) -> DraftEngine:
+    def draft_engine(
+        self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int | None = None
+    ) -> DraftEngine:
         """Makes an engine with the draft model, and runs its first steps.
 
         Args:

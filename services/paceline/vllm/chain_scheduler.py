@@ -8,17 +8,19 @@ the messages for drafters by `take_outgoing`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
-from paceline.core.calibration import Calibrations, CalibrationStore
+from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ToDrafter
-from paceline.core.params import TIER_METHODS
-from paceline.core.session import num_accepted_of
+from paceline.core.params import METHODS, TIER_METHODS
+from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
+from paceline.forest import Calls, Forest, warm_up
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
@@ -71,13 +73,15 @@ class ChainScheduler:
         self._max_model_len, self._max_chain = max_model_len, max_chain
         self._vocab_size = vocab_size
         self._tier = DrafterTier(vocab_size)
-        self._drafts = StepDrafts(policy)
+        self._forest = Forest(METHODS)
+        warm_up(self._forest)
+        self._drafts = StepDrafts(policy, self._forest)
         self._clock = StepClock(policy)
         self._sessions: dict[str, ChainSession] = {}
         # Of the step that is over: its rows, and those of them that take guesses in the next one.
         self._rows: list[ChainSession] = []
         # By address; all of them are kept as one: drafters have other addresses after a restart.
-        self._calibrations: CalibrationStore[str] = CalibrationStore(lambda _: CALIBRATION)
+        self._calibrations: CalibrationStore[str] = CalibrationStore(self._forest, lambda _: CALIBRATION)
         self._learned: Mapping[str, Any] = {}
         self._committed_s = 0.0
 
@@ -107,7 +111,10 @@ class ChainScheduler:
         for number in message.closed:
             self._close(self._sessions.get(self._id(number)))
         self._take_time(message)
-        self._rows = [self._commit_row(row, len(message.rows), now_s) for row in message.rows]
+        self._rows = [self._session_of(row) for row in message.rows]
+        self._commit_tokens(message.rows)
+        for session in self._rows:
+            self._tier.update(session, now_s)
         self._committed_s = now_s
 
     def _take_time(self, message: StepMessage) -> None:
@@ -122,15 +129,12 @@ class ChainScheduler:
             self._drafts.took(seconds)
             self.report.seconds, self.report.num_rows = seconds, roots + guesses
 
-    def _commit_row(self, row: RowTokens, batch_size: int, now_s: float) -> ChainSession:
+    def _session_of(self, row: RowTokens) -> ChainSession:
         session = self._sessions.get(self._id(row.session))
         if not row.base_len or session is None:
             self._close(session)
             session = self._open(row)
-        elif row.token_ids:
-            self._commit_tokens(session, row, batch_size)
         session.reads = row.reads
-        self._tier.update(session, now_s)
         return session
 
     def _open(self, row: RowTokens) -> ChainSession:
@@ -147,6 +151,7 @@ class ChainScheduler:
             max_chain=self._max_chain,
             methods=methods,
             drafter_address=address,
+            forest=self._forest,
             calibrations=self._calibrations_for(address),
             price=self._policy.price,
         )
@@ -154,22 +159,30 @@ class ChainScheduler:
         self._tier.connect(session)
         return session
 
-    def _commit_tokens(self, session: ChainSession, row: RowTokens, batch_size: int) -> None:
-        if row.base_len != session.committed_len:
-            raise ValueError(f"session {row.session} has {session.committed_len} tokens, not {row.base_len}")
-        verified, session.verifies = session.verifies[: row.num_verified], ()
-        pruning = session.commit(row.token_ids)
-        accepted = self.report.count_pruned(verified, pruning)
-        num_accepted = num_accepted_of(accepted, row.token_ids)
-        session.tally.count(
-            num_draft_tokens=len(verified), num_accepted=num_accepted, hit=pruning.hit, batch_size=batch_size
-        )
-        self.report.count_round(verified, accepted, num_accepted=num_accepted, hit=pruning.hit)
+    def _commit_tokens(self, rows: Sequence[RowTokens]) -> None:
+        """Commits the tokens of sessions that go on."""
+        going_on = [
+            (session, row) for session, row in zip(self._rows, rows, strict=True) if row.base_len and row.token_ids
+        ]
+        for session, row in going_on:
+            if row.base_len != session.committed_len:
+                raise ValueError(f"session {row.session} has {session.committed_len} tokens, not {row.base_len}")
+            # vLLM may have verified fewer than it was told.
+            self._forest.drop_kv(session.tree.row, session.committed_len + row.num_verified)
+        done = commit(self._forest, [NewTokens(session, row.token_ids) for session, row in going_on])
+        self.report.count_nodes(self._forest.sources, done.counts)
+        results = zip(going_on, done.accepted.tolist(), done.hits.tolist(), strict=True)
+        for (session, row), num_matched, hit in results:
+            num_accepted = num_accepted_of(num_matched, row.token_ids)
+            num_verified, session.verifies = min(len(session.verifies), row.num_verified), []
+            session.tally.count(num_draft_tokens=num_verified, num_accepted=num_accepted, hit=hit, batch_size=len(rows))
+            self.report.count_round(num_verified, num_accepted, hit=hit)
 
     def _close(self, session: ChainSession | None) -> None:
         if session is None:
             return
         self._tier.part(session)
+        session.tree.close()
         self._drafters.count(session.link.address, -1)
         del self._sessions[session.session_id]
 
@@ -198,7 +211,7 @@ class ChainScheduler:
     # What comes of it
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which it pays to wait for guesses; see `paceline.core.wait_for_drafts`."""
+        """Seconds for which it pays to wait for guesses; see `StepDrafts.worth_waiting`."""
         sessions = [session for session in self._rows if not session.reads]
         self.report.num_silenced += self._drafts.num_silenced(sessions, now_s)
         if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
@@ -212,11 +225,17 @@ class ChainScheduler:
             return [[] for _ in self._rows]
         decoding = [session for session in self._rows if not session.reads]
         joining = [session for session in self._rows if session.reads]
-        allocation = self._drafts.choose(decoding, joining)
+        choice = self._drafts.choose(decoding, joining)
         self.report.price = self._policy.price
-        for session, nodes in zip(decoding, allocation.nodes, strict=True):
-            session.verifies = nodes
-        return [[node.token_id for node in session.verifies] for session in self._rows]
+        taken = choice.taken
+        # vLLM may have asked before and verified nothing since.
+        for session in decoding:
+            self._forest.drop_kv(session.tree.row)
+        self._forest.set_kv(Calls(choice.rows, taken.slots), taken.positions)
+        tokens = iter(taken.tokens.tolist())
+        for session, count in zip(decoding, choice.counts, strict=True):
+            session.verifies = [*islice(tokens, count)]
+        return [session.verifies for session in self._rows]
 
     def take_outgoing(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
         """Returns the messages for drafters, and the links to reset."""
@@ -255,8 +274,8 @@ class ChainScheduler:
             self._calibrations.resume({CALIBRATION: learned[CALIBRATION]})
         self._learned = dict(learned)
 
-    def _calibrations_for(self, address: str) -> Calibrations:
-        return Calibrations(dict.fromkeys(TIER_METHODS, self._calibrations.of(address)))
+    def _calibrations_for(self, address: str) -> dict[str, int]:
+        return dict.fromkeys(TIER_METHODS, self._calibrations.of(address))
 
     def _id(self, number: int) -> str:
         return f"{self._name}/{number}"

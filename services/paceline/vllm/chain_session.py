@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from paceline.core.calibration import Calibrations
 from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
-from paceline.core.tree import Node
+from paceline.forest import Forest
 
 # vLLM judges a guess by the target's probability of it alone, so the best guess is the drafter's likeliest token.
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -25,7 +24,8 @@ class ChainSession(VerifierSession):
         max_chain: Most guesses in a step.
         methods: Of drafters that may draft for it.
         drafter_address: Of its drafter; empty: none.
-        calibrations: Of its drafter.
+        forest: Where its tree is.
+        calibrations: Numbers of those of its drafter.
         price: The first price for its drafter.
 
     Attributes:
@@ -43,7 +43,8 @@ class ChainSession(VerifierSession):
         max_chain: int,
         methods: Sequence[str],
         drafter_address: str,
-        calibrations: Calibrations,
+        forest: Forest,
+        calibrations: Mapping[str, int],
         price: float,
     ) -> None:
         request = GenerateRequest(
@@ -53,10 +54,10 @@ class ChainSession(VerifierSession):
             sampling=GREEDY,
             speculation=SpeculationParams(),
         )
-        super().__init__(request, calibrations)
+        super().__init__(request, forest, calibrations)
         self.link = SessionLink(self, drafter_address, price=price)
         self.has_sources = False
-        self.verifies: tuple[Node, ...] = ()
+        self.verifies: list[int] = []
         self.reads = False
         self.methods = methods
         self._max_model_len = max_model_len

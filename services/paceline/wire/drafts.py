@@ -7,22 +7,25 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
     CommittedStates,
-    DraftNodes,
+    Drafts,
+    Ints,
     LaggingSession,
     ModelIdentity,
-    NodeGuess,
     OpenSession,
     ToDrafter,
     ToVerifier,
+    sizes_of,
 )
 from paceline.core.params import ACCEPTANCE_RULES, COUPLED
 from paceline.core.rejection_sampling import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
-from paceline.rpc.v1 import drafter_pb2
+from paceline.rpc.v1 import common_pb2, drafter_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     decimal,
@@ -33,7 +36,10 @@ from paceline.wire.common import (
     sampling_to_pb,
 )
 
+# Version of what verifier and drafter say to each other; both must have the same.
+PROTOCOL = 2
 MAX_CONFIDENCE = 255
+MAX_NUMBER = 2**31 - 1
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
@@ -41,8 +47,10 @@ BFLOAT16_BYTES = 2
 PART_BYTES = 1024 * 1024
 # Most bytes of a token id on the wire, and of everything else in the opening of a session.
 TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
-# Of a node: its ids, token, confidence and the head of its distribution; and of an entry in the distribution.
-NODE_BYTES, GUESS_BYTES = 3 * TOKEN_BYTES + 2 + 16, TOKEN_BYTES + 3
+# Of a number in a column; of a session and a node; of the head of a distribution, and of an entry.
+WORD = np.dtype("<i4")
+SESSION_BYTES, NODE_BYTES = 3 * WORD.itemsize, 3 * WORD.itemsize + 1
+DISTRIBUTION_BYTES, GUESS_BYTES = 16, TOKEN_BYTES + 3
 _MessageT = TypeVar("_MessageT", ToDrafter, ToVerifier)
 TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 
@@ -74,9 +82,9 @@ def _size(message: ToDrafter | ToVerifier) -> int:
             return MAX_SESSION_ID_CHARS + len(message.values)
         case Commit():
             return MAX_SESSION_ID_CHARS + TOKEN_BYTES * len(message.token_ids)
-        case DraftNodes():
-            guesses = sum(0 if node.draft is None else len(node.draft.token_ids) for node in message.nodes)
-            return MAX_SESSION_ID_CHARS + NODE_BYTES * len(message.nodes) + GUESS_BYTES * guesses
+        case Drafts():
+            entries = sum(DISTRIBUTION_BYTES + GUESS_BYTES * len(each.token_ids) for each in message.distributions)
+            return 64 + SESSION_BYTES * message.num_sessions + NODE_BYTES * message.num_nodes + entries
         case CloseSession() | LaggingSession():
             return MAX_SESSION_ID_CHARS
 
@@ -91,6 +99,7 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
         states=[
             drafter_pb2.CommittedStates(**fields_of(each)) for each in messages if isinstance(each, CommittedStates)
         ],
+        protocol=0 if target is None else PROTOCOL,
     )
 
 
@@ -100,9 +109,9 @@ def draft_request_from_pb(
     """Decodes a verifier's messages: the caller's model, then opens, states, commits and closes in that order.
 
     Raises:
-        RemoteProtocolError: A field is missing or outside its limits.
+        RemoteProtocolError: A field is missing or outside its limits, or the versions of the protocol differ.
     """
-    target = identity_from_pb(message.target) if message.HasField("target") else None
+    target = _greeting(message.target, "the verifier", message.protocol) if message.HasField("target") else None
     decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
     decoded.extend(_states_from_pb(entry) for entry in message.states)
     decoded.extend(_commit_from_pb(entry) for entry in message.commits)
@@ -119,10 +128,11 @@ def draft_response_to_pb(
     """Encodes a drafter's messages after one step; a stream's first message has the `draft` model."""
     return drafter_pb2.DraftResponse(
         draft=None if draft is None else identity_to_pb(draft),
-        nodes=[_nodes_to_pb(message) for message in messages if isinstance(message, DraftNodes)],
+        drafts=[_drafts_to_pb(message) for message in messages if isinstance(message, Drafts)],
         lagging=[
             drafter_pb2.LaggingSession(**fields_of(each)) for each in messages if isinstance(each, LaggingSession)
         ],
+        protocol=0 if draft is None else PROTOCOL,
     )
 
 
@@ -132,10 +142,11 @@ def draft_response_from_pb(
     """Decodes a drafter's messages: its model, then new nodes and lagging sessions in that order.
 
     Raises:
-        RemoteProtocolError: Lists of a tree differ in length, or a field is outside its limits.
+        RemoteProtocolError: Columns differ in length, a field is outside its limits, or the versions of the protocol
+            differ.
     """
-    draft = identity_from_pb(message.draft) if message.HasField("draft") else None
-    decoded: list[ToVerifier] = [_nodes_from_pb(entry) for entry in message.nodes]
+    draft = _greeting(message.draft, "the drafter", message.protocol) if message.HasField("draft") else None
+    decoded: list[ToVerifier] = [_drafts_from_pb(entry) for entry in message.drafts]
     decoded.extend(
         LaggingSession(
             session_id=_named_session("LaggingSession", entry.session_id),
@@ -145,6 +156,15 @@ def draft_response_from_pb(
         for entry in message.lagging
     )
     return draft, decoded
+
+
+def _greeting(model: common_pb2.ModelIdentity, peer: str, protocol: int) -> ModelIdentity:
+    if protocol != PROTOCOL:
+        raise RemoteProtocolError(
+            f"protocol: {peer} speaks version {protocol or 1} of the draft protocol, and we speak {PROTOCOL}: run the"
+            " same release on verifiers and drafters"
+        )
+    return identity_from_pb(model)
 
 
 def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
@@ -158,6 +178,8 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         raise RemoteProtocolError(
             f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, got {entry.prompt_len}"
         )
+    if entry.number > MAX_NUMBER:
+        raise RemoteProtocolError(f"OpenSession.number: must be at most {MAX_NUMBER}, got {entry.number}")
     acceptance = entry.acceptance or COUPLED
     if acceptance not in ACCEPTANCE_RULES:
         raise RemoteProtocolError(
@@ -170,6 +192,7 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
     return OpenSession(
         session_id=_named_session("OpenSession", entry.session_id),
         epoch=entry.epoch,
+        number=entry.number,
         token_ids=tuple(entry.token_ids),
         prompt_len=entry.prompt_len,
         sampling=sampling,
@@ -215,57 +238,59 @@ def _states_from_pb(entry: drafter_pb2.CommittedStates) -> CommittedStates:
     )
 
 
-def _nodes_to_pb(message: DraftNodes) -> drafter_pb2.DraftNodes:
-    return drafter_pb2.DraftNodes(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        base_len=message.base_len,
-        node_ids=[node.node_id for node in message.nodes],
-        parent_ids=[node.parent_id for node in message.nodes],
-        token_ids=[node.token_id for node in message.nodes],
-        confidences=[round(MAX_CONFIDENCE * node.confidence) for node in message.nodes],
-        drafts=[
-            drafter_pb2.SparseDraft(token_ids=node.draft.token_ids, weights=node.draft.weights)
-            for node in message.nodes
-            if node.draft is not None
+def _drafts_to_pb(message: Drafts) -> drafter_pb2.Drafts:
+    return drafter_pb2.Drafts(
+        sessions=_bytes(message.numbers),
+        base_lens=_bytes(message.base_lens),
+        ends=_bytes(message.ends),
+        node_ids=_bytes(message.ids),
+        parent_ids=_bytes(message.parent_ids),
+        token_ids=_bytes(message.tokens),
+        confidences=np.rint(MAX_CONFIDENCE * message.confidences).astype(np.uint8).tobytes(),
+        distributions=[
+            drafter_pb2.SparseDraft(token_ids=each.token_ids, weights=each.weights) for each in message.distributions
         ],
     )
 
 
-def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
-    _check_lists(entry)
-    confidences = [confidence / MAX_CONFIDENCE for confidence in entry.confidences]
-    guesses = map(NodeGuess, entry.node_ids, entry.parent_ids, entry.token_ids, confidences, _drafts_from_pb(entry))
-    return DraftNodes(
-        session_id=_named_session("DraftNodes", entry.session_id),
-        epoch=entry.epoch,
-        base_len=entry.base_len,
-        nodes=tuple(guesses),
+def _bytes(column: Ints) -> bytes:
+    return column.astype(WORD, copy=False).tobytes()
+
+
+def _drafts_from_pb(entry: drafter_pb2.Drafts) -> Drafts:
+    numbers, ids = _column("sessions", entry.sessions), _column("node_ids", entry.node_ids)
+    ends, tokens = _column("ends", entry.ends, len(numbers)), _column("token_ids", entry.token_ids, len(ids))
+    if len(ids) != (ends[-1] if len(ends) else 0) or (sizes_of(ends) < 0).any():
+        raise RemoteProtocolError(f"Drafts.ends: must grow, up to the {len(ids)} entries of node_ids")
+    if not ids.all():
+        raise RemoteProtocolError("Drafts.node_ids: must be at least 1, got 0")
+    _check_size("confidences", len(entry.confidences), len(ids))
+    _check_size("distributions", len(entry.distributions) or len(ids), len(ids))
+    return Drafts(
+        numbers=numbers,
+        base_lens=_column("base_lens", entry.base_lens, len(numbers)),
+        ends=ends,
+        ids=ids,
+        parent_ids=_column("parent_ids", entry.parent_ids, len(ids)),
+        tokens=tokens,
+        confidences=np.frombuffer(entry.confidences, np.uint8) / MAX_CONFIDENCE,
+        distributions=[*map(_draft_from_pb, entry.distributions, tokens.view(np.uint32).tolist())],
     )
 
 
-def _check_lists(entry: drafter_pb2.DraftNodes) -> None:
-    num_nodes = len(entry.node_ids)
-    for name, size in (
-        ("parent_ids", len(entry.parent_ids)),
-        ("token_ids", len(entry.token_ids)),
-        ("confidences", len(entry.confidences)),
-        ("drafts", len(entry.drafts) or num_nodes),
-    ):
-        if size != num_nodes:
-            raise RemoteProtocolError(f"DraftNodes.{name}: has {size} entries, node_ids has {num_nodes}")
-    if num_nodes and min(entry.node_ids) == 0:
-        raise RemoteProtocolError("DraftNodes.node_ids: must be at least 1, got 0")
-    if num_nodes and max(entry.confidences) > MAX_CONFIDENCE:
-        raise RemoteProtocolError(
-            f"DraftNodes.confidences: must be from 0 to {MAX_CONFIDENCE}, got {max(entry.confidences)}"
-        )
+def _column(name: str, data: bytes, size: int | None = None) -> Ints:
+    """Reads a column; `size` entries must be there, None: any."""
+    if len(data) % WORD.itemsize:
+        raise RemoteProtocolError(f"Drafts.{name}: must hold numbers of {WORD.itemsize} bytes, got {len(data)} bytes")
+    column = np.frombuffer(data, WORD).astype(np.int32)
+    if size is not None:
+        _check_size(name, len(column), size)
+    return column
 
 
-def _drafts_from_pb(entry: drafter_pb2.DraftNodes) -> Sequence[SparseDraft | None]:
-    if not entry.drafts:
-        return [None] * len(entry.node_ids)
-    return [_draft_from_pb(draft, token_id) for draft, token_id in zip(entry.drafts, entry.token_ids, strict=True)]
+def _check_size(name: str, size: int, expected: int) -> None:
+    if size != expected:
+        raise RemoteProtocolError(f"Drafts.{name}: has {size} entries, where {expected} are expected")
 
 
 def _draft_from_pb(draft: drafter_pb2.SparseDraft, token_id: int) -> SparseDraft:

@@ -34,10 +34,7 @@ def openai_agents_sdk(door: Callable[..., Any], run: Run) -> Turn:
             agent = openai_agents.Agent(
                 name="agent",
                 instructions=INSTRUCTIONS,
-                tools=[
-                    openai_agents.function_tool(each, strict_mode=False)
-                    for each in (run.tools.get_weather, run.tools.add)
-                ],
+                tools=[openai_agents.function_tool(each) for each in (run.tools.get_weather, run.tools.add)],
                 model=door(model=run.served.model, openai_client=client),
                 model_settings=openai_agents.ModelSettings(max_tokens=run.max_tokens, extra_body=run.more),
                 output_type=run.answer_type,
@@ -65,8 +62,9 @@ def anthropic_tool_runner(run: Run) -> Turn:
             max_tokens=run.max_tokens,
             system=INSTRUCTIONS,
             messages=messages,
-            tools=[anthropic.beta_tool(each) for each in (run.tools.get_weather, run.tools.add)],
+            tools=[anthropic.beta_tool(each, strict=True) for each in (run.tools.get_weather, run.tools.add)],
             stream=run.streamed,
+            output_format=run.answer_type or anthropic.omit,
             extra_body=run.more,
         )
         for each in runner:
@@ -126,7 +124,7 @@ def pydantic_ai_agent(door: Callable[[Run], Any], run: Run) -> Turn:
         agent: Any = Agent(
             door(run),
             instructions=INSTRUCTIONS,
-            tools=[Tool(each, strict=False) for each in (run.tools.get_weather, add)],
+            tools=[Tool(each, strict=True) for each in (run.tools.get_weather, add)],
             output_type=NativeOutput(run.answer_type) if run.answer_type else str,
             model_settings={"max_tokens": run.max_tokens, "extra_body": run.more},
         )

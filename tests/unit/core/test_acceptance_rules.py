@@ -9,12 +9,13 @@ import pytest
 
 from paceline.core.acceptance_rules import Rules, token_fates
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess, TokenFate
+from paceline.core.messages import GenerateRequest, NodeGuess, TokenFate
 from paceline.core.params import ACCEPTANCE_RULES, BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import FloatArray, SparseDraft, overlap
 from paceline.core.session import VerifierSession
-from paceline.core.tree import DraftTree, Node, best_first
+from paceline.core.tree import Node
 from tests.support.plugin_pages import typical_rule
+from tests.support.trees import graft_into, new_tree, nodes_of, verified
 from tests.unit.core.toy_models import normalised
 
 
@@ -37,13 +38,11 @@ class Rows:
 
 def guess(node_id: int, parent_id: int, token_id: int, *weights: int) -> NodeGuess:
     draft = SparseDraft(token_ids=tuple(range(len(weights))), weights=weights) if weights else None
-    return NodeGuess(node_id=node_id, parent_id=parent_id, token_id=token_id, confidence=0.75, draft=draft)
+    return NodeGuess(node_id=node_id, parent_id=parent_id, token_id=token_id, confidence=0.75, distribution=draft)
 
 
-def grown(*guesses: NodeGuess, chain: bool = False) -> DraftTree:
-    tree = DraftTree(1, chain=chain)
-    tree.graft(guesses, 1, [9])
-    return tree
+def draft(*weights: int) -> SparseDraft:
+    return SparseDraft(token_ids=tuple(range(len(weights))), weights=weights)
 
 
 # Which rule
@@ -75,11 +74,13 @@ def test_only_rules_of_other_packages_are_lossy_and_what_is_not_served_is_refuse
 
 
 def test_a_chain_takes_the_first_guess_below_a_node_and_nothing_beside_it() -> None:
-    tree = grown(guess(1, 0, 0, 1, 1), guess(2, 0, 1, 1, 1), guess(3, 2, 0, 1, 1), guess(4, 1, 1, 1, 1), chain=True)
-    assert [node.token_id for node in tree.nodes()] == [0, 1]
-    again = tree.graft([guess(5, 0, 0, 1, 3), guess(6, 5, 0, 1, 1)], 1, [9])
-    assert (again.num_added, again.num_stale) == (0, 1), "5 is 1 by another name, and has a child"
-    first = tree.root.children[0].draft
+    tree = new_tree([9], chain=True)
+    guesses = [guess(1, 0, 0, 1, 1), guess(2, 0, 1, 1, 1), guess(3, 2, 0, 1, 1), guess(4, 1, 1, 1, 1)]
+    graft_into(tree, guesses, 1)
+    assert [node.token_id for node in nodes_of(tree)] == [0, 1]
+    again = graft_into(tree, [guess(5, 0, 0, 1, 3), guess(6, 5, 0, 1, 1)], 1)
+    assert (again[0], again[2]) == (0, 1), "5 is 1 by another name, and has a child"
+    first = nodes_of(tree)[0].draft
     assert first is not None
     assert first.weights == (1, 1), "what was said of it first counts"
 
@@ -94,34 +95,31 @@ def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from(acce
         speculation=SpeculationParams(),
     )
     session = VerifierSession(request, acceptance=acceptance)
-    nodes = DraftNodes(session_id="s", epoch=1, base_len=1, nodes=(guess(1, 0, 0, 1), guess(2, 1, 1)))
-    with pytest.raises(RemoteProtocolError, match=rf"DraftNodes.drafts: .* rule {acceptance}"):
-        session.receive(nodes)
-    assert not list(session.tree.nodes())
+    with pytest.raises(RemoteProtocolError, match=rf"Drafts.distributions: .* rule {acceptance}"):
+        session.check(1, has_distributions=False)
 
 
 def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whatever_it_was() -> None:
     """1 - TV of each row on the committed path, the one below the last verified node included."""
-    target, draft = normalised([5, 3, 2]), normalised([1, 1, 2])
+    target, drawn_from = normalised([5, 3, 2]), normalised([1, 1, 2])
     learned = set()
     for token_id in range(3):
-        tree = grown(guess(1, 0, token_id, 1, 1, 2), guess(2, 1, 0, 2, 1, 1), chain=True)
+        root, (first, _) = verified((-1, token_id, draft(1, 1, 2)), (0, 0, draft(2, 1, 1)))
         rows = Rows(laws={-1: target, **dict.fromkeys(range(3), target)}, choices={})
-        chain = best_first(tree, 1)
-        verdict = Rules().of(SpeculationParams(acceptance=REJECTION)).judge(tree.root, chain, rows)
+        verdict = Rules().of(SpeculationParams(acceptance=REJECTION)).judge(root, [first], rows)
         assert verdict.chances is not None
         learned.add(verdict.chances[0])
         if len(verdict.token_ids) == 2:
             assert verdict.chances[1] == overlap(target, normalised([2, 1, 1]))
-    assert learned == {overlap(target, draft)}
-    assert overlap(target, draft) == pytest.approx(0.25 + 0.25 + 0.2)
+    assert learned == {overlap(target, drawn_from)}
+    assert overlap(target, drawn_from) == pytest.approx(0.25 + 0.25 + 0.2)
 
 
 # The rule of docs/add-an-acceptance-rule.md
 
 
 @pytest.mark.parametrize(
-    ("options", "law", "choices", "verified", "token_ids"),
+    ("options", "law", "choices", "count", "token_ids"),
     [
         # The target's own choice comes first.
         ({}, [1, 1, 6, 2], {-1: 1, 1: 0}, 3, (1, 0)),
@@ -137,18 +135,18 @@ def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whateve
     ],
 )
 def test_a_typical_guess_stands_in_for_a_choice_that_was_not_guessed(
-    options: dict[str, float], law: list[int], choices: dict[int, int], verified: int, token_ids: tuple[int, ...]
+    options: dict[str, float], law: list[int], choices: dict[int, int], count: int, token_ids: tuple[int, ...]
 ) -> None:
-    tree = grown(guess(1, 0, 1), guess(2, 0, 2), guess(3, 2, 3))
+    root, nodes = verified((-1, 1), (-1, 2), (1, 3))
     rows = Rows(laws=dict.fromkeys(range(-1, 4), normalised(law)), choices=choices)
-    assert typical_rule(**options).judge(tree.root, best_first(tree, verified), rows).token_ids == token_ids
+    assert typical_rule(**options).judge(root, nodes[:count], rows).token_ids == token_ids
 
 
 # How tokens came about
 
 
 @pytest.mark.parametrize(
-    ("verified", "token_ids", "fates"),
+    ("tokens", "token_ids", "fates"),
     [
         ((), (1,), "plain"),
         ((1,), (0,), "recovered"),
@@ -162,11 +160,11 @@ def test_a_typical_guess_stands_in_for_a_choice_that_was_not_guessed(
     ],
 )
 def test_the_last_token_is_plain_recovered_or_bonus_and_those_before_it_are_accepted(
-    verified: tuple[int, ...], token_ids: tuple[int, ...], fates: str
+    tokens: tuple[int, ...], token_ids: tuple[int, ...], fates: str
 ) -> None:
-    tree = grown(guess(1, 0, 1), guess(2, 1, 2), guess(3, 0, 3))
-    nodes = [node for node in tree.nodes() if node.token_id in verified]
-    assert token_fates(tree.root, nodes, token_ids) == tuple(map(TokenFate, fates.split()))
+    root, nodes = verified((-1, 1), (0, 2), (-1, 3))
+    nodes = [node for node in nodes if node.token_id in tokens]
+    assert token_fates(root, nodes, token_ids) == tuple(map(TokenFate, fates.split()))
 
 
 def test_the_rules_that_can_be_asked_for_begin_with_the_default() -> None:

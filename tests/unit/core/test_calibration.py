@@ -7,20 +7,43 @@ import math
 import numpy as np
 import pytest
 
-from paceline.core.calibration import MAX_MARGIN, Calibration, Calibrations, SessionOffset, margin
-from paceline.core.messages import GenerateRequest, NodeGuess
-from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.session import VerifierSession
+from paceline.core.calibration import CalibrationStore
+from paceline.core.messages import NodeGuess
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree
+from paceline.forest import Forest
+from paceline.forest.calibrating import MAX_MARGIN, margin, observe
+from tests.support.trees import advance, graft_into, nodes_of, seen
 
 
 def sigmoid(value: float) -> float:
     return 1.0 / (1.0 + math.exp(-value))
 
 
+class Source:
+    """One source and its calibration, in sessions that have an offset each."""
+
+    def __init__(self, num_sessions: int = 1) -> None:
+        self.forest = Forest((DRAFT_MODEL,))
+        self.number = self.forest.new_calibration()
+        self.rows = [self.session() for _ in range(num_sessions)]
+
+    def session(self) -> int:
+        row = self.forest.take_row()
+        self.forest.judge(row, 0, self.number)
+        return row
+
+    def probability(self, confidence: float, row: int | None = None) -> float:
+        return self.forest.probability(self.session() if row is None else row, 0, confidence)
+
+    def observe(self, confidence: float, row: int, *, matched: bool) -> None:
+        arrays = self.forest.arrays
+        observe(arrays.judges[row, 0], arrays.calibrations, confidence, float(matched))
+
+
 def test_without_observations_a_drafter_is_taken_at_its_word():
     for confidence in (0.05, 0.4, 0.9):
-        assert Calibration().probability(confidence, SessionOffset()) == pytest.approx(confidence)
+        assert Source().probability(confidence) == pytest.approx(confidence)
 
 
 def test_margins_are_bounded():
@@ -28,62 +51,73 @@ def test_margins_are_bounded():
 
 
 def test_the_true_slope_and_intercept_are_found():
-    calibration, rng = Calibration(), np.random.default_rng(1)
-    sessions = [SessionOffset() for _ in range(20)]
+    source, rng = Source(20), np.random.default_rng(1)
     for number in range(6000):
         confidence = float(rng.uniform(0.02, 0.98))
         truth = sigmoid(0.6 * margin(confidence) - 0.8)
-        calibration.observe(confidence, sessions[number % 20], matched=bool(rng.random() < truth))
+        source.observe(confidence, source.rows[number % 20], matched=bool(rng.random() < truth))
     for confidence in (0.1, 0.5, 0.9):
-        found = calibration.probability(confidence, SessionOffset())
-        assert found == pytest.approx(sigmoid(0.6 * margin(confidence) - 0.8), abs=0.05)
+        assert source.probability(confidence) == pytest.approx(sigmoid(0.6 * margin(confidence) - 0.8), abs=0.05)
 
 
 def test_a_session_that_does_worse_than_its_source_is_told_apart():
-    calibration, rng = Calibration(), np.random.default_rng(2)
-    good, bad = SessionOffset(), SessionOffset()
+    source, rng = Source(2), np.random.default_rng(2)
+    good, bad = source.rows
     for _ in range(400):
-        for offset, rate in ((good, 0.85), (bad, 0.4)):
-            calibration.observe(0.7, offset, matched=bool(rng.random() < rate))
-    assert calibration.probability(0.7, good) == pytest.approx(0.85, abs=0.1)
-    assert calibration.probability(0.7, bad) == pytest.approx(0.4, abs=0.1)
+        for row, rate in ((good, 0.85), (bad, 0.4)):
+            source.observe(0.7, row, matched=bool(rng.random() < rate))
+    assert source.probability(0.7, good) == pytest.approx(0.85, abs=0.1)
+    assert source.probability(0.7, bad) == pytest.approx(0.4, abs=0.1)
 
 
 def test_the_slope_never_turns_over():
-    calibration = Calibration()
+    source = Source()
     for _ in range(500):
-        calibration.observe(0.95, SessionOffset(), matched=False)
-        calibration.observe(0.05, SessionOffset(), matched=True)
-    assert calibration.probability(0.9, SessionOffset()) > calibration.probability(0.1, SessionOffset())
+        for confidence in (0.95, 0.05):
+            source.forest.judge(source.rows[0], 0, source.number)
+            source.observe(confidence, source.rows[0], matched=confidence < 0.5)
+    assert source.probability(0.9) > source.probability(0.1)
 
 
-def test_only_guesses_below_a_committed_token_have_an_outcome():
-    tree = DraftTree(1)
+def test_only_guesses_below_a_committed_token_teach():
+    source = Source()
+    tree = DraftTree(source.forest, [0], {DRAFT_MODEL: source.number})
     rows = [(1, 0, 7, 0.9), (2, 0, 8, 0.1), (3, 1, 5, 0.8), (4, 2, 6, 0.7), (5, 3, 4, 0.6)]
-    tree.graft(
-        [NodeGuess(node_id=n, parent_id=p, token_id=t, confidence=c) for n, p, t, c in rows], base_len=1, committed=[0]
-    )
-    assert list(tree.outcomes([7, 1, 4])) == [
-        (DRAFT_MODEL, 0.9, True),
-        (DRAFT_MODEL, 0.1, False),
-        (DRAFT_MODEL, 0.8, False),
-    ]
+    graft_into(tree, [NodeGuess(node_id=n, parent_id=p, token_id=t, confidence=c) for n, p, t, c in rows], 1)
+    expected = Source()
+    for confidence, matched in ((0.9, True), (0.1, False), (0.8, False)):
+        expected.observe(confidence, expected.rows[0], matched=matched)
+    advance(tree, 7, 1, 4)
+    assert source.forest.calibration(source.number) == pytest.approx(expected.forest.calibration(expected.number))
 
 
 def test_a_commit_teaches_the_source_and_the_next_guess_is_worth_less():
-    calibration = Calibration()
-    request = GenerateRequest(
-        session_id="s",
-        epoch=0,
-        prompt_token_ids=(1,),
-        sampling=SamplingParams(max_tokens=50),
-        speculation=SpeculationParams(),
-    )
-    session = VerifierSession(request, Calibrations({DRAFT_MODEL: calibration}))
+    source = Source()
+    tree = DraftTree(source.forest, [1], {DRAFT_MODEL: source.number})
     for number in range(1, 20):
-        session.tree.add(session.tree.root, NodeGuess(node_id=number, parent_id=0, token_id=9, confidence=0.9))
-        session.commit([3])
-    node = session.tree.add(session.tree.root, NodeGuess(node_id=99, parent_id=0, token_id=9, confidence=0.9))
-    assert node is not None
+        graft_into(tree, [NodeGuess(node_id=number, parent_id=0, token_id=9, confidence=0.9)], number)
+        advance(tree, 3)
+    graft_into(tree, [NodeGuess(node_id=99, parent_id=0, token_id=9, confidence=0.9)], 20)
+    (node,) = nodes_of(tree)
     assert node.guesses == {DRAFT_MODEL: 0.9}
-    assert session.tree.survival(node) < 0.5
+    assert seen(tree).children[9].survival < 0.5
+
+
+def test_other_calibrations_begin_when_a_tree_is_opened_anew():
+    source = Source()
+    other = source.forest.new_calibration()
+    source.forest.set_calibration(other, (1.0, -3.0, 0.25, 0.5, 0.0))
+    tree = DraftTree(source.forest, [1], {DRAFT_MODEL: source.number})
+    assert tree.probability(DRAFT_MODEL, 0.5) == pytest.approx(0.5)
+    tree.open([1], {DRAFT_MODEL: other})
+    assert tree.probability(DRAFT_MODEL, 0.5) == pytest.approx(sigmoid(-3.0))
+
+
+def test_a_successor_begins_where_a_calibration_of_the_same_kind_ended():
+    store: CalibrationStore[str] = CalibrationStore(Forest((DRAFT_MODEL,)), lambda key: key[0])
+    store.resume({"a": [0.9, 0.1, 0.2, 0.3, 0.0]})
+    assert store.of("a one") == store.of("a one") != store.of("a two")
+    store.of("b")
+    assert store.learned() == {"a": [0.9, 0.1, 0.2, 0.3, 0.0], "b": [1.0, 0.0, 0.25, 0.5, 0.0]}
+    with pytest.raises(ValueError, match="no calibration"):
+        store.resume({"a": [0.9, 0.1, -0.2, 0.3, 0.0]})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,21 +14,45 @@ from paceline.core.draft_policy import MOST_PRICE, Demand, FixedGamma, Goodput
 from paceline.core.drafting_mode import LEAST_STEPS
 from paceline.core.errors import ConfigError
 from paceline.core.goodput import LEAST_SURVIVAL
-from paceline.core.link import ConnectedDrafter
+from paceline.core.link import CHILD_SHARE, ConnectedDrafter
 from paceline.core.messages import NodeGuess
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import Prospect, prospect
+from paceline.forest import ROOT, rows_of
+from tests.support.trees import allot, graft_into, new_tree, nodes_of
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
 LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))
 
 
 def tree_of(rows) -> DraftTree:
-    tree = DraftTree(1)
+    tree = new_tree(1)
     for index, (parent_id, token_id, confidence) in enumerate(rows, start=1):
-        tree.graft([NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1, [0])
+        graft_into(tree, [NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1)
     return tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treed(Demand):
+    """A session, as the policy sees it, and its tree."""
+
+    tree: DraftTree
+
+
+def allocate(policy, demands, **options) -> list[list[int]]:
+    return allot(policy, [each.tree for each in demands], demands, **options)
+
+
+def prospect(tree, cap, *, price, child_share=CHILD_SHARE) -> tuple[float, float]:
+    """Expected tokens, and the gain of the next nodes."""
+    shares = np.array([child_share])
+    expected, gains = tree.forest.prospects(rows_of([tree.row]), rows_of([cap]), np.array([price]), shares)
+    return float(expected[0]), float(gains[0])
+
+
+def waits(prospects, **options) -> bool:
+    expected, gains = (np.array(each) for each in zip(*prospects, strict=True))
+    return Goodput().waits(expected, gains, **options)
 
 
 CHAIN = [(0, 1, 0.9), (1, 1, 0.8), (2, 1, 0.7), (3, 1, 0.6)]
@@ -53,30 +79,30 @@ def test_a_table_that_is_not_monotone_is_refused(rows, seconds):
 
 def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
     policy = drafting(FLAT)
-    assert len(policy.allocate([Demand(tree=tree_of(CHAIN), cap=64)]).nodes[0]) == 4
+    assert len(allocate(policy, [Treed(tree=tree_of(CHAIN), cap=64)])[0]) == 4
     assert policy.price == LEAST_SURVIVAL
 
 
 @pytest.mark.parametrize("other_rows", [0, 100, MOST_ROWS])
 def test_guesses_end_where_steps_are_no_longer_learned_and_a_prompt_takes_none_away(other_rows):
-    demands = [Demand(tree=tree_of(CHAIN), cap=64) for _ in range(200)]
+    demands = [Treed(tree=tree_of(CHAIN), cap=64) for _ in range(200)]
     policy = Goodput(FLAT)
     for _ in range(3):
-        allocation = policy.allocate(demands, other_rows=other_rows)
-        num_nodes = sum(map(len, allocation.nodes))
+        picked = allocate(policy, demands, other_rows=other_rows)
+        num_nodes = sum(map(len, picked))
         assert num_nodes == MOST_ROWS - 200
 
 
 def test_when_every_row_costs_a_whole_step_nothing_is_verified():
-    allocation = Goodput(LINEAR).allocate([Demand(tree=tree_of(CHAIN), cap=64)] * 3)
-    assert allocation.nodes == ((), (), ())
+    picked = allocate(Goodput(LINEAR), [Treed(tree=tree_of(CHAIN), cap=64)] * 3)
+    assert picked == [[], [], []]
 
 
 def test_the_price_rises_with_load():
     prices = []
     for count in (1, 4, 16, 64):
         policy = drafting(num_sessions=count)
-        policy.allocate([Demand(tree=tree_of(CHAIN), cap=8)] * count)
+        allocate(policy, [Treed(tree=tree_of(CHAIN), cap=8)] * count)
         prices.append(policy.price)
     assert prices == sorted(prices)
     assert prices[0] < 0.3
@@ -84,24 +110,25 @@ def test_the_price_rises_with_load():
 
 
 def test_caps_hold_for_both_policies():
-    demands = [Demand(tree=tree_of(CHAIN), cap=2), Demand(tree=tree_of(CHAIN), cap=0)]
+    demands = [Treed(tree=tree_of(CHAIN), cap=2), Treed(tree=tree_of(CHAIN), cap=0)]
     for policy in (Goodput(FLAT), FixedGamma(gamma=3)):
-        assert [len(nodes) for nodes in policy.allocate(demands).nodes] == [2, 0]
+        assert [len(nodes) for nodes in allocate(policy, demands)] == [2, 0]
 
 
 @given(TREES, st.integers(0, 20))
 def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
     trees = [tree_of(each) for each in rows]
-    demands = [Demand(tree=tree, cap=64) for tree in trees]
-    allocation = Goodput().allocate(demands, other_rows=other_rows)
-    survivals = [tree.survival(node) for tree in trees for node in tree.nodes()]
+    demands = [Treed(tree=tree, cap=64) for tree in trees]
+    picked = allocate(Goodput(), demands, other_rows=other_rows)
+    survivals = [node.survival for tree in trees for node in nodes_of(tree)]
     survivals = [each for each in survivals if each >= LEAST_SURVIVAL]
 
     def goodput(chosen) -> float:
         rows_of_step = len(trees) + other_rows + len(chosen)
         return (len(trees) + sum(chosen)) / DEFAULT_STEP_COST.at(rows_of_step)
 
-    got = goodput([tree.survival(node) for tree, nodes in zip(trees, allocation.nodes, strict=True) for node in nodes])
+    by_slot = [{node.slot: node.survival for node in nodes_of(tree)} for tree in trees]
+    got = goodput([its[slot] for its, slots in zip(by_slot, picked, strict=True) for slot in slots])
     everything = (
         subset
         for count in range(len(survivals) + 1)
@@ -114,45 +141,45 @@ def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
 @given(TREES)
 def test_a_chosen_nodes_parent_is_chosen_too_and_comes_first(rows):
     trees = [tree_of(each) for each in rows]
-    allocation = Goodput().allocate([Demand(tree=tree, cap=3) for tree in trees])
-    for tree, nodes in zip(trees, allocation.nodes, strict=True):
-        for index, node in enumerate(nodes):
-            assert node.parent is tree.root or node.parent in nodes[:index]
+    picked = allocate(Goodput(), [Treed(tree=tree, cap=3) for tree in trees])
+    for tree, slots in zip(trees, picked, strict=True):
+        parents = {node.slot: node.parent.slot for node in nodes_of(tree)}
+        for index, slot in enumerate(slots):
+            assert parents[slot] in (ROOT, *slots[:index])
 
 
 def test_a_missed_round_is_worth_a_short_wait_and_not_a_long_one():
-    missed = [prospect(DraftTree(5), 8, price=0.1)]
-    assert Goodput().waits(missed, wait_s=0.003, step_s=0.010)
-    assert not Goodput().waits(missed, wait_s=0.009, step_s=0.010)
+    missed = [prospect(new_tree(5), 8, price=0.1)]
+    assert waits(missed, wait_s=0.003, step_s=0.010)
+    assert not waits(missed, wait_s=0.009, step_s=0.010)
 
 
 def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_use():
-    assert prospect(DraftTree(5), 8, price=1.0).gain == 0.0
-    assert prospect(tree_of(CHAIN), 0, price=0.0).gain == 0.0
-    assert prospect(tree_of(CHAIN), 1, price=0.0).gain == 0.0
-    assert prospect(tree_of(CHAIN), 8, price=0.0, child_share=0.0).gain == 0.0
-    assert prospect(tree_of(CHAIN), 8, price=0.0) == Prospect(
-        expected=pytest.approx(1 + 0.9 + 0.72 + 0.504 + 0.3024), gain=pytest.approx(0.75 * 0.3024)
-    )
+    assert prospect(new_tree(5), 8, price=1.0)[1] == 0.0
+    assert prospect(tree_of(CHAIN), 0, price=0.0)[1] == 0.0
+    assert prospect(tree_of(CHAIN), 1, price=0.0)[1] == 0.0
+    assert prospect(tree_of(CHAIN), 8, price=0.0, child_share=0.0)[1] == 0.0
+    expected = (1 + 0.9 + 0.72 + 0.504 + 0.3024, 0.75 * 0.3024)
+    assert prospect(tree_of(CHAIN), 8, price=0.0) == pytest.approx(expected)
 
 
 def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
     fed = [prospect(tree_of(CHAIN), 1, price=0.0)] * 15
-    assert not Goodput().waits([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
+    assert not waits([*fed, prospect(new_tree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
 
 
 def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
     drafter = ConnectedDrafter()
     gains = []
     for _ in range(20):
-        gains.append(prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share.value).gain)
+        gains.append(prospect(new_tree(5), 8, price=0.05, child_share=drafter.child_share.value)[1])
         drafter.child_share.add(0.01)
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 0.7
     assert gains[-1] == 0.0
     for _ in range(20):
         drafter.child_share.add(0.8)
-    assert prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share.value).gain > 0.7
+    assert prospect(new_tree(5), 8, price=0.05, child_share=drafter.child_share.value)[1] > 0.7
 
 
 STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
@@ -161,7 +188,7 @@ STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
 def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
     padded = StepCost(rows=(1, 8), seconds=(1.0, 1.0))
     unlikely = tree_of([(0, 1, 0.04), (0, 2, 0.03)])
-    assert Goodput(padded).allocate([Demand(tree=unlikely, cap=8)]).nodes == ((),)
+    assert allocate(Goodput(padded), [Treed(tree=unlikely, cap=8)]) == [[]]
 
 
 def drafting(cost: StepCost = DEFAULT_STEP_COST, num_sessions: int = 1) -> Goodput:
@@ -175,8 +202,8 @@ def drafting(cost: StepCost = DEFAULT_STEP_COST, num_sessions: int = 1) -> Goodp
 def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyond():
     bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.3, 9.0))
     policy = drafting(bent)
-    allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8)])
-    assert len(allocation.nodes[0]) == 3
+    picked = allocate(policy, [Treed(tree=tree_of(CHAIN), cap=8)])
+    assert len(picked[0]) == 3
     goodput = (1 + 0.9 + 0.72 + 0.504) / 1.3
     assert policy.least_survival == policy.price == pytest.approx(0.1 * goodput, rel=1e-3)
     assert LEAST_SURVIVAL < policy.price < 0.3 < goodput * (9.0 - 1.3)
@@ -184,16 +211,16 @@ def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyon
 
 def test_the_price_that_drafters_receive_is_that_of_usual_steps_and_never_makes_them_idle():
     policy = drafting(STEEP, 8)
-    steady = [Demand(tree=tree_of(CHAIN), cap=8) for _ in range(8)]
-    policy.allocate(steady)
+    steady = [Treed(tree=tree_of(CHAIN), cap=8) for _ in range(8)]
+    allocate(policy, steady)
     usual = policy.price
-    policy.allocate([Demand(tree=tree_of([]), cap=8) for _ in range(8)])
+    allocate(policy, [Treed(tree=tree_of([]), cap=8) for _ in range(8)])
     assert policy.price == pytest.approx(usual, rel=0.1), "one step without guesses changes little"
     before = policy.price
-    policy.allocate(steady, other_rows=100)
+    allocate(policy, steady, other_rows=100)
     assert policy.price == before, "nor does a prompt"
     costly = drafting(LINEAR, 64)
-    costly.allocate([Demand(tree=tree_of(CHAIN), cap=8)] * 64)
+    allocate(costly, [Treed(tree=tree_of(CHAIN), cap=8)] * 64)
     assert costly.price == MOST_PRICE
 
 
@@ -214,8 +241,8 @@ def measured(policy: Goodput, cost: StepCost, answered: bool = True, num_steps: 
         guesses = 0
         if drafted[-1]:
             trees = [tree_of(CHAIN if answered else []) for _ in range(8)]
-            demands = [Demand(tree=tree, cap=8, answered=answered) for tree in trees]
-            guesses = sum(map(len, policy.allocate(demands).nodes))
+            demands = [Treed(tree=tree, cap=8, answered=answered) for tree in trees]
+            guesses = sum(map(len, allocate(policy, demands)))
         policy.observe(roots=8, guesses=guesses, tokens=8 + guesses * 3 // 4, seconds=cost.at(8 + guesses))
     return drafted
 

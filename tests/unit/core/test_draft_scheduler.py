@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.draft_scheduler import QUIET_S
 from paceline.core.errors import LocalProtocolError
-from paceline.core.messages import CloseSession, CommittedStates, DraftNodes
+from paceline.core.messages import CloseSession, CommittedStates, Drafts
 from paceline.core.pages import BLOCK_SIZE
 from tests.support.loops import VOCAB_SIZE, WRONG, DrafterLoop, text
 
@@ -425,7 +425,7 @@ def test_rows_that_need_features_are_read_as_far_as_these_have_come() -> None:
     (part,) = loop.step().catching_up
     assert (part.start, part.stop, part.expands) == (10, 19, True)
     loop.run()
-    assert isinstance(loop.said[1][0], DraftNodes)
+    assert isinstance(loop.said[1][0], Drafts)
 
 
 def test_a_session_that_lost_its_features_asks_for_them_once_there_is_a_place() -> None:

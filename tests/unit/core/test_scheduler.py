@@ -357,7 +357,7 @@ def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are
     for part in plan.decoding:
         tokens = (part.session.committed_len,)
         part.session.ends_with(tokens[0])
-        loop.scheduler.commit(part, Verdict(token_ids=tokens), batch_size=2, now_s=loop.now_s)
+        loop.scheduler.commit([(part, Verdict(token_ids=tokens))], batch_size=2, now_s=loop.now_s)
     loop.scheduler.end_step(plan, loop.now_s)
     assert [each.session_id for each in loop.scheduler.running] == ["good"]
     assert loop.pool.num_cached == 0, "nobody else finds what it was computed from"

@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import EXPLORATION, num_tried
-from paceline.core.messages import NodeGuess
 from paceline.core.source_record import (
     FIRST_GAIN,
     LEFT_ALONE,
     UNCOUNTED_CALLS,
     CallCost,
     SourceRecord,
-    in_hand,
 )
-from paceline.core.tree import DraftTree
 
 
 def learned(calls) -> CallCost:
@@ -50,17 +47,6 @@ def test_the_first_calls_and_one_that_was_held_up_are_not_taken_for_the_rule():
     assert cost(2) == pytest.approx(0.01)
     cost.observe(2, 5.0)
     assert cost(2) < 0.02
-
-
-def test_of_a_tree_the_best_nodes_that_fit_are_in_hand():
-    tree = DraftTree(1)
-    rows = [(0, 1, 0.8), (0, 2, 0.1), (1, 1, 0.5), (3, 1, 0.1)]
-    for index, (parent_id, token_id, confidence) in enumerate(rows, start=1):
-        tree.graft([NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1, [0])
-    assert in_hand(tree, 2, price=0.05) == pytest.approx(0.75 + 0.35)
-    assert in_hand(tree, 9, price=0.05) == pytest.approx(0.75 + 0.35 + 0.05)
-    assert in_hand(tree, 9, price=0.5) == pytest.approx(0.3)
-    assert in_hand(tree, 0, price=0.05) == 0.0
 
 
 class Play:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import GenerateRequest
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import METHODS, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
-from paceline.core.wait_for_drafts import Prospect
+from paceline.forest import Floats, Forest
 
 
 class Session(VerifierSession):
@@ -19,7 +17,7 @@ class Session(VerifierSession):
 
     cap, may_wait, takes_chains = 4, True, False
 
-    def __init__(self, name: str, *, drafted: bool) -> None:
+    def __init__(self, name: str, forest: Forest, *, drafted: bool) -> None:
         super().__init__(
             GenerateRequest(
                 session_id=name,
@@ -27,7 +25,8 @@ class Session(VerifierSession):
                 prompt_token_ids=(1, 2),
                 sampling=SamplingParams(max_tokens=50),
                 speculation=SpeculationParams(),
-            )
+            ),
+            forest,
         )
         self.has_sources = False
         self.link = SessionLink(self, "d" if drafted else "")
@@ -41,11 +40,11 @@ class Watched:
     max_nodes = 4
 
     def __init__(self) -> None:
-        self.seen: list[Prospect] = []
+        self.gains: list[float] = []
 
-    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        del wait_s, step_s
-        self.seen.extend(prospects)
+    def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
+        del expected, wait_s, step_s
+        self.gains += gains.tolist()
         return True
 
 
@@ -55,15 +54,16 @@ def policy() -> Watched:
 
 
 def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watched) -> None:
-    sessions = [Session("a", drafted=True), Session("b", drafted=False)]
-    assert StepDrafts(policy).worth_waiting(sessions, [0.002, None], idle_s=0.0) == 0.002
-    gains = [each.gain for each in policy.seen]
-    assert gains[0] > 0.0
-    assert gains[1] == 0.0
+    forest = Forest(METHODS)
+    sessions = [Session("a", forest, drafted=True), Session("b", forest, drafted=False)]
+    assert StepDrafts(policy, forest).worth_waiting(sessions, [0.002, None], idle_s=0.0) == 0.002
+    assert policy.gains[0] > 0.0
+    assert policy.gains[1] == 0.0
 
 
 def test_nobody_waits_longer_than_a_step_in_all(policy: Watched) -> None:
-    drafts, sessions = StepDrafts(policy), [Session("a", drafted=True)]
+    forest = Forest(METHODS)
+    drafts, sessions = StepDrafts(policy, forest), [Session("a", forest, drafted=True)]
     assert drafts.worth_waiting(sessions, [1.0], idle_s=0.0) == FIRST_STEP_S
     assert drafts.worth_waiting(sessions, [1.0], idle_s=FIRST_STEP_S) == 0.0
     assert drafts.worth_waiting(sessions, [None], idle_s=0.0) == 0.0

@@ -17,6 +17,7 @@ from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import Turn
+from tests.support.trees import new_tree, nodes_of, seen
 from tests.unit.engine.tiny_models import PROMPT, VOCAB
 
 NUM_BLOCKS, SCRATCH_BLOCKS = 8, 2
@@ -60,7 +61,7 @@ class Bench:
 
     def grow(self, source, sessions, *, limit=8, least=0.0) -> tuple[list[DraftTree], list[list[float]]]:
         source.attach(self.cache, self.scratch)
-        trees = [DraftTree(len(session.tokens)) for session in sessions]
+        trees = [new_tree(len(session.tokens)) for session in sessions]
         turns = [
             Turn(follower=source.follow(session), tree=tree, limit=limit, least=least)
             for session, tree in zip(sessions, trees, strict=True)
@@ -69,11 +70,10 @@ class Bench:
 
 
 def likeliest_path(tree) -> list[int]:
-    path, node = [], tree.root
+    node = seen(tree)
     while node.children:
-        node = max(node.children.values(), key=lambda child: child.log_weight)
-        path.append(node.token_id)
-    return path
+        node = max(node.children.values(), key=lambda child: child.survival)
+    return node.path()
 
 
 def truncated_greedy(model, layers, tokens, count) -> list[int]:
@@ -108,14 +108,11 @@ def test_siblings_and_their_children_see_their_own_path(tiny):
     bench = Bench(model.load())
     session = bench.session(list(PROMPT))
     (tree,), _ = bench.grow(EarlyExitSource(bench.decoder, (0, 1), cost=0.0), [session], limit=18)
-    expanded = [node for node in tree.nodes() if node.children]
-    assert any(node.parent is tree.root for node in expanded), "some child of the root has children"
+    expanded = [node for node in nodes_of(tree) if node.children]
+    assert any(len(node.path()) == 1 for node in expanded), "some child of the root has children"
     for node in expanded:
-        path, step = [], node
-        while step is not tree.root:
-            path.insert(0, step.token_id)
-            step = step.parent
-        best = max(node.children.values(), key=lambda child: child.log_weight).token_id
+        path = node.path()
+        best = max(node.children.values(), key=lambda child: child.survival).token_id
         builder = BatchBuilder()
         chain = SessionPages([*session.tokens, *path], bench.pool)
         assert chain.reserve(len(chain.tokens))
@@ -173,7 +170,7 @@ def test_dear_passes_end_after_the_first(tiny):
     bench = Bench(tiny("llama").load())
     session = bench.session(list(PROMPT))
     (tree,), _ = bench.grow(EarlyExitSource(bench.decoder, (0,), cost=1.0), [session])
-    assert max(tree.depth(node) for node in tree.nodes()) == 1
+    assert max(len(node.path()) for node in nodes_of(tree)) == 1
 
 
 def test_a_session_with_more_to_compute_than_its_root_gets_none(tiny):

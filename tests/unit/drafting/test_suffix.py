@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import NGRAM, SUFFIX
-from paceline.core.tree import DraftTree, path_tokens
+from paceline.core.tree import DraftTree
 from paceline.drafting.suffix import LEAST_MATCH, MOST_PLACES, RecentTexts, SuffixIndex, TextFollower, TextSource
 from paceline.engine.source_interface import Turn
+from tests.support.trees import new_tree, nodes_of, seen
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -43,17 +44,16 @@ def follow(tokens, name=NGRAM) -> Looking:
 
 
 def grown(looker, tokens, *, limit=8, least=0.01) -> tuple[DraftTree, list[float]]:
-    tree = DraftTree(len(tokens))
+    tree = new_tree(len(tokens))
     turn = Turn(follower=looker.follower, tree=tree, limit=limit, least=least)
     return tree, looker.source.grow([turn])[0]
 
 
 def longest_path(tree) -> list[int]:
-    path, node = [], tree.root
+    node = seen(tree)
     while node.children:
-        node = max(node.children.values(), key=lambda child: child.log_weight)
-        path.append(node.token_id)
-    return path
+        node = max(node.children.values(), key=lambda child: child.survival)
+    return node.path()
 
 
 def test_what_followed_last_time_is_guessed():
@@ -73,9 +73,9 @@ def test_nothing_is_guessed_when_nothing_matches():
 def test_places_that_disagree_share_the_vote_and_the_longer_match_weighs_more():
     tokens = [1, 2, 3, 4, 50, 9, 3, 4, 60, 8, 1, 2, 3, 4]
     tree, _ = grown(follow(tokens), tokens)
-    surer, other = tree.root.children[50], tree.root.children[60]
-    assert tree.survival(surer) > tree.survival(other) > 0
-    assert sum(child.guesses[NGRAM] for child in tree.root.children.values()) < 1
+    children = seen(tree).children
+    assert children[50].survival > children[60].survival > 0
+    assert sum(child.guesses[NGRAM] for child in children.values()) < 1
 
 
 def test_a_longer_match_is_surer():
@@ -105,8 +105,8 @@ def test_tokens_committed_later_are_read_too():
 def test_every_guess_really_followed_these_tokens_somewhere(tokens):
     tree, survivals = grown(follow(tokens), tokens, limit=16, least=0.0)
     text = "," + ",".join(map(str, tokens)) + ","
-    for node in tree.nodes():
-        assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + path_tokens(node))) + "," in text
+    for node in nodes_of(tree):
+        assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + node.path())) + "," in text
     assert tree.num_nodes == len(survivals)
     assert survivals == sorted(survivals, reverse=True)
 

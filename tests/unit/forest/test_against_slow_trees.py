@@ -127,7 +127,7 @@ def step(forest: Forest, sessions: list[Session], rng: random.Random) -> None:
             if each.chain is not chain:
                 continue
             cap = rng.choice((0, 1, 4, 16))
-            picked = forest.best(rows_of([each.row]), rows_of([cap]), chain=chain)
+            picked = forest.best(rows_of([each.row]), rows_of([cap]), np.array([chain]))
             mine = each.tree.best_chain(cap) if chain else each.tree.best(cap)
             assert np.allclose(picked.survivals[0, : len(mine)], [each.tree.survival(node) for node in mine])
             assert (picked.slots[0, len(mine) :] == NONE).all()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from paceline.core import draft_policy
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftScheduler
 from paceline.core.errors import ConfigError
@@ -155,7 +157,7 @@ def test_schedulers_and_policy_are_those_of_core() -> None:
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Goodput, "_ranked", lambda *_: [])
+    monkeypatch.setattr(draft_policy, "best_each", lambda survivals, _: np.zeros(len(survivals), np.int32))
     outcome = simulated_loop(profile(SureGuesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0
 

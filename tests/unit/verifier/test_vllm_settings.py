@@ -161,7 +161,7 @@ def test_a_checkpoint_without_a_vocabulary_size_is_refused(folder: Path) -> None
 IMPORTS = """
 import sys
 import paceline.verifier.__main__
-sys.exit(" ".join(sorted({"numba", "transformers", "vllm"} & set(sys.modules))) or None)
+sys.exit(" ".join(sorted({"torch", "transformers", "vllm"} & set(sys.modules))) or None)
 """
 
 

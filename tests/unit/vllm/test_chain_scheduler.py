@@ -9,12 +9,13 @@ import pytest
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.pairing import DrafterCandidate, Pairing
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
 from paceline.vllm.step_message import RowTokens, StepMessage
 from tests.support.told_drafter import ToldDrafter
+from tests.support.trees import seen
 
 TEXT = [position % 97 for position in range(9000)]
 MAX_LEN, MAX_CHAIN, VOCAB = 8000, 7, 100
@@ -183,8 +184,8 @@ def test_a_prompt_with_ids_beyond_the_vocabulary_is_told_to_nobody() -> None:
 def test_of_a_tree_the_best_chain_is_verified(vllm: Vllm) -> None:
     session = next(iter(vllm.drafter.sessions))
     tree = vllm.tier._sessions[session].tree
-    best = next(iter(tree.root.children.values()))
-    tree.suggest(tree.root, 99, 0.2, "other")
+    best = next(iter(seen(tree).children.values()))
+    tree.suggest(tree.root, 99, 0.2, EAGLE3)
     chains = dict(zip(vllm.lengths, vllm.tier.chains(), strict=True))
     assert chains[1][0] == best.token_id
     assert 99 not in chains[1]

@@ -22,7 +22,7 @@ from paceline.gateway.api.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from paceline.gateway.api.responses.bodies import ResponsesBody
+from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
 from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, REQUEST_ID
 from paceline.gateway.sessions.request import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
 
@@ -71,11 +71,13 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `bash_20250124`, `mcp_servers`...) are ignored, and named in the answer's header `{ignored_tools}`; a `tool_choice`
   that requires one is refused by name. Functions in a `namespace` are served under both names, joined by `__`.
 * Items and blocks of such tools: a call with a `call_id`, and what it gave, are read as those of a function. What a
-  server has run itself (`web_search_call`, `mcp_call`, `server_tool_use`...), `item_reference`, and reasoning without
-  text are left out. In what a tool has answered, the text of a document is read, and an image is left out, with its
-  kind in its place. What is left out is named in `{ignored_fields}`, but for reasoning. `--strict-fields` refuses
-  all of it.
-* With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends after its first call.
+  server has run itself (`web_search_call`, `mcp_call`, `server_tool_use`...), and reasoning without text are left out.
+  An `item_reference` stands for an item that a kept response of the same API key has answered with, and is left out
+  if it is not known; one request may refer to {max_referred} responses. In what a tool has answered, the text of a
+  document is read, and an image is left out, with its kind in its place. What is left out is named in
+  `{ignored_fields}`, but for reasoning. `--strict-fields` refuses all of it.
+* With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends with its first call, and
+  generation with it.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them, or some with
   `allowed_tools`: the model sees these alone. Calls that have to be made are enforced by a grammar of the schemas
   of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
@@ -138,6 +140,7 @@ def openapi_document() -> Json:
     about = ABOUT.format(
         max_choices=MAX_CHOICES,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+        max_referred=MAX_REFERRED,
         ignored_fields=IGNORED_FIELDS,
         ignored_tools=IGNORED_TOOLS,
         default_max_tokens=DEFAULT_MAX_TOKENS,

@@ -39,21 +39,16 @@ class Message:
 
     Attributes:
         call_id: Returns the id of the call with that index.
-        over: Whether it has ended after its first call, though its text goes on.
     """
 
     def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self.over = False
-        form = form or MessageForm()
-        self._parallel = form.parallel
-        self.call_id = partial(call_id, session_id, short=form.short_ids)
+        self.call_id = partial(call_id, session_id, short=form is not None and form.short_ids)
 
     def take(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Takes further parts; returns those that belong to the message."""
-        parts = self._until_over(parts)
+        """Takes further parts; returns them."""
         for part in parts:
             match part:
                 case Content():
@@ -64,18 +59,6 @@ class Message:
                     self.calls.append(Call(id=self.call_id(len(self.calls)), name=part.name))
                 case CallArguments():
                     self.calls[-1].arguments.append(part.text)
-        return parts
-
-    def _until_over(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Returns the parts that belong to the message, where it may hold one call only."""
-        if self._parallel:
-            return parts
-        called = bool(self.calls)
-        for at, part in enumerate(parts):
-            self.over |= called and not isinstance(part, CallArguments)
-            if self.over:
-                return parts[:at]
-            called |= isinstance(part, CallBegin)
         return parts
 
     def delta(self, parts: Sequence[Part]) -> Json:

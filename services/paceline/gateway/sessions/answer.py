@@ -33,7 +33,7 @@ class Answer:
     """The answer of one session, in tokens and text.
 
     Attributes:
-        stopped: Whether a stop string has ended it.
+        stopped: Whether its text has ended it: by a stop string, or after the only call that it may have.
     """
 
     def __init__(self, request: SessionRequest) -> None:
@@ -70,6 +70,7 @@ class Answer:
         self.stopped = known.stopped or new.stopped
         self._num_generated += known.num_tokens + new.num_tokens
         taken = slice(num_known, num_known + new.num_tokens)
+        self._client.add(step.token_ids[taken])
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return Piece(
             parts=new.parts,
@@ -90,7 +91,7 @@ class Answer:
         """
         self._client.end(self._num_generated)
         parts = self._stream.end()
-        self.stopped |= self._stream.stop is not None
+        self.stopped |= self._stream.over
         result, record = self._result, trail.speculation
         if record is None and result is not None:
             record = result.speculation
@@ -118,7 +119,7 @@ class Fed:
     Attributes:
         parts: New parts that are certain to belong to the answer.
         num_tokens: Tokens of the step that belong to the answer; fewer than were fed only when `stopped`.
-        stopped: A stop string was completed; the session is over for the client.
+        stopped: The text has reached its end; the session is over for the client.
         tokens: Where the request asks for them, the tokens behind the text.
     """
 
@@ -156,10 +157,10 @@ class TextStream:
         self._has_form = request.form is not None
         decodes = codec.showing(form.shown if request.skip_special_tokens else None)
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
-        self._reader = StoppingReader(form.reader(), request.stops, include=include_stop)
+        self._reader = StoppingReader(form.reader(), request.stops, include=include_stop, one_call=not form.parallel)
         self._token_texts = TokenTexts() if request.token_fates else None
         self._reasoning = form.reasoning_count(partial(codec.decode, special_tokens=True))
-        self._one_by_one = bool(request.stops) or request.token_fates
+        self._one_by_one = request.may_stop_early or request.token_fates
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
 
@@ -167,6 +168,11 @@ class TextStream:
     def stop(self) -> str | None:
         """The stop string that ended it; None if there is none so far."""
         return self._reader.stop
+
+    @property
+    def over(self) -> bool:
+        """Whether the text has ended the message, by a stop string or after the only call that it may have."""
+        return self._reader.over
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -185,12 +191,12 @@ class TextStream:
             parts += found
             if self._token_texts is not None:
                 self._token_texts.add(fates[num_tokens - 1] if fates else None, decoded, self._shown(decoded, found))
-            if self.stop is not None:
+            if self.over:
                 break
         if self._reasoning is not None:
             self._reasoning.take(token_ids[:num_tokens])
         tokens: tuple[TokenText, ...] = ()
-        if self._token_texts is not None and self.stop is not None:
+        if self._token_texts is not None and self.over:
             tokens = self._token_texts.finish("", "")
         elif self._token_texts is not None:
             tokens = self._token_texts.take(keep_last=self._detokenizer.holds_text)
@@ -200,14 +206,14 @@ class TextStream:
         """Returns what was held back; the verifier has ended the session."""
         decoded = self._detokenizer.flush()
         parts = self._reader.feed(decoded, may_stop=self._may_stop)
-        if self.stop is None and not self._has_form:
+        if not self.over and not self._has_form:
             parts += self._reader.finish()
         shown = self._shown(decoded, parts)
         return self._fed(parts, () if self._token_texts is None else self._token_texts.finish(decoded, shown))
 
     def end(self) -> tuple[Part, ...]:
         """Returns what was uncertain up to the end of a message with a form; it comes after all tokens."""
-        if self.stop is not None or not self._has_form:
+        if self.over or not self._has_form:
             return ()
         return tuple(self._reader.finish(may_stop=self._may_stop))
 
@@ -223,4 +229,4 @@ class TextStream:
     def _fed(self, parts: list[Part], tokens: tuple[TokenText, ...], num_tokens: int = 0) -> Fed:
         if self._token_texts is not None and not self._has_form:
             parts = [Content("".join(each.text for each in tokens))]
-        return Fed(parts=tuple(joined(parts)), num_tokens=num_tokens, stopped=self.stop is not None, tokens=tokens)
+        return Fed(parts=tuple(joined(parts)), num_tokens=num_tokens, stopped=self.over, tokens=tokens)

@@ -263,7 +263,7 @@ class Placer:
             committed_token_ids=trail.committed_token_ids,
             sampling=request.sampling,
             speculation=request.speculation,
-            whole=request.whole,
+            whole=request.whole and not request.may_stop_early,
             cache_salt=request.prefix_salt,
             tenant=request.tenant,
             suspect=trail.suspicion.suspect,

@@ -25,11 +25,11 @@ class KnownTokens:
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens taken so far."""
+        """Digest of all tokens of the answer so far."""
         return self._seen.hex()
 
     def take(self, token_ids: Sequence[int]) -> int:
-        """Takes the next tokens of the session and returns how many of them the client has.
+        """Takes the next tokens of the session and returns how many of them the client has; see `add` for the others.
 
         Raises:
             ResumeMismatchError: The client has others.
@@ -39,8 +39,11 @@ class KnownTokens:
         self._seen.add(token_ids[:num_known])
         if num_known and not self._num_left and self._seen.hex() != self._digest:
             raise ResumeMismatchError(MISMATCH)
-        self._seen.add(token_ids[num_known:])
         return num_known
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Takes those of the others that belong to the answer."""
+        self._seen.add(token_ids)
 
     def end(self, num_tokens: int) -> None:
         """The session has ended after `num_tokens` tokens.

@@ -51,7 +51,7 @@ class SessionRequest:
         echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
         return_token_ids: Whether the answer names the tokens of prompt and text.
-        whole: The client gets the text in one piece, and no text can end the session early.
+        whole: The client gets the text in one piece.
         cache_salt: As the request names it; see `prefix_salt`.
         priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
@@ -104,6 +104,11 @@ class SessionRequest:
         """Whether another call can continue it: everything that is sent to the client is logged."""
         sampling = self.sampling
         return sampling.logprobs is None and sampling.prompt_logprobs is None and not self.token_fates
+
+    @property
+    def may_stop_early(self) -> bool:
+        """Whether its text can end it: by a stop string, or after the only call that it may have."""
+        return bool(self.stops) or (self.form is not None and not self.form.parallel)
 
     @property
     def prefix_salt(self) -> str:

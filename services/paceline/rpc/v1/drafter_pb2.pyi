@@ -30,6 +30,9 @@ class DraftRequest(google.protobuf.message.Message):
     COMMITS_FIELD_NUMBER: builtins.int
     CLOSES_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    protocol: builtins.int
+    """First message of a stream only: version of this protocol, 2. A drafter of another version refuses the stream."""
     @property
     def target(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: who dials. A drafter for another vocabulary refuses the stream."""
@@ -58,9 +61,10 @@ class DraftRequest(google.protobuf.message.Message):
         commits: collections.abc.Iterable[Global___Commit] | None = ...,
         closes: collections.abc.Iterable[Global___CloseSession] | None = ...,
         states: collections.abc.Iterable[Global___CommittedStates] | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "states", b"states", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "protocol", b"protocol", "states", b"states", "target", b"target"]) -> None: ...
 
 Global___DraftRequest: typing_extensions.TypeAlias = DraftRequest
 
@@ -80,6 +84,7 @@ class OpenSession(google.protobuf.message.Message):
     ACCEPTANCE_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
     epoch: builtins.int
@@ -98,6 +103,8 @@ class OpenSession(google.protobuf.message.Message):
     """W3C trace context of the verifier's span, for a session that is traced; empty: it is not."""
     cache_salt: builtins.str
     """Sessions share cached pages only with those of the same salt."""
+    number: builtins.int
+    """Its name in Drafts; unique among the verifier's sessions, and never reused."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and committed tokens so far."""
@@ -119,9 +126,10 @@ class OpenSession(google.protobuf.message.Message):
         acceptance: builtins.str = ...,
         traceparent: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "cache_salt", b"cache_salt", "epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "cache_salt", b"cache_salt", "epoch", b"epoch", "number", b"number", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -228,87 +236,85 @@ class DraftResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DRAFT_FIELD_NUMBER: builtins.int
-    NODES_FIELD_NUMBER: builtins.int
     LAGGING_FIELD_NUMBER: builtins.int
+    DRAFTS_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    protocol: builtins.int
+    """First message of a stream only: version of this protocol, 2. A verifier of another version ends the stream."""
     @property
     def draft(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: the draft model."""
 
     @property
-    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DraftNodes]:
-        """New nodes of draft trees."""
-
-    @property
     def lagging(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LaggingSession]:
         """Sessions for which a commit is missing."""
+
+    @property
+    def drafts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Drafts]:
+        """New nodes of draft trees."""
 
     def __init__(
         self,
         *,
         draft: paceline.rpc.v1.common_pb2.ModelIdentity | None = ...,
-        nodes: collections.abc.Iterable[Global___DraftNodes] | None = ...,
         lagging: collections.abc.Iterable[Global___LaggingSession] | None = ...,
+        drafts: collections.abc.Iterable[Global___Drafts] | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["draft", b"draft"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draft", b"draft", "lagging", b"lagging", "nodes", b"nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draft", b"draft", "drafts", b"drafts", "lagging", b"lagging", "protocol", b"protocol"]) -> None: ...
 
 Global___DraftResponse: typing_extensions.TypeAlias = DraftResponse
 
 @typing.final
-class DraftNodes(google.protobuf.message.Message):
-    """New nodes of one session's tree. The lists have one entry a node, parents before children."""
+class Drafts(google.protobuf.message.Message):
+    """New nodes of the trees of some sessions, in columns: unsigned numbers of four bytes, little-endian, one a session or a
+    node. Nodes come session by session, parents before children.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    BASE_LEN_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    BASE_LENS_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
     NODE_IDS_FIELD_NUMBER: builtins.int
     PARENT_IDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CONFIDENCES_FIELD_NUMBER: builtins.int
-    DRAFTS_FIELD_NUMBER: builtins.int
-    session_id: builtins.str
-    """The session."""
-    epoch: builtins.int
-    """Ownership number."""
-    base_len: builtins.int
-    """Committed length that the drafter knew."""
+    DISTRIBUTIONS_FIELD_NUMBER: builtins.int
+    sessions: builtins.bytes
+    """The sessions, by the numbers that OpenSession gave them."""
+    base_lens: builtins.bytes
+    """Committed length of each that the drafter knew."""
+    ends: builtins.bytes
+    """Where the nodes of each end."""
+    node_ids: builtins.bytes
+    """Unique within a session, from 1, never reused until it is opened anew."""
+    parent_ids: builtins.bytes
+    """Parent node; 0 is the last of the committed tokens that the drafter knew."""
+    token_ids: builtins.bytes
+    """Guessed tokens."""
+    confidences: builtins.bytes
+    """Probability that the guess matches if its parent does, in 1/255: one byte a node."""
     @property
-    def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Unique within session and epoch, from 1, never reused."""
-
-    @property
-    def parent_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Parent node; 0 is the last of the base_len committed tokens."""
-
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Guessed tokens."""
-
-    @property
-    def confidences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Probability that the guess matches if its parent does, in 1/255."""
-
-    @property
-    def drafts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SparseDraft]:
+    def distributions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SparseDraft]:
         """Distribution that each guess was sampled from, under the rules "rejection" and "block"; else no entries at all."""
 
     def __init__(
         self,
         *,
-        session_id: builtins.str = ...,
-        epoch: builtins.int = ...,
-        base_len: builtins.int = ...,
-        node_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        parent_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        confidences: collections.abc.Iterable[builtins.int] | None = ...,
-        drafts: collections.abc.Iterable[Global___SparseDraft] | None = ...,
+        sessions: builtins.bytes = ...,
+        base_lens: builtins.bytes = ...,
+        ends: builtins.bytes = ...,
+        node_ids: builtins.bytes = ...,
+        parent_ids: builtins.bytes = ...,
+        token_ids: builtins.bytes = ...,
+        confidences: builtins.bytes = ...,
+        distributions: collections.abc.Iterable[Global___SparseDraft] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_len", b"base_len", "confidences", b"confidences", "drafts", b"drafts", "epoch", b"epoch", "node_ids", b"node_ids", "parent_ids", b"parent_ids", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_lens", b"base_lens", "confidences", b"confidences", "distributions", b"distributions", "ends", b"ends", "node_ids", b"node_ids", "parent_ids", b"parent_ids", "sessions", b"sessions", "token_ids", b"token_ids"]) -> None: ...
 
-Global___DraftNodes: typing_extensions.TypeAlias = DraftNodes
+Global___Drafts: typing_extensions.TypeAlias = Drafts
 
 @typing.final
 class SparseDraft(google.protobuf.message.Message):

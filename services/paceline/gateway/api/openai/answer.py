@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
@@ -125,7 +125,7 @@ class Answer:
         """Takes the end of a choice; returns what it adds to the message."""
         choice = self._choices[index]
         delta = {} if choice.message is None else choice.message.delta(choice.message.take(ending.parts))
-        choice.ending = ending_of(choice.message, ending)
+        choice.ending = ending
         return delta
 
     def opening_chunks(self) -> list[Json]:
@@ -245,12 +245,6 @@ class Answer:
         if self._chat:
             return {"content": [_chat_position(codec, each) for _, each in judged if each is not None]}
         return _completion_logprobs(codec, choice, judged)
-
-
-def ending_of(message: Message | None, ending: Ending) -> Ending:
-    """Returns how a message ended, given how its text did: nothing has cut one that was over before."""
-    over = message is not None and message.over
-    return replace(ending, finish_reason=FinishReason.STOP, stop=None) if over else ending
 
 
 def metrics(record: SpeculationRecord | None) -> Json:

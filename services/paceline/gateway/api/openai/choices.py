@@ -150,7 +150,7 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
         named=toolbox.named,
         types=toolbox.types if calls == QWEN3_CODER else {},
         short_ids=model.codec.has_short_call_ids,
-        parallel=toolbox.parallel,
+        parallel=toolbox.parallel or not toolbox.parsed,
         only=tuple(toolbox.names) if bound and calls == LLAMA3_JSON else (),
     )
 
@@ -203,7 +203,7 @@ def _sessions(
         priority=body.priority,
         return_token_ids=body.return_token_ids,
         token_fates=body.speculation.token_fates,
-        whole=not body.stream and not stops,
+        whole=not body.stream,
         **more,
     )
     sessions: list[SessionRequest] = []

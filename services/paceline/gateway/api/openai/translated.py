@@ -17,7 +17,6 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
-from paceline.gateway.api.openai.answer import ending_of
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
 from paceline.gateway.http.fields import UnknownFields
@@ -184,7 +183,7 @@ async def answer_steps(
                     keeper.begun()
                 if isinstance(event, Ending):
                     out += answer.further(message.take(event.parts))
-                    out += answer.ending(ending_of(message, event))
+                    out += answer.ending(event)
                     ended = True
                     await keeper.ended()
                 else:

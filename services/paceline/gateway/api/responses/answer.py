@@ -6,7 +6,7 @@ however its tokens were grouped, at any gateway, and a stream can be resumed aft
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +22,9 @@ TEXT_DELTA = "response.output_text.delta"
 REASONING_DELTA = "response.reasoning_text.delta"
 ARGUMENTS_DELTA = "response.function_call_arguments.delta"
 DELTAS = (TEXT_DELTA, REASONING_DELTA, ARGUMENTS_DELTA)
+# What ids of responses begin with.
+RESPONSE = "resp_"
+_ITEM = re.compile(r"(?:fc|msg|rs)_(.+)[0-9a-f]{4}", re.ASCII)
 _ENDINGS: Mapping[str, str] = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
@@ -29,8 +32,7 @@ class ResponseAnswer:
     """One response.
 
     Args:
-        response: As it is before the first token.
-        session_id: Ids of items are derived from it.
+        response: As it is before the first token; ids of items are derived from its own.
         call_id: Returns the id of the call with that index.
         after: Number of the last event that the client has; -1: none.
 
@@ -38,9 +40,8 @@ class ResponseAnswer:
         response: As it is now.
     """
 
-    def __init__(self, response: Json, session_id: str, call_id: Callable[[int], str], after: int = -1) -> None:
+    def __init__(self, response: Json, call_id: Callable[[int], str], after: int = -1) -> None:
         self.response = response
-        self._session_id = session_id
         self._call_id = call_id
         self._after = after
         self._number = -1
@@ -142,8 +143,8 @@ class ResponseAnswer:
 
     def _begin(self, item: Json, prefix: str) -> Iterator[Json]:
         yield from self._done("completed")
-        name = hashlib.sha256(f"{self._session_id}/{len(self._output)}".encode()).hexdigest()[:32]
-        self._output.append({"id": f"{prefix}_{name}", **item, "status": "in_progress"})
+        name = f"{prefix}_{self.response['id'].removeprefix(RESPONSE)}{len(self._output):04x}"
+        self._output.append({"id": name, **item, "status": "in_progress"})
         shown = {**self._output[-1], **({"content": []} if "content" in item else {})}
         yield {"type": "response.output_item.added", "output_index": len(self._output) - 1, "item": shown}
 
@@ -167,6 +168,12 @@ class ResponseAnswer:
 
     def _place(self) -> Json:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+
+def response_of(item_id: str) -> str | None:
+    """Returns the id of the response whose answer has an item; None: it is the id of no such item."""
+    match = _ITEM.fullmatch(item_id)
+    return match and f"{RESPONSE}{match[1]}"
 
 
 def parts_of(output: Sequence[Json]) -> list[Part]:

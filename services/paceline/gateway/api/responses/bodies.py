@@ -21,6 +21,8 @@ from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
 from paceline.gateway.http.fields import Fields, TextFields
 from paceline.gateway.message.tools import MAX_TOOLS
 
+# Responses whose items one request may refer to.
+MAX_REFERRED = 100
 # OpenAI's bounds, as in its documentation.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)

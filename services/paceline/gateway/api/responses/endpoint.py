@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -15,8 +15,8 @@ from paceline.core.errors import InvalidRequestError, SessionNotFoundError, Stal
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.openai.translated import ChatApi, Keeper, Translated, answer_steps, stream
-from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of
-from paceline.gateway.api.responses.bodies import ResponsesBody
+from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of, response_of
+from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
 from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.api.responses.kept import (
     CANCELLED,
@@ -28,7 +28,7 @@ from paceline.gateway.api.responses.kept import (
     interrupted,
     running_rank,
 )
-from paceline.gateway.api.responses.requests import chat_of, output_messages
+from paceline.gateway.api.responses.requests import chat_of, output_messages, referred, with_items
 from paceline.gateway.http.errors import HttpError, to_http
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from paceline.gateway.http.response import ErrorForm, Exchange
@@ -58,6 +58,19 @@ class _Context:
     body: ResponsesBody
     messages: list[Json]
     kept: bytes | None = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Earlier:
+    """What a request continues.
+
+    Attributes:
+        messages: The conversation so far, without instructions.
+        items: Those of kept responses that the request refers to, by their ids.
+    """
+
+    messages: list[Json]
+    items: Mapping[str, Json]
 
 
 def error_shape(error: HttpError, request_id: str) -> Json:
@@ -90,8 +103,14 @@ class ResponsesApi(ChatApi):
         self._shelf = shelf
 
     @override
-    async def prepare(self, fields: Json) -> list[Json]:
-        previous = fields.get("previous_response_id")
+    async def prepare(self, fields: Json) -> _Earlier:
+        return _Earlier(
+            messages=await self._previous(fields.get("previous_response_id")),
+            items=await self._items(referred(fields.get("input"))),
+        )
+
+    async def _previous(self, previous: Any) -> list[Json]:
+        """Returns the conversation up to the end of a response."""
         if previous is None:
             return []
         if not isinstance(previous, str):
@@ -102,10 +121,24 @@ class ResponsesApi(ChatApi):
             raise InvalidRequestError("previous_response_id", f"names a response that is {status}, not completed")
         return [*kept.messages, *output_messages(kept.response["output"])]
 
+    async def _items(self, item_ids: Sequence[str]) -> dict[str, Json]:
+        """Returns the items of kept responses with these ids, as far as they are known."""
+        names = dict.fromkeys(filter(None, map(response_of, item_ids)))
+        if len(names) > MAX_REFERRED:
+            raise InvalidRequestError(
+                "input", f"refers to items of {len(names)} responses, at most {MAX_REFERRED} are looked up"
+            )
+        items: dict[str, Json] = {}
+        for name in names:
+            with suppress(SessionNotFoundError):
+                kept = await self._shelf.find(name, current_caller().name)
+                items |= {item["id"]: item for item in kept.response["output"] if kept.final}
+        return items
+
     @override
-    def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
-        body = read_fields(ResponsesBody, fields, unknown)
-        chat, places = chat_of(body, prepared, unknown)
+    def translate(self, prepared: _Earlier, fields: Json, unknown: UnknownFields) -> Translated:
+        body = read_fields(ResponsesBody, with_items(fields, prepared.items), unknown)
+        chat, places = chat_of(body, prepared.messages, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
         kept = as_written(messages, _echoed(body), self._shelf.room_bytes) if body.store else None
         context = _Context(body=body, messages=messages, kept=kept)
@@ -113,7 +146,7 @@ class ResponsesApi(ChatApi):
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
-        return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id, message.call_id)
+        return ResponseAnswer(_response(translated.context.body, request, own_id), message.call_id)
 
     @override
     def keeper(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> Keeper:
@@ -253,7 +286,7 @@ class KeptResponses:
                 await self._replay(kept, after, exchange)
                 return
             message = Message(session.form, session.session_id)
-            answer = ResponseAnswer(_begun(kept), session.session_id, message.call_id, after)
+            answer = ResponseAnswer(_begun(kept), message.call_id, after)
             begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
             keeper = _ResponseKeeper(self._shelf, answer, begun, replaces=True)
             async with aclosing(answer_steps(self._sessions.run(session), answer, message, keeper)) as steps:
@@ -299,7 +332,7 @@ def _begun(kept: KeptResponse) -> Json:
 async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
     """Yields the events of a response that has ended."""
     call_ids = [item["call_id"] for item in kept.response["output"] if item["type"] == "function_call"]
-    answer = ResponseAnswer(_begun(kept), _session_id(kept), call_ids.__getitem__, after)
+    answer = ResponseAnswer(_begun(kept), call_ids.__getitem__, after)
     yield answer.opening()
     yield answer.further(parts_of(kept.response["output"]))
     answer.response |= {name: value for name, value in kept.response.items() if name != "output"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -29,6 +29,7 @@ _PASSED = (
 )
 # Where in the request a message begins.
 _PLACE = "place"
+REFERENCE = "item_reference"
 _CALL, _CALL_OUTPUT = "_call", "_call_output"
 # Of calls of tools that are no functions, what is no argument.
 _OF_CALLS = frozenset({"type", "id", "call_id", "name", "status"})
@@ -93,6 +94,23 @@ def _format(given: Json) -> Json:
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def referred(given: Any) -> list[str]:
+    """Returns the ids of earlier items that an input refers to."""
+    return [each["id"] for each in given if _is_reference(each)] if isinstance(given, list) else []
+
+
+def with_items(fields: Json, items: Mapping[str, Json]) -> Json:
+    """Returns a request with the items in its input that this refers to, as far as they are known by these ids."""
+    given = fields.get("input")
+    if not items or not isinstance(given, list):
+        return fields
+    return {**fields, "input": [items.get(each["id"], each) if _is_reference(each) else each for each in given]}
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == REFERENCE and isinstance(item.get("id"), str)
 
 
 def input_messages(body: ResponsesBody, unknown: UnknownFields) -> list[Json]:

@@ -1,0 +1,101 @@
+"""What operations of a forest take and return: columns, one number for each session, message, commit or node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.forest.records import Bools, Floats, Ints
+
+
+def rows_of(rows: Iterable[int]) -> Ints:
+    """Numbers as kernels take them, int32 `[n]`."""
+    return np.fromiter(rows, np.int32)
+
+
+class Grafts(NamedTuple):
+    """What became of messages.
+
+    Attributes:
+        counts: int32 `[messages, 3]`, guesses added, those that fell off, and those without a parent or a place.
+        firsts: float64 `[messages]`, best survival of a first guess, of those that know the last commit; else -1.
+    """
+
+    counts: Ints
+    firsts: Floats
+
+
+class Committed(NamedTuple):
+    """What commits did.
+
+    Attributes:
+        matched: int32 `[commits]`, tokens that were in the tree.
+        accepted: int32 `[commits]`, those of them that had a row of KV.
+        hits: bool `[commits]`, whether all were in the tree.
+        moves: int32 `[n, 2]`, KV and position of the accepted nodes, commit by commit.
+        freed: int32 `[n]`, KV of nodes that fell off.
+        counts: int64 `[3, sources]`, nodes with a row that were judged, those of them that matched, and nodes that went
+            without a row, by the source that guessed them first.
+    """
+
+    matched: Ints
+    accepted: Ints
+    hits: Bools
+    moves: Ints
+    freed: Ints
+    counts: npt.NDArray[np.int64]
+
+
+class Picked(NamedTuple):
+    """The best nodes of some sessions.
+
+    Attributes:
+        slots: int32 `[sessions, most]`, best first, NONE behind the last.
+        survivals: float64 `[sessions, most]`, 0 behind the last.
+    """
+
+    slots: Ints
+    survivals: Floats
+
+
+class Taken(NamedTuple):
+    """Nodes that a step verifies, session by session, parents before children: int32 `[nodes]` each.
+
+    Attributes:
+        slots: Of them.
+        tokens: The guesses.
+        positions: Absolute.
+        parents: Which of the session's nodes here each one hangs below; ROOT: the root.
+    """
+
+    slots: Ints
+    tokens: Ints
+    positions: Ints
+    parents: Ints
+
+
+class Calls(NamedTuple):
+    """Nodes whose children a drafter computes next: int32 `[nodes]` each, best first."""
+
+    rows: Ints
+    slots: Ints
+
+
+class Pushed(NamedTuple):
+    """Nodes that verifiers are to know: `[nodes]` each, and int32 `[sessions]` where those of a session end."""
+
+    ids: Ints
+    parent_ids: Ints
+    tokens: Ints
+    positions: Ints
+    confidences: Floats
+    ends: Ints
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Floats]:
+        """Ids, parents' ids, tokens and confidences of the nodes that are due."""
+        end = self.ends[-1]
+        return self.ids[:end], self.parent_ids[:end], self.tokens[:end], self.confidences[:end]

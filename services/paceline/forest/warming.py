@@ -1,0 +1,44 @@
+"""Compiles the loops of a forest before they are needed: a step must not wait for that."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.forest.columns import Calls, rows_of
+from paceline.forest.forest import Forest
+from paceline.forest.records import ROOT
+
+_CONTEXT_LEN = 8
+
+
+def warm_up(forest: Forest) -> None:
+    """Runs every loop once over a session of a token; what was compiled before is read from the cache."""
+    row = forest.take_row()
+    rows, one = rows_of([row]), rows_of([1])
+    sure = np.array([0.5])
+    forest.open(row, [0], keeps_kv=True, price=0.5, room=8)
+    forest.place(row, ready=True, lags=False)
+    _verify(forest, row, one, sure)
+    forest.grow(rows, rows_of([ROOT]), np.array([[1, 2]], np.int32), np.array([[0.5, 0.4]]))
+    forest.reprice(rows, sure, np.array([8]))
+    forest.any_work(rows, room=True, context_len=_CONTEXT_LEN)
+    calls = forest.frontier(rows, limit=1, most=1, context_len=_CONTEXT_LEN)
+    forest.set_kv(calls, one[: len(calls.rows)])
+    forest.trace(*calls)
+    forest.push(rows, room=True, context_len=_CONTEXT_LEN)
+    forest.wants_nodes(row)
+    forest.has_child(row, ROOT)
+    forest.commit(rows, one, one, sure)
+    forest.give_back(row)
+
+
+def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None:
+    rows = rows_of([row])
+    forest.graft(0, rows, one, one, one, rows_of([0]), one, sure)
+    forest.hang(row, ROOT, 1, 0.5, 0)
+    forest.probability(row, 0, 0.5)
+    picked = forest.best(rows, one)
+    taken = forest.take(rows, picked.slots, one)
+    forest.set_kv(Calls(rows, taken.slots), one)
+    forest.prospects(rows, one, sure, sure)
+    forest.commit(rows, one, one)

@@ -1,0 +1,117 @@
+"""Trees in a forest, as tests look at them: nodes as objects, read at one moment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.core.draft_policy import Demand, Goodput
+from paceline.core.messages import Drafts, NodeGuess, SessionDrafts
+from paceline.core.params import DRAFT_MODEL, METHODS
+from paceline.core.rejection_sampling import SparseDraft
+from paceline.core.session import graft
+from paceline.core.tree import DraftTree, Node
+from paceline.forest import ROOT, Forest, Picked, rows_of
+
+
+@dataclass(eq=False)
+class Seen:
+    """One node, or the root."""
+
+    slot: int
+    token_id: int
+    position: int
+    parent: Seen | None
+    guesses: dict[str, float]
+    survival: float
+    draft: SparseDraft | None = None
+    children: dict[int, Seen] = field(default_factory=dict)
+
+    def below(self) -> list[Seen]:
+        """All nodes below it, by depth."""
+        nodes = list(self.children.values())
+        for node in nodes:
+            nodes += node.children.values()
+        return nodes
+
+    def path(self) -> list[int]:
+        """Tokens from below the root down to it."""
+        return [] if self.parent is None else [*self.parent.path(), self.token_id]
+
+
+def seen(tree: DraftTree) -> Seen:
+    """The root of a tree."""
+    forest = tree.forest
+    committed_len = int(forest.arrays.trees["committed_len"][tree.row])
+    nodes = {ROOT: Seen(ROOT, -1, committed_len - 1, None, {}, 1.0)}
+    for slot, node in enumerate(forest.arrays.nodes[tree.row, : tree.num_nodes]):
+        parent = nodes[int(node["parent"])]
+        sure = zip(forest.sources, node["confidences"].tolist(), strict=True)
+        nodes[slot] = parent.children[int(node["token"])] = Seen(
+            slot,
+            int(node["token"]),
+            int(node["position"]),
+            parent,
+            {source: each for source, each in sure if each >= 0.0},
+            math.exp(node["weight"]),
+            tree.drafts.get(int(node["position"])),
+        )
+    return nodes[ROOT]
+
+
+def nodes_of(tree: DraftTree) -> list[Seen]:
+    """All nodes of a tree, by depth."""
+    return seen(tree).below()
+
+
+def new_tree(committed: int | Sequence[int], **options: Any) -> DraftTree:
+    """A tree in a forest of its own, beyond so many tokens."""
+    return DraftTree(Forest(METHODS), range(committed) if isinstance(committed, int) else committed, **options)
+
+
+def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, source: str = DRAFT_MODEL) -> list[int]:
+    """A drafter's guesses come; how many were added, late and stale."""
+
+    @dataclass
+    class Session:
+        tree: DraftTree
+
+    grafts = graft(tree.forest, source, [Session(tree)], Drafts.of(SessionDrafts(1, base_len, guesses)))
+    return grafts.counts[0].tolist()
+
+
+def advance(tree: DraftTree, *tokens: int) -> bool:
+    """Tokens are committed; whether the tree held them all."""
+    return bool(tree.forest.commit(rows_of([tree.row]), rows_of([len(tokens)]), rows_of(tokens)).hits[0])
+
+
+def verified(*guesses: tuple[Any, ...], base_len: int = 1) -> tuple[Node, list[Node]]:
+    """A root and nodes below it, of `(index of the parent or -1, token, draft or nothing)`, as a step verifies them."""
+    root = Node(None, -1, base_len - 1)
+    nodes: list[Node] = []
+    for parent, token_id, *draft in guesses:
+        above = root if parent < 0 else nodes[parent]
+        nodes.append(Node(above, token_id, above.position + 1, draft=draft[0] if draft else None))
+    return root, nodes
+
+
+def allot(
+    policy: Goodput, trees: Sequence[DraftTree], demands: Iterable[Demand], *, chain: bool = False, **options: Any
+) -> list[list[int]]:
+    """The slots that a policy picks of each tree; trees may be in different forests."""
+    demands = list(demands)
+    caps = [min(each.cap, policy.max_nodes) for each in demands]
+    chains = np.array([chain])
+    found = [
+        tree.forest.best(rows_of([tree.row]), rows_of([cap]), chains) for tree, cap in zip(trees, caps, strict=True)
+    ]
+    most = max(caps, default=0)
+    slots, survivals = np.full((len(found), most), -1, np.int32), np.zeros((len(found), most))
+    for index, each in enumerate(found):
+        slots[index, : caps[index]], survivals[index, : caps[index]] = each.slots[0], each.survivals[0]
+    counts = policy.allocate(demands, Picked(slots, survivals), **options).tolist()
+    return [row[:count] for row, count in zip(slots.tolist(), counts, strict=True)]
