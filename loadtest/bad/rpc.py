@@ -12,6 +12,7 @@ from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES as GATEWAY_MESSAGE_
 from paceline.rpc.v1 import common_pb2, drafter_pb2, gateway_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from paceline.wire import identity_to_pb
+from paceline.wire.drafts import PROTOCOL
 
 GATEWAY = "/paceline.rpc.v1.Gateway/Generate"
 LIST_MODELS = "/paceline.rpc.v1.Gateway/ListModels"
@@ -170,7 +171,7 @@ def _hello(target: Target, vocab_hash: str | None = None) -> drafter_pb2.DraftRe
         vocab_size=target.vocab_size,
         context_len=target.context_len,
     )
-    return drafter_pb2.DraftRequest(target=identity_to_pb(identity))
+    return drafter_pb2.DraftRequest(target=identity_to_pb(identity), protocol=PROTOCOL)
 
 
 def _open(**fields: Any) -> drafter_pb2.OpenSession:

@@ -38,8 +38,8 @@ OUR_FOLDERS = ("docs/", "k8s/", "loadtest/", "protos/", "services/", "tests/")
 BEFORE = {"sudo": 1, "nohup": 1, "exec": 1, "time": 1, "taskset": 3, "nice": 3}
 # They cannot run here, or have nothing to do with Paceline.
 OTHERS = frozenset({
-    "apt-get", "cat", "cd", "cp", "docker", "export", "git", "grep", "head", "helm", "jq", "kill", "kubectl", "ls",
-    "mkdir", "npx", "oc", "open", "podman", "pre-commit", "ray", "rm", "sleep", "source", "ssh", "tail", "test",
+    "apt-get", "cat", "cd", "claude", "cp", "docker", "export", "git", "grep", "head", "helm", "jq", "kill", "kubectl",
+    "ls", "mkdir", "npx", "oc", "open", "podman", "pre-commit", "ray", "rm", "sleep", "source", "ssh", "tail", "test",
     "touch", "uv", "wait", "watch",
 })  # fmt: skip
 OF_MAKE = frozenset({"ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"})

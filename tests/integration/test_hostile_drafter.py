@@ -42,7 +42,7 @@ NEARLY_RIGHT = {
     "session_id": st.sampled_from(("s", "s", "s", "t", "")),
     "epoch": st.sampled_from((1, 1, 1, 0, 2, 2**64 - 1)),
     "have_len": st.one_of(st.integers(0, len(PROMPT) + NUM_TOKENS), st.just(2**32 - 1)),
-    **dict.fromkeys(("sessions", "base_lens", "ends", "node_ids", "parent_ids", "token_ids"), WORDS),
+    **dict.fromkeys(("sessions", "base_lens", "ends", "node_ids", "parent_ids"), WORDS),
 }
 
 

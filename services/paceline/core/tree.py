@@ -173,13 +173,20 @@ class DraftTree:
 
     def took_in(self, first: int, drafts: Drafts) -> int:
         """Looks at the nodes that guesses have added from a slot on; returns how many of them the grammar bars."""
-        distributions = dict(zip(drafts.ids.tolist(), drafts.distributions, strict=False)) if self.chain else {}
+        distributions: dict[tuple[int, int], SparseDraft] = {}
+        if self.chain:
+            # A hostile drafter may use an id twice: the first counts, as in the tree, and only for its own token.
+            for *name, distribution in zip(
+                drafts.ids.tolist(), drafts.tokens.tolist(), drafts.distributions, strict=True
+            ):
+                distributions.setdefault((name[0], name[1]), distribution)
         nodes, num_barred = self.forest.arrays.nodes[self.row], 0
         for slot in range(first, self.num_nodes):
             node = nodes[slot]
             if self.chain:
-                if (distribution := distributions.get(int(node["id"]))) is not None:
-                    self.drafts[int(node["position"])] = distribution
+                drawn_from = distributions.get((int(node["id"]), int(node["token"])))
+                if drawn_from is not None:
+                    self.drafts[int(node["position"])] = drawn_from
             elif np.isinf(node["weight"]) or not self.permits(int(node["parent"]), int(node["token"])):
                 self.forest.bar(self.row, slot)
                 num_barred += 1

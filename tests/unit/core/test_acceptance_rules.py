@@ -85,6 +85,20 @@ def test_a_chain_takes_the_first_guess_below_a_node_and_nothing_beside_it() -> N
     assert first.weights == (1, 1), "what was said of it first counts"
 
 
+def test_of_an_id_that_is_used_twice_the_distribution_of_the_guess_in_the_tree_counts() -> None:
+    """Otherwise a drafter could make a guess that its distribution does not hold, and a session fail by a division."""
+    tree = new_tree([9], chain=True)
+    other = NodeGuess(1, 0, 5, 0.75, SparseDraft(token_ids=(5,), weights=(1,)))
+    graft_into(tree, [guess(1, 0, 0, 1, 3), other], 1)
+    first = nodes_of(tree)[0].draft
+    assert first is not None
+    assert first.token_ids == (0, 1)
+    lost = new_tree([9], chain=True)
+    # The first hangs below nothing, so that the second takes its name.
+    graft_into(lost, [guess(1, 7, 0, 1, 3), other], 1)
+    assert nodes_of(lost)[0].draft == other.distribution
+
+
 @pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
 def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from(acceptance: str) -> None:
     request = GenerateRequest(
