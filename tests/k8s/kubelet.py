@@ -10,6 +10,7 @@ A tier names its first replica, `verifier-1` the second.
 from __future__ import annotations
 
 import copy
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +111,8 @@ class Kubelet:
             return _ask_http(
                 f"{get['scheme'].lower()}://{address}:{self.rendered.ports(tier)[get['port']]}{get['path']}"
             )
+        if "tcpSocket" in probe:
+            return _ask_tcp(address, self.rendered.ports(tier)[probe["tcpSocket"]["port"]])
         return self._ask_inside(name, probe["exec"]["command"])
 
     def run_in(self, name: str, *command: str) -> str:
@@ -216,6 +219,14 @@ def _ask_grpc(address: str, service: str) -> str:
             return "unreachable"
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return "ready" if serving else health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def _ask_tcp(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return "unreachable"
+    return "ready"
 
 
 def _ask_http(url: str) -> str:
