@@ -47,8 +47,9 @@ def _flood(answered: Any, numbers: itertools.count[int]) -> drafter_pb2.DraftRes
     """More nodes of the same sessions, children of the last committed token."""
     guesses = [NodeGuess(number, 0, token_id, 1.0) for token_id, number in enumerate(itertools.islice(numbers, NODES))]
     _, messages = draft_response_from_pb(drafter_pb2.DraftResponse(drafts=answered))
-    sessions = [each._replace(nodes=guesses) for drafts in messages if isinstance(drafts, Drafts) for each in drafts]
-    return draft_response_to_pb([Drafts.of(*sessions)])
+    sessions = (each for drafts in messages if isinstance(drafts, Drafts) for each in drafts)
+    flooded = {each.number: each._replace(nodes=guesses) for each in sessions}
+    return draft_response_to_pb([Drafts.of(*flooded.values())])
 
 
 if __name__ == "__main__":

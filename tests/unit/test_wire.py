@@ -197,6 +197,7 @@ some_drafts = st.one_of(
     st.lists(
         st.builds(SessionDrafts, number=uint32, base_len=uint32, nodes=st.lists(each, min_size=1, max_size=4)),
         max_size=3,
+        unique_by=lambda session: session.number,
     )
     for each in (guesses, drawn_guesses)
 ).map(lambda sessions: Drafts.of(*sessions))

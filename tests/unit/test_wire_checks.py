@@ -105,6 +105,13 @@ def test_malformed_columns_are_refused_by_field(field: str, column: bytes) -> No
         wire.draft_response_from_pb(draft_response(**{field: column}))
 
 
+def test_a_session_is_named_once_in_a_message() -> None:
+    """Each session that looks at its guesses is taken in alone: many names of one would cost the square of them."""
+    message = draft_response(sessions=word(1, 1), base_lens=word(1, 1), ends=word(0, 1))
+    with pytest.raises(RemoteProtocolError, match=r"Drafts\.sessions: names a session twice"):
+        wire.draft_response_from_pb(message)
+
+
 def test_ends_that_fall_are_refused() -> None:
     message = draft_response(sessions=word(1, 2, 3), base_lens=word(1, 1, 1), ends=word(2**31 + 1, 0, 1))
     with pytest.raises(RemoteProtocolError, match=r"Drafts\.ends: must grow"):

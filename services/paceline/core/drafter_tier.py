@@ -121,7 +121,8 @@ class DrafterTier:
         found = [self._sessions.get(number) for number in drafts.numbers.tolist()]
         sessions = [each for each in found if each is not None and each.link.drafter is drafter]
         if len(sessions) < len(found):
-            drafts = drafts.only(np.array([each in sessions for each in found], np.bool_))
+            served = [each is not None and each.link.drafter is drafter for each in found]
+            drafts = drafts.only(np.array(served, np.bool_))
         for session, base_len in zip(sessions, drafts.base_lens.tolist(), strict=True):
             session.check(base_len, has_distributions=bool(drafts.distributions))
         num_nodes = drafts.num_nodes

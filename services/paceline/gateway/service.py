@@ -88,6 +88,10 @@ async def serve(
             await _serve(config, store, codecs, defaults or {}, stop, on_ready, replica_id, registry, tracer, workers)
 
 
+def _is_ready(sessions: Sessions, fleet: Fleet, supervisor: Supervisor) -> bool:
+    return readiness(sessions, fleet, supervisor.failing).ready
+
+
 async def _serve(
     config: GatewayConfig,
     store: Store,
@@ -134,15 +138,13 @@ async def _serve(
     )
     servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
-
-    def is_ready() -> bool:
-        return readiness(sessions, fleet, supervisor.failing).ready
-
     async with (
         _background(config, fleet, client, records, shelf.writer, follow_fleet, supervisor),
         _guarded(config, keys, sessions, supervisor) as access,
         open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
-        supervisor.kept({"health": partial(follow_health, grpc_server, is_ready)}),
+        supervisor.kept(
+            {"health": partial(follow_health, grpc_server, partial(_is_ready, sessions, fleet, supervisor))}
+        ),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
         # Endless streams would delay the end of the HTTP server.
         closed_at_end(console),

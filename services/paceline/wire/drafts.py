@@ -262,6 +262,8 @@ def _drafts_from_pb(entry: drafter_pb2.Drafts) -> Drafts:
     ends, tokens = _column("ends", entry.ends, len(numbers)), _column("token_ids", entry.token_ids, len(ids))
     if len(ids) != (ends[-1] if len(ends) else 0) or (sizes_of(ends) < 0).any():
         raise RemoteProtocolError(f"Drafts.ends: must grow, up to the {len(ids)} entries of node_ids")
+    if len(set(numbers.tolist())) != len(numbers):
+        raise RemoteProtocolError("Drafts.sessions: names a session twice")
     if not ids.all():
         raise RemoteProtocolError("Drafts.node_ids: must be at least 1, got 0")
     _check_size("confidences", len(entry.confidences), len(ids))

@@ -9,15 +9,18 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    Drafts,
     FinishReason,
     LaggingSession,
+    NodeGuess,
     OpenSession,
+    SessionDrafts,
 )
 from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost
 from paceline.core.suspects_turn import HEARD_S
-from tests.support.loops import DRAFTER, Policy, VerifierLoop, text
+from tests.support.loops import DRAFTER, WRONG, Policy, VerifierLoop, text
 
 
 def test_sessions_get_places_in_the_order_of_their_arrival() -> None:
@@ -104,6 +107,24 @@ def test_the_youngest_gives_its_pages_to_the_others_and_ends_all_the_same() -> N
     assert preempted > 0
     assert [loop.tokens(name) for name in "abc"] == [text(30, 40)] * 3
     assert loop.pool.num_used == 0
+
+
+def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken_in() -> None:
+    loop = VerifierLoop()
+    loop.drafter()
+    first, second = loop.submit("first"), loop.submit("second", prompt_len=7)
+    loop.step()
+    guesses = {
+        each.link.number: SessionDrafts(
+            each.link.number, each.committed_len, [NodeGuess(1, 0, each.committed_len, 0.9)]
+        )
+        for each in (first, second)
+    }
+    nobody = SessionDrafts(99, 1, [NodeGuess(1, 0, WRONG, 0.9), NodeGuess(2, 1, WRONG, 0.9)])
+    loop.say(Drafts.of(guesses[second.link.number], nobody, guesses[first.link.number]))
+    assert [each.tree.num_nodes for each in (first, second)] == [1, 1]
+    loop.step()
+    assert [each.tally.num_accepted for each in (first, second)] == [1, 1]
 
 
 def test_right_guesses_are_committed_with_the_token_after_them() -> None:

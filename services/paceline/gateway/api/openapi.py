@@ -72,8 +72,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   that requires one is refused by name. Functions in a `namespace` are served under both names, joined by `__`.
 * Items and blocks of such tools: a call with a `call_id`, and what it gave, are read as those of a function. What a
   server has run itself (`web_search_call`, `mcp_call`, `server_tool_use`...), and reasoning without text are left out.
-  An `item_reference` stands for an item that a kept response of the same API key has answered with, and is left out
-  if it is not known; one request may refer to {max_referred} responses. In what a tool has answered, the text of a
+  An `item_reference` stands for an item that a kept response of the same API key has answered with. One that is not
+  known is left out. One request may refer to {max_referred} responses. In what a tool has answered, the text of a
   document is read, and an image is left out, with its kind in its place. What is left out is named in
   `{ignored_fields}`, but for reasoning. `--strict-fields` refuses all of it.
 * With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends with its first call, and

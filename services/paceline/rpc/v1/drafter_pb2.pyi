@@ -283,7 +283,7 @@ class Drafts(google.protobuf.message.Message):
     CONFIDENCES_FIELD_NUMBER: builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: builtins.int
     sessions: builtins.bytes
-    """The sessions, by the numbers that OpenSession gave them."""
+    """The sessions, by the numbers that OpenSession gave them; each once."""
     base_lens: builtins.bytes
     """Committed length of each that the drafter knew."""
     ends: builtins.bytes
