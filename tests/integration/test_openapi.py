@@ -23,6 +23,8 @@ load_all_checks()
 # Refusals of valid bodies are judged below: limits of the model and between fields are told in words only.
 NOT_ASKED = {"positive_data_acceptance"}
 OUTSIDE_SCHEMAS = (
+    # A choice that requires a tool that is no function.
+    "needs a function, and",
     "prompt_logprobs: is not available with stream",
     # What no schema of a body says: whether another schema, a pattern or a grammar in it can be compiled.
     '"param": "guided_',
