@@ -121,7 +121,7 @@ class Drafter:
     def start(self) -> None:
         argv = [sys.executable, "-m", "paceline.drafter", "--model", str(DEMO_DRAFTER), "--dtype", "float32"]
         argv += ["--host", HOST, "--port", str(self.port), "--metrics-port", "0", "--redis-url", "memory://"]
-        argv += ["--threads", "1", "--idle-priority"]
+        argv += ["--threads", "1"]
         env = child_environment(os.environ, num_threads=1)
         self._process = Process(argv, env, TIER_CPUS, self._log)
         check = grpc_health(self.address, "drafter")
