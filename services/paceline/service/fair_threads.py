@@ -7,6 +7,9 @@ late, so heavy work delays its own owner and nobody else. The module knows no pa
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -58,6 +61,7 @@ class FairThreads:
         what: The work, for refusals and names of threads.
         most_waiting: Most functions that wait, of all owners together.
         longest_wait_s: Longest time that a function waits, in seconds.
+        niceness: Of the threads, beside the process's own: on a busy machine they yield to the others.
         clock: Monotonic seconds.
     """
 
@@ -68,9 +72,11 @@ class FairThreads:
         *,
         most_waiting: int,
         longest_wait_s: float,
+        niceness: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=what)
+        begin = partial(_be_nice, niceness)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=what, initializer=begin)
         self._what = what
         self._num_free = num_threads
         self._most_waiting = most_waiting
@@ -151,6 +157,13 @@ class FairThreads:
         for name in idle:
             if self._owners[name].use(0.0, now_s) < NOTHING_S:
                 del self._owners[name]
+
+
+def _be_nice(niceness: int) -> None:
+    """Lowers the priority of the calling thread, which Linux has for each; elsewhere it may be the whole process's."""
+    if niceness and sys.platform == "linux":
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + niceness)
 
 
 def _hand_over(working: Future[Any], done: asyncio.Future[Any]) -> None:

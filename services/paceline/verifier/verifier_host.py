@@ -34,6 +34,7 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.engine.bridge import EngineThread
+from paceline.engine.grammar import NICENESS
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
@@ -106,7 +107,11 @@ class TargetHost:
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
         self._compiling = FairThreads(
-            1, "grammars being compiled", most_waiting=MOST_GRAMMARS, longest_wait_s=LONGEST_WAIT_S
+            1,
+            "grammars being compiled",
+            most_waiting=MOST_GRAMMARS,
+            longest_wait_s=LONGEST_WAIT_S,
+            niceness=NICENESS,
         )
         self._grace_s = grace_s
         self._metrics = metrics

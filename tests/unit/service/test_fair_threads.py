@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
@@ -113,3 +115,15 @@ async def test_work_waits_for_a_bounded_time_and_leaves_with_its_caller() -> Non
     await bench.begin("after")
     assert bench.order == ["after"]
     bench.threads.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+async def test_threads_may_yield_to_the_rest_of_their_process() -> None:
+    threads = FairThreads(1, "work", most_waiting=1, longest_wait_s=1.0, niceness=3)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        nicer = await threads.run(lambda: os.getpriority(os.PRIO_PROCESS, 0), "owner")
+    finally:
+        threads.close()
+    assert nicer == min(own + 3, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own

@@ -8,6 +8,7 @@ processor time, because nothing else bounds the time of every grammar.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from paceline.engine.grammar import LIMITS
+from paceline.engine.grammar import LIMITS, NICENESS
 from paceline.gateway.message.schemas import BY_NAME, HOLDERS, definitions, whole, without
 
 MOST_BYTES = 2 * 1024**3
@@ -101,6 +102,7 @@ def _loosened(schema: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers until its input ends."""
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     most_s = float(sys.argv[1])
     for line in sys.stdin.buffer:
