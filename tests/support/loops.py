@@ -265,7 +265,7 @@ class DrafterLoop:
         """A verifier commits tokens, after those that the drafter knows unless `base_len` says otherwise."""
         known = len(self.session(name, link).tokens) if base_len is None else base_len
         commit = Commit(session_id=name, epoch=1, base_len=known, token_ids=token_ids, price=0.0, room=4)
-        self.hear(replace(commit, **changes), link=link)  # type: ignore[arg-type]
+        self.hear(commit._replace(**changes), link=link)  # type: ignore[arg-type]
 
     def leave(self, link: int) -> None:
         """A verifier's stream ends."""

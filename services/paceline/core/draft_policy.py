@@ -25,7 +25,7 @@ from paceline.forest import Ints, Picked
 MOST_PRICE = 0.99
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Demand:
     """One decoding session, as the policy sees it.
 

@@ -102,8 +102,7 @@ class OpenSession:
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(NamedTuple):
     """Newly committed tokens of one session, price and room for what comes next."""
 
     session_id: str
@@ -320,8 +319,7 @@ class PositionLogprobs:
     rank: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationRecord:
+class SpeculationRecord(NamedTuple):
     """What speculation did for one session; a round is a step that verified at least one draft token.
 
     `lossy` marks a text whose law is not the target's, by a lossy acceptance rule or by penalties that were counted
@@ -405,8 +403,7 @@ class TokenFate(enum.Enum):
     PLAIN = "plain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedTokens:
+class CommittedTokens(NamedTuple):
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
     `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that

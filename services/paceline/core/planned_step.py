@@ -11,7 +11,7 @@ from paceline.core.tree import Node
 SessionT = TypeVar("SessionT", bound=ScheduledSession)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part(Generic[SessionT]):
     """One session in a step.
 
@@ -21,6 +21,7 @@ class Part(Generic[SessionT]):
         stop: One more than the last.
         root: Stands for its last committed token.
         nodes: Guesses beyond the committed tokens that are verified, parents before children.
+        decodes: Whether only its last committed token is computed beside them, and a first token is out.
     """
 
     session: SessionT
@@ -28,6 +29,7 @@ class Part(Generic[SessionT]):
     stop: int
     root: Node
     nodes: tuple[Node, ...]
+    decodes: bool
 
     @property
     def commits(self) -> bool:

@@ -168,9 +168,9 @@ class Scheduler(Generic[SessionT]):
         """What the next step computes, of all sessions that have something to compute."""
         drafters_work = self._drafts.drafters_work(self._running)
         self._admit(now_s)
-        sessions = self._with_pages(self._turns.next(self._running, now_s))
-        decoding = self._plan_decoding(sessions, now_s)
-        reading = self._plan_reading(sessions, sum(part.num_rows for part in decoding))
+        ready, joining = self._with_pages(self._turns.next(self._running, now_s))
+        decoding = self._plan_decoding(ready, joining, now_s)
+        reading = self._plan_reading(joining, sum(part.num_rows for part in decoding))
         plan = StepPlan(now_s, drafters_work, decoding, reading)
         self._announce(plan)
         return plan
@@ -187,32 +187,41 @@ class Scheduler(Generic[SessionT]):
                 return
             self._running.append(self._waiting.pop(0))
 
-    def _with_pages(self, sessions: Sequence[SessionT]) -> Sequence[SessionT]:
-        """Reserves pages for what decoding sessions have committed; returns all but those that lost theirs to it."""
-        num_preempted = self.report.num_preempted
-        for session in sessions:
-            if not session.is_decoding:
-                continue
-            while session in self._running and not session.pages.reserve(session.committed_len):
-                self._preempt()
-        if self.report.num_preempted == num_preempted:
-            return sessions
-        return [session for session in sessions if session in self._running]
+    def _with_pages(self, sessions: Sequence[SessionT]) -> tuple[list[SessionT], list[SessionT]]:
+        """Reserves pages for what decoding sessions have committed; returns these, and those whose prompts are read.
 
-    def _preempt(self) -> None:
-        """Takes the pages of the last in order, the youngest of equals; it will be computed anew when there is room."""
+        Left out are those that have lost their pages to it.
+        """
+        decoding, joining = list[SessionT](), list[SessionT]()
+        for session in sessions:
+            (decoding if session.is_decoding else joining).append(session)
+        lost = set[int]()
+        for session in decoding:
+            while session.serial not in lost and not session.pages.reserve(session.committed_len):
+                lost.add(self._preempt())
+        if lost:
+            decoding, joining = ([each for each in part if each.serial not in lost] for part in (decoding, joining))
+        return decoding, joining
+
+    def _preempt(self) -> int:
+        """Takes the pages of the last in order, the youngest of equals; it will be computed anew when there is room.
+
+        Returns:
+            Its serial.
+        """
         session = max(self._running, key=_ORDER)
         self._running.remove(session)
         session.pages.release()
         self._wait(session)
         self.report.num_preempted += 1
+        return session.serial
 
     def _wait(self, session: SessionT) -> None:
         insort(self._waiting, session, key=_ORDER)
 
-    def _plan_decoding(self, sessions: Sequence[SessionT], now_s: float) -> list[Part[SessionT]]:
-        decoding = [session for session in sessions if session.is_decoding]
-        joining = [session for session in sessions if not session.is_decoding]
+    def _plan_decoding(
+        self, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float
+    ) -> list[Part[SessionT]]:
         backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
@@ -239,7 +248,7 @@ class Scheduler(Generic[SessionT]):
                 self._scratch.give_back(*(node.kv for node in nodes))
                 self.forest.drop_kv(session.tree.row)
                 nodes = ()
-            parts.append(Part(session, length - 1, length, root, nodes))
+            parts.append(Part(session, length - 1, length, root, nodes, decodes=True))
         return parts
 
     def _plan_reading(self, sessions: Sequence[SessionT], num_rows: int) -> list[Part[SessionT]]:
@@ -247,11 +256,12 @@ class Scheduler(Generic[SessionT]):
         reading: list[Part[SessionT]] = []
         room = self._limits.max_num_batched_tokens - num_rows
         for session in sessions:
-            if session.is_decoding or room <= 0:
-                continue
+            if room <= 0:
+                break
             start = session.pages.num_computed
             stop = min(start + room, session.committed_len)
-            part = Part(session, start, stop, Node(None, session.tokens[-1], session.committed_len - 1), ())
+            root = Node(None, session.tokens[-1], session.committed_len - 1)
+            part = Part(session, start, stop, root, (), decodes=False)
             session.prefilled_to = part.stop
             room -= part.num_rows
             reading.append(part)
@@ -273,29 +283,27 @@ class Scheduler(Generic[SessionT]):
         Returns:
             What goes to their clients.
         """
-        decoded = [part.session.is_decoding for part, _ in judged]
         done = commit(
             self.forest, [NewTokens(part.session, verdict.token_ids, verdict.chances) for part, verdict in judged]
         )
         self.report.count_nodes(self.forest.sources, done.counts)
         moves, start, outcomes = done.moves.tolist(), 0, list[Outcome]()
-        results = zip(judged, decoded, done.accepted.tolist(), done.hits.tolist(), strict=True)
-        for (part, verdict), was_decoding, num_matched, hit in results:
+        self._scratch.give_back(*(node.kv for part, _ in judged for node in part.nodes))
+        for (part, verdict), num_matched, hit in zip(judged, done.accepted.tolist(), done.hits.tolist(), strict=True):
             session, num_verified = part.session, len(part.nodes)
             self.moves += [(kv, session.pages.slot(position)) for kv, position in moves[start : start + num_matched]]
             start += num_matched
-            self.free_scratch(part)
             base_len = session.committed_len - len(verdict.token_ids)
             session.pages.mark_computed(base_len + num_matched)
             num_accepted = num_accepted_of(num_matched, verdict.token_ids)
             session.tally.count(
                 num_draft_tokens=num_verified, num_accepted=num_accepted, hit=hit, batch_size=batch_size
             )
-            if was_decoding:
+            if part.decodes:
                 self.report.count_round(num_verified, num_accepted, hit=hit)
             outcomes.append((session.serial, self._hand_out(session, base_len, now_s)))
             if session.traced:
-                round_ = session.round(num_verified, num_accepted, batch_size) if was_decoding else session.start()
+                round_ = session.round(num_verified, num_accepted, batch_size) if part.decodes else session.start()
                 self.report.traced.append(round_)
         return outcomes
 

@@ -92,6 +92,9 @@ class VerifierSession:
             effect with the next `open`.
         acceptance: Name of the rule that judges guesses.
         grammar: What its output follows, moved on by whoever chooses its tokens; None: none.
+
+    Attributes:
+        committed_len: Prompt and generated tokens.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class VerifierSession:
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
+        self.committed_len = len(self.tokens)
         self.prompt_len = len(request.prompt_token_ids)
         chain = acceptance in CHAIN_RULES
         # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
@@ -123,14 +127,9 @@ class VerifierSession:
         self.tally = SpeculationTally()
 
     @property
-    def committed_len(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self.tokens)
-
-    @property
     def num_generated(self) -> int:
         """Generated tokens, those of earlier owners included."""
-        return len(self.tokens) - self.prompt_len
+        return self.committed_len - self.prompt_len
 
     def open(self, number: int = 0, *, price: float = 0.0, room: int = 0) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do.
@@ -253,9 +252,11 @@ def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
     if not all(each.token_ids for each in commits):
         raise LocalProtocolError("a commit holds at least one token")
     for each in commits:
-        each.session.tokens.extend(each.token_ids)
-        if each.session.tree.drafts:
-            each.session.tree.forget_drafts(each.session.committed_len)
+        session = each.session
+        session.tokens.extend(each.token_ids)
+        session.committed_len += len(each.token_ids)
+        if session.tree.drafts:
+            session.tree.forget_drafts(session.committed_len)
     known = any(each.chances is not None for each in commits)
     return forest.commit(
         rows_of(each.session.tree.row for each in commits),

@@ -29,11 +29,7 @@ class SpeculatingSession(Protocol):
     tree: DraftTree
     link: SessionLink
     has_sources: bool
-
-    @property
-    def committed_len(self) -> int:
-        """Prompt and generated tokens."""
-        ...
+    committed_len: int
 
     @property
     def cap(self) -> int:
@@ -118,27 +114,28 @@ class StepDrafts:
             most_each: Most nodes of a session; None: its own bound.
         """
         sessions = [*decoding, *joining]
-        speculate = any((each.link.drafter or each.has_sources) and self.cap(each) for each in sessions)
+        caps = [self.cap(session) for session in sessions]
+        speculate = any(
+            cap and (each.link.drafter or each.has_sources) for each, cap in zip(sessions, caps, strict=True)
+        )
         if not self._policy.enter(len(sessions) if speculate else 0):
             for session in sessions:
                 session.link.idle()
             return Choice([0] * len(decoding), *_NOTHING)
-        demands = [self._demand(session, most_each) for session in decoding]
+        demands = [
+            Demand(
+                cap=cap if most_each is None else min(cap, most_each),
+                drafted=session.link.drafter is not None,
+                answered=session.link.has_answered,
+            )
+            for session, cap in zip(decoding, caps, strict=False)
+        ]
         rows, chains = _rows_of(decoding)
         picked = self._forest.best(rows, rows_of(each.cap for each in demands), chains)
         counts = self._policy.allocate(demands, picked, other_rows=other_rows)
-        for session in sessions:
-            cap = self.cap(session)
+        for session, cap in zip(sessions, caps, strict=True):
             session.link.look_ahead(self._policy.price if cap else 1.0, cap, self.step_s)
         return Choice(counts.tolist(), rows.repeat(counts), self._forest.take(rows, picked.slots, counts))
-
-    def _demand(self, session: SpeculatingSession, most_each: int | None) -> Demand:
-        cap = self.cap(session)
-        return Demand(
-            cap=cap if most_each is None else min(cap, most_each),
-            drafted=session.link.drafter is not None,
-            answered=session.link.has_answered,
-        )
 
     def num_silenced(self, sessions: Sequence[SpeculatingSession], now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""

@@ -262,7 +262,7 @@ class SimulatedVerifier:
     def _judge(part: Part[SimulatedSession]) -> Verdict:
         session, asked = part.session, part.session.asked
         tokens = walk(part.root, part.nodes, lambda _: RIGHT)
-        if session.is_decoding:
+        if part.decodes:
             asked.num_steps += 1
             asked.num_drafted += len(part.nodes)
             asked.num_accepted += len(tokens) - 1

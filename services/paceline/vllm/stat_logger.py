@@ -19,10 +19,10 @@ from prometheus_client.registry import Collector
 
 from paceline.core.errors import ConfigError
 from paceline.vllm.places import metrics_sockets
+from paceline.vllm.settings import SECTION
 
 PREFIX = "paceline:"
 METHOD = "custom_class"
-PACKAGE = "paceline.vllm."
 DEADLINE_S = 0.2
 READ_BYTES = 1 << 16
 # Far more than a helper sends.
@@ -84,9 +84,14 @@ def read_metrics(path: Path) -> str:
 
 
 def uses_tier(vllm_config: Any) -> bool:
-    """Whether a vLLM was started with our proposer."""
-    speculation = vllm_config.speculative_config
-    return speculation is not None and speculation.method == METHOD and str(speculation.model).startswith(PACKAGE)
+    """Whether a vLLM was started with our proposer, or a class derived from it: with our settings, in any case."""
+    speculation, settings = vllm_config.speculative_config, vllm_config.additional_config
+    return (
+        speculation is not None
+        and speculation.method == METHOD
+        and isinstance(settings, Mapping)
+        and SECTION in settings
+    )
 
 
 def register(instance_id: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableSequence
-from dataclasses import fields
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -146,14 +145,14 @@ def decimal(value: float) -> float:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Returns the fields of a slotted dataclass by name; unlike `asdict` it copies no tokens."""
-    return {name: getattr(value, name) for name in value.__slots__}
+    """Returns the fields of a named tuple or a slotted dataclass; unlike `asdict` it copies no tokens."""
+    return {name: getattr(value, name) for name in getattr(value, "_fields", None) or value.__slots__}
 
 
 def _whole(kind: type[_DataT], message: Message) -> _DataT:
-    """Decodes a message whose fields are those of a dataclass; lists become tuples."""
+    """Decodes a message whose fields are those of a named tuple or a dataclass; lists become tuples."""
     values: dict[str, Any] = {}
-    for field in fields(kind):
-        value = getattr(message, field.name)
-        values[field.name] = tuple(value) if isinstance(value, MutableSequence) else value
+    for name in kind.__annotations__:
+        value = getattr(message, name)
+        values[name] = tuple(value) if isinstance(value, MutableSequence) else value
     return kind(**values)

@@ -32,7 +32,7 @@ def tree_of(rows) -> DraftTree:
     return tree
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Treed(Demand):
     """A session, as the policy sees it, and its tree."""
 

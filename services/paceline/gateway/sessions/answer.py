@@ -6,7 +6,7 @@ Pure but for the codec. What comes out does not depend on how tokens were groupe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.messages import (
@@ -97,7 +97,7 @@ class Answer:
             record = result.speculation
         if record is not None or self._lossy or trail.mixed or trail.law_only:
             record = record or SpeculationRecord()
-            record = replace(record, lossy=self._lossy, mixed=trail.mixed, law_only=trail.law_only)
+            record = record._replace(lossy=self._lossy, mixed=trail.mixed, law_only=trail.law_only)
         reason = FinishReason.STOP if self.stopped or result is None else result.finish_reason
         return Ending(
             finish_reason=FinishReason.LENGTH if self._request.prompt_only else reason,
