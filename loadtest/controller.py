@@ -22,9 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from paceline.core.draft_policy import Demand, FixedGamma, Goodput, best_each
+from paceline.core.draft_policy import FixedGamma, Goodput, best_each
 from paceline.core.goodput import best_prefix
-from paceline.forest import NONE, ROOT, Ints, Picked
+from paceline.forest import NONE, ROOT, Bools, Ints, Picked
 from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
 from paceline.planning.simulation import Outcome
@@ -110,18 +110,19 @@ class Oracle(Goodput):
         """Always drafts."""
         return num_sessions > 0
 
-    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput."""
         decoding = [each for each in self.sessions().values() if each.is_decoding]
-        for index, (demand, session) in enumerate(zip(demands, decoding, strict=True)):
-            ranked = self._ranked_of(session)[: min(demand.cap, picked.slots.shape[1])]
+        num_sessions = len(picked.slots)
+        for index, session in enumerate(decoding):
+            ranked = self._ranked_of(session)[: min(session.cap, picked.slots.shape[1])]
             picked.slots[index], picked.survivals[index] = NONE, 0.0
             for rank, (survival, slot) in enumerate(ranked):
                 picked.slots[index, rank], picked.survivals[index, rank] = slot, survival
         survivals = np.sort(picked.survivals[picked.survivals > 0.0])[::-1]
-        rows = [len(demands) + other_rows + number for number in range(len(survivals) + 1)]
-        seconds = [self._profile.target.step_s(each, num_sessions=len(demands)) for each in rows]
-        best = best_prefix(len(demands), survivals, seconds)
+        rows = [num_sessions + other_rows + number for number in range(len(survivals) + 1)]
+        seconds = [self._profile.target.step_s(each, num_sessions=num_sessions) for each in rows]
+        best = best_prefix(num_sessions, survivals, seconds)
         return best_each(picked.survivals, best.count)
 
     def _ranked_of(self, session: SimulatedSession) -> Sequence[tuple[float, int]]:

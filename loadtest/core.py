@@ -104,8 +104,7 @@ class Verifier:
             scratch=SlotPool(first_block=0, num_blocks=1 + rows // BLOCK_SIZE),
             limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows, max_model_len=KV_TOKENS),
             policy=policy,
-            tier=DrafterTier(STRIDE),
-            forest=forest,
+            tier=DrafterTier(STRIDE, forest),
         )
         self._scheduler.change_link(LinkChanged(address=DRAFTER, up=True), 0.0)
         calibration = forest.new_calibration()

@@ -48,6 +48,7 @@ FOREST = (
     "forest/drafting.py",
     "forest/growing.py",
     "forest/kernel.py",
+    "forest/linking.py",
     "forest/records.py",
     "kernel_cache.py",
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.core.draft_policy import Demand, FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
@@ -28,7 +28,7 @@ from paceline.core.messages import (
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, graft
 from paceline.core.tree import Node, walk
-from paceline.forest import Calls, rows_of
+from paceline.forest import NOTHING, Calls, Ints, Links, rows_of
 from tests.support.slow_trees import SlowNode, SlowTree
 from tests.support.trees import allot, verified
 
@@ -161,9 +161,17 @@ class ToyFleet:
         self.reopen()
 
     def _tell(self) -> None:
-        message = self.told.next_message(now_s=0.0)
-        assert message is not None
-        self.link.to_drafter.append(message)
+        (since_len,) = self._links.due(self._rows, 0.0)
+        assert since_len != NOTHING
+        self.link.to_drafter.append(self.told.news(since_len))
+
+    @property
+    def _rows(self) -> Ints:
+        return rows_of([self.session.tree.row])
+
+    @property
+    def _links(self) -> Links:
+        return self.session.tree.forest.links
 
     @property
     def done(self) -> bool:
@@ -190,7 +198,7 @@ class ToyFleet:
 
     def _choose(self, cap: int) -> tuple[Node, list[Node]]:
         tree = self.session.tree
-        (slots,) = allot(self.policy, [tree], [Demand(cap=cap)])
+        (slots,) = allot(self.policy, [tree], [cap])
         rows = rows_of([tree.row])
         taken = tree.forest.take(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
         tree.forest.set_kv(Calls(rows.repeat(len(slots)), taken.slots), taken.slots)
@@ -215,7 +223,7 @@ class ToyFleet:
                 base_len = int(message.base_lens[0])
                 self.session.check(base_len, has_distributions=False)
                 grafts = graft(self.session.tree.forest, DRAFT_MODEL, [self.session], message)
-                self.told.take_in(base_len, float(grafts.firsts[0]), arrived_s=0.0)
+                self._links.took_in(self._rows, message.base_lens, message.sizes, grafts.firsts, 0.0)
             case LaggingSession():
                 answer = self.told.catch_up(message)
                 self.link.to_drafter += [answer] if answer else []
@@ -227,8 +235,8 @@ class ToyFleet:
 
     def reopen(self) -> None:
         """The verifier dials again and opens the session anew."""
-        self.told.connect(ConnectedDrafter())
-        self.told.look_ahead(0.0, cap=2, step_s=1.0)
+        self.told.connect(ConnectedDrafter(self._links))
+        self._links.look_ahead(self._rows, rows_of([2]), price=0.0, step_s=1.0)
         self._tell()
 
     def migrate(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.link import MOST_UNANSWERED
 from paceline.core.params import SamplingParams
+from paceline.forest.linking import MOST_UNANSWERED
 from tests.support.engines import EnginePair, prompts
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
@@ -28,9 +28,9 @@ class Called(Goodput):
         self.answered = []
         return num_sessions > 0 and self.drafts
 
-    def allocate(self, demands, picked, *, other_rows=0):
-        self.answered = [each.answered for each in demands]
-        return FixedGamma(gamma=4).allocate(demands, picked)
+    def allocate(self, picked, *, answered=None, other_rows=0):
+        self.answered = answered.tolist()
+        return FixedGamma(gamma=4).allocate(picked)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_pair):

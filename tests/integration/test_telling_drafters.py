@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.link import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from paceline.core.messages import Commit
 from paceline.core.params import SamplingParams
+from paceline.forest.linking import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from tests.support.engines import DRAFTER, EnginePair
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)

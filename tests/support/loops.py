@@ -87,8 +87,7 @@ class VerifierLoop:
             scratch=self.scratch,
             limits=limits,
             policy=self.policy,
-            tier=DrafterTier(VOCAB_SIZE),
-            forest=Forest(METHODS),
+            tier=DrafterTier(VOCAB_SIZE, Forest(METHODS)),
         )
         self.sessions: list[ScheduledSession] = []
         self._num_guessed = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.draft_policy import Demand, Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.messages import Drafts, NodeGuess, SessionDrafts
 from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
@@ -100,11 +100,10 @@ def verified(*guesses: tuple[Any, ...], base_len: int = 1) -> tuple[Node, list[N
 
 
 def allot(
-    policy: Goodput, trees: Sequence[DraftTree], demands: Iterable[Demand], *, chain: bool = False, **options: Any
+    policy: Goodput, trees: Sequence[DraftTree], caps: Iterable[int], *, chain: bool = False, **options: Any
 ) -> list[list[int]]:
-    """The slots that a policy picks of each tree; trees may be in different forests."""
-    demands = list(demands)
-    caps = [min(each.cap, policy.max_nodes) for each in demands]
+    """The slots that a policy picks of each tree, so many at most; trees may be in different forests."""
+    caps = [min(cap, policy.max_nodes) for cap in caps]
     chains = np.array([chain])
     found = [
         tree.forest.best(rows_of([tree.row]), rows_of([cap]), chains) for tree, cap in zip(trees, caps, strict=True)
@@ -113,5 +112,5 @@ def allot(
     slots, survivals = np.full((len(found), most), -1, np.int32), np.zeros((len(found), most))
     for index, each in enumerate(found):
         slots[index, : caps[index]], survivals[index, : caps[index]] = each.slots[0], each.survivals[0]
-    counts = policy.allocate(demands, Picked(slots, survivals), **options).tolist()
+    counts = policy.allocate(Picked(slots, survivals), **options).tolist()
     return [row[:count] for row, count in zip(slots.tolist(), counts, strict=True)]

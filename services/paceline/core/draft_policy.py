@@ -11,7 +11,6 @@ Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,25 +18,10 @@ from paceline.core.drafting_mode import DraftingMode, Mode
 from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth
 from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
-from paceline.forest import Ints, Picked
+from paceline.forest import Bools, Ints, Picked
 
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
 MOST_PRICE = 0.99
-
-
-@dataclass(slots=True, kw_only=True)
-class Demand:
-    """One decoding session, as the policy sees it.
-
-    Args:
-        cap: Most nodes it may have verified.
-        drafted: Whether a drafter is there for it.
-        answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
-    """
-
-    cap: int
-    drafted: bool = True
-    answered: bool = True
 
 
 class Goodput:
@@ -117,28 +101,29 @@ class Goodput:
             self._price, self._answered = None, True
         return drafts
 
-    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput, for a step that drafts.
 
         Args:
-            demands: The sessions that decode.
-            picked: The best nodes of each, within its cap and `max_nodes`.
+            picked: The best nodes of each session that decodes, within its cap and `max_nodes`.
+            answered: bool `[n]`, of those that a drafter is there for: whether it has answered since it was called to
+                work, so that the tree is what it brings. None: there are none.
             other_rows: Rows of the step that are taken (prefill).
 
         Returns:
             How many of its best nodes each session verifies, int32 `[sessions]`.
         """
+        num_sessions = len(picked.survivals)
         held = np.where(picked.survivals >= LEAST_SURVIVAL, picked.survivals, 0.0)
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
-        ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - len(demands))]
+        ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
         count = 0
-        if demands:
-            step = Steps(self.times.table, len(demands), other_rows)
+        if num_sessions:
+            step = Steps(self.times.table, num_sessions, other_rows)
             best = step.best(ranked)
             self._set_prices(step.price(best), reads=other_rows > 0)
             count = best.count
-        drafted = [each.answered for each in demands if each.drafted and each.cap]
-        self._answered = 2 * sum(drafted) >= len(drafted)
+        self._answered = answered is None or bool(2 * answered.sum() >= len(answered))
         return best_each(held, count)
 
     def _set_prices(self, price: float, *, reads: bool) -> None:
@@ -215,7 +200,7 @@ class FixedGamma(Goodput):
         """Drafts wherever a session may speculate."""
         return num_sessions > 0 and self.drafts
 
-    def allocate(self, demands: Sequence[Demand], picked: Picked, *, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
         return best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
 

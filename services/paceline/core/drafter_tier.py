@@ -15,7 +15,7 @@ from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.session import graft
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
-from paceline.forest import Grafts
+from paceline.forest import NONE, NOTHING, Forest, rows_of
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
@@ -38,11 +38,14 @@ class DrafterTier:
 
     Args:
         vocab_size: Of the target.
+        forest: The trees of all sessions.
         state_bytes: Of the hidden states of one token, on the wire.
     """
 
-    def __init__(self, vocab_size: int, state_bytes: int = 0) -> None:
+    def __init__(self, vocab_size: int, forest: Forest, state_bytes: int = 0) -> None:
+        self.forest = forest
         self._vocab_size = vocab_size
+        self._links = forest.links
         self._states_a_step = STATE_BYTES // max(1, state_bytes)
         self._drafters: dict[str, ConnectedDrafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
@@ -68,7 +71,7 @@ class DrafterTier:
     def pair(self, session: LinkedSession, address: str, now_s: float) -> None:
         """Closes a session at its drafter, and opens it at another."""
         self.queue(session.link.address, session.link.pair(address, self._drafters.get(address)))
-        self.update(session, now_s)
+        self.update([session], now_s)
 
     def part(self, session: LinkedSession) -> None:
         """A session ends, at its drafter too."""
@@ -80,22 +83,27 @@ class DrafterTier:
         if not event.up:
             self._lose(event.address, sessions)
             return
-        drafter = self._drafters[event.address] = ConnectedDrafter(wants_states=event.wants_states)
-        for session in _of(event.address, sessions):
+        self._lose(event.address, sessions)
+        drafter = ConnectedDrafter(self._links, wants_states=event.wants_states)
+        self._drafters[event.address] = drafter
+        mine = _of(event.address, sessions)
+        for session in mine:
             session.link.connect(drafter)
-            self.update(session, now_s)
+        self.update(mine, now_s)
 
     def _lose(self, address: str, sessions: Mapping[str, LinkedSession]) -> None:
-        self._drafters.pop(address, None)
+        drafter = self._drafters.pop(address, None)
         for session in _of(address, sessions):
             session.link.disconnect()
+        if drafter is not None:
+            drafter.drop()
 
     def receive(self, event: DraftsArrived, sessions: Mapping[str, LinkedSession], report: StepReport) -> None:
         """Takes in a drafter's messages; the link to one that breaks the protocol is reset."""
         drafter = self._drafters.get(event.address)
         if drafter is None:
             return
-        drafter.silent = False
+        drafter.speaks()
         try:
             for message in event.messages:
                 if isinstance(message, Drafts):
@@ -123,17 +131,26 @@ class DrafterTier:
         if len(sessions) < len(found):
             served = [each is not None and each.link.drafter is drafter for each in found]
             drafts = drafts.only(np.array(served, np.bool_))
-        for session, base_len in zip(sessions, drafts.base_lens.tolist(), strict=True):
-            session.check(base_len, has_distributions=bool(drafts.distributions))
+        self._check(sessions, drafts)
         num_nodes = drafts.num_nodes
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
         for batch, guesses in _batches(sessions, drafts):
             grafts = graft(batch[0].tree.forest, drafter.source, batch, guesses)
             num_lost += int(grafts.counts[:, 1:].sum())
-            report.round_trips_s += _answered(batch, guesses, grafts, arrived_s)
+            rows = rows_of(each.tree.row for each in batch)
+            report.round_trips_s += self._links.took_in(
+                rows, guesses.base_lens, guesses.sizes, grafts.firsts, arrived_s
+            )
         if num_lost:
             report.late_by[drafter.source] += num_lost
+
+    def _check(self, sessions: Sequence[LinkedSession], drafts: Drafts) -> None:
+        """Checks what the drafter says of itself with its guesses; see `VerifierSession.check`."""
+        has, rows = bool(drafts.distributions), rows_of(each.tree.row for each in sessions)
+        doubtful = self._links.first_doubtful(rows, drafts.base_lens, has_distributions=has)
+        if doubtful != NONE:
+            sessions[doubtful].check(int(drafts.base_lens[doubtful]), has_distributions=has)
 
     def _within_vocabulary(self, drafts: Drafts) -> Drafts:
         """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""
@@ -143,9 +160,12 @@ class DrafterTier:
         within = (highest >= 0) & (highest < self._vocab_size)
         return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
 
-    def update(self, session: LinkedSession, now_s: float) -> None:
-        """Queues what a session's drafter does not know yet."""
-        self.queue(session.link.address, session.link.next_message(now_s))
+    def update(self, sessions: Sequence[LinkedSession], now_s: float) -> None:
+        """Queues what the drafters of sessions do not know yet."""
+        known = self._links.due(rows_of(each.tree.row for each in sessions), now_s)
+        for session, since_len in zip(sessions, known, strict=True):
+            if since_len != NOTHING:
+                self.queue(session.link.address, session.link.news(since_len))
 
     def queue(self, address: str, message: ToDrafter | None) -> None:
         """Queues a message for a drafter, if there is one to send."""
@@ -188,15 +208,6 @@ def _batches(sessions: Sequence[LinkedSession], drafts: Drafts) -> Iterator[tupl
         mine = np.zeros(len(sessions), np.bool_)
         mine[group] = True
         yield [sessions[index] for index in group], drafts.only(mine)
-
-
-def _answered(sessions: Sequence[LinkedSession], drafts: Drafts, grafts: Grafts, arrived_s: float) -> Iterator[float]:
-    """Yields seconds since the commits that guesses answer, where they are the first that do."""
-    columns = zip(drafts.base_lens.tolist(), drafts.sizes.tolist(), grafts.firsts.tolist(), strict=True)
-    for session, (base_len, size, first) in zip(sessions, columns, strict=True):
-        round_trip_s = session.link.take_in(base_len, first, arrived_s) if size else None
-        if round_trip_s is not None:
-            yield round_trip_s
 
 
 def _of(address: str, sessions: Mapping[str, LinkedSession]) -> list[LinkedSession]:

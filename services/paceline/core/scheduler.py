@@ -24,7 +24,7 @@ from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.core.tree import Node
-from paceline.forest import NONE, ROOT, Calls, Forest, rows_of
+from paceline.forest import NONE, ROOT, Calls, rows_of
 
 _ORDER = attrgetter("order")
 
@@ -37,8 +37,7 @@ class Scheduler(Generic[SessionT]):
         scratch: Slots for the KV of verified nodes.
         limits: Bounds.
         policy: Which nodes a step verifies.
-        tier: The drafters.
-        forest: The trees of all sessions.
+        tier: The drafters, and the trees of all sessions.
 
     Attributes:
         report: Of the step under way.
@@ -54,11 +53,10 @@ class Scheduler(Generic[SessionT]):
         limits: TargetLimits,
         policy: Goodput,
         tier: DrafterTier,
-        forest: Forest,
     ) -> None:
         self.pool = pool
         self.tier = tier
-        self.forest = forest
+        self.forest = tier.forest
         self.report = StepReport()
         self.moves: list[tuple[int, int]] = []
         self.outcomes: list[Outcome] = []
@@ -70,7 +68,7 @@ class Scheduler(Generic[SessionT]):
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
         self._turns: Turns[SessionT] = Turns()
-        self._drafts = StepDrafts(policy, forest)
+        self._drafts = StepDrafts(policy, tier.forest)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
         self._cycle_since_s: float | None = None
@@ -150,8 +148,7 @@ class Scheduler(Generic[SessionT]):
     def drafts_pay(self, draft_s: float, now_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay; the same objective."""
         sessions = self._delayable()
-        waits = [draft_s if session.may_wait and session.link.drafter else None for session in sessions]
-        return self._drafts.worth_waiting(sessions, waits, idle_s=self._idle_s(now_s)) > 0.0
+        return self._drafts.pays(sessions, draft_s, idle_s=self._idle_s(now_s))
 
     def _idle_s(self, now_s: float) -> float:
         return 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
@@ -229,9 +226,7 @@ class Scheduler(Generic[SessionT]):
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         choice = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
         self.report.price = self._policy.price
-        for session in joining:
-            if not session.link.sent_len:
-                self.tier.update(session, now_s)
+        self.tier.update([session for session in joining if not session.link.sent_len], now_s)
         return self._verify(decoding, choice)
 
     def _verify(self, sessions: Sequence[SessionT], choice: Choice) -> list[Part[SessionT]]:
@@ -305,15 +300,14 @@ class Scheduler(Generic[SessionT]):
             if session.traced:
                 round_ = session.round(num_verified, num_accepted, batch_size) if part.decodes else session.start()
                 self.report.traced.append(round_)
+        self.tier.update([part.session for part, _ in judged if not part.session.ended], now_s)
         return outcomes
 
     def _hand_out(self, session: SessionT, base_len: int, now_s: float) -> CommittedTokens:
-        """What goes to a session's client; its drafter receives the same, or its end."""
+        """What goes to a session's client; its drafter learns of its end."""
         tokens = session.hand_out(base_len, now_s)
         if tokens.result is not None:
             self.drop(session)
-        else:
-            self.tier.update(session, now_s)
         return tokens
 
     def give_up(self, part: Part[SessionT], *, request_at_fault: bool = False) -> None:
@@ -366,7 +360,7 @@ class Scheduler(Generic[SessionT]):
         """Adds the present state to a report."""
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
-        report.lag_tokens = max((session.link.lag_tokens for session in self._running), default=0)
+        report.lag_tokens = self._drafts.lag_tokens(self._running)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         return report
 

@@ -11,11 +11,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from paceline.core.draft_policy import Demand, Goodput
-from paceline.core.link import CHILD_SHARE, SessionLink
+from paceline.core.draft_policy import Goodput
 from paceline.core.moving_average import MovingAverage
 from paceline.core.tree import DraftTree
-from paceline.forest import Bools, Forest, Ints, Taken, rows_of
+from paceline.forest import Bools, Floats, Forest, Ints, Taken, rows_of
 
 # Seconds of a step before one was seen.
 FIRST_STEP_S = 0.01
@@ -27,7 +26,6 @@ class SpeculatingSession(Protocol):
     """A session as far as its guesses go."""
 
     tree: DraftTree
-    link: SessionLink
     has_sources: bool
     committed_len: int
 
@@ -95,7 +93,8 @@ class StepDrafts:
 
     def drafters_work(self, sessions: Sequence[SpeculatingSession]) -> bool:
         """Whether drafters are at work for any of the sessions."""
-        return any(each.link.drafter and each.link.price < 1.0 and self.cap(each) for each in sessions)
+        at_work = self._forest.links.at_work(_rows_of(sessions))
+        return any(self.cap(sessions[index]) for index in np.flatnonzero(at_work).tolist())
 
     def choose(
         self,
@@ -113,43 +112,45 @@ class StepDrafts:
             other_rows: Rows of the step that are taken.
             most_each: Most nodes of a session; None: its own bound.
         """
-        sessions = [*decoding, *joining]
-        caps = [self.cap(session) for session in sessions]
-        speculate = any(
-            cap and (each.link.drafter or each.has_sources) for each, cap in zip(sessions, caps, strict=True)
-        )
+        sessions, links = [*decoding, *joining], self._forest.links
+        rows, caps = _rows_of(sessions), rows_of(map(self.cap, sessions))
+        drafted = links.drafted(rows) & (caps > 0)
+        speculate = drafted.any() or any(cap and each.has_sources for cap, each in zip(caps, sessions, strict=True))
         if not self._policy.enter(len(sessions) if speculate else 0):
-            for session in sessions:
-                session.link.idle()
+            links.idle(rows)
             return Choice([0] * len(decoding), *_NOTHING)
-        demands = [
-            Demand(
-                cap=cap if most_each is None else min(cap, most_each),
-                drafted=session.link.drafter is not None,
-                answered=session.link.has_answered,
-            )
-            for session, cap in zip(decoding, caps, strict=False)
-        ]
-        rows, chains = _rows_of(decoding)
-        picked = self._forest.best(rows, rows_of(each.cap for each in demands), chains)
-        counts = self._policy.allocate(demands, picked, other_rows=other_rows)
-        for session, cap in zip(sessions, caps, strict=True):
-            session.link.look_ahead(self._policy.price if cap else 1.0, cap, self.step_s)
-        return Choice(counts.tolist(), rows.repeat(counts), self._forest.take(rows, picked.slots, counts))
+        mine = slice(len(decoding))
+        most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
+        picked = self._forest.best(rows[mine], most, _chains_of(decoding))
+        answered = links.answered(rows[mine])[drafted[mine] & (most > 0)]
+        counts = self._policy.allocate(picked, answered=answered, other_rows=other_rows)
+        links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
+        return Choice(counts.tolist(), rows[mine].repeat(counts), self._forest.take(rows[mine], picked.slots, counts))
 
     def num_silenced(self, sessions: Sequence[SpeculatingSession], now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""
         if not self._policy.drafts:
             return 0
-        return sum(session.may_wait and session.link.mark_silent(now_s) for session in sessions)
+        rows = _rows_of([session for session in sessions if session.may_wait])
+        return self._forest.links.mark_silent(rows, now_s)
 
-    def waits(self, sessions: Sequence[SpeculatingSession], now_s: float) -> list[float | None]:
-        """By session the seconds until its next nodes; None: never."""
-        return [session.link.wait_s(now_s) if session.may_wait else None for session in sessions]
+    def waits(self, sessions: Sequence[SpeculatingSession], now_s: float) -> Floats:
+        """By session the seconds until its next nodes, `[sessions]`; NaN: never."""
+        seconds = self._forest.links.waits(_rows_of(sessions), now_s)
+        seconds[np.array([not session.may_wait for session in sessions], np.bool_)] = np.nan
+        return seconds
 
-    def worth_waiting(
-        self, sessions: Sequence[SpeculatingSession], waits: Sequence[float | None], *, idle_s: float
-    ) -> float:
+    def pays(self, sessions: Sequence[SpeculatingSession], draft_s: float, *, idle_s: float) -> bool:
+        """Whether a draft step of `draft_s` seconds for all sessions is worth waiting for."""
+        drafted = self._forest.links.drafted(_rows_of(sessions))
+        may_wait = np.array([session.may_wait for session in sessions], np.bool_)
+        return self.worth_waiting(sessions, np.where(drafted & may_wait, draft_s, np.nan), idle_s=idle_s) > 0.0
+
+    def lag_tokens(self, sessions: Sequence[SpeculatingSession]) -> int:
+        """Most committed tokens of a session that its drafter has not answered; none while drafters idle."""
+        return self._forest.links.lag_tokens(_rows_of(sessions))
+
+    def worth_waiting(self, sessions: Sequence[SpeculatingSession], waits: Floats, *, idle_s: float) -> float:
         """Seconds for which the next nodes are worth waiting for, at most a step in all.
 
         Args:
@@ -158,30 +159,27 @@ class StepDrafts:
             idle_s: For how long the engine has been waiting.
         """
         left_s = self.step_s - idle_s
-        if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
+        never = np.isnan(waits)
+        if left_s <= LEAST_WAIT_S or never.all():
             return 0.0
-        rows, chains = _rows_of(sessions)
-        prices = [
-            1.0 if wait_s is None else session.link.price for session, wait_s in zip(sessions, waits, strict=True)
-        ]
+        rows, links = _rows_of(sessions), self._forest.links
         expected, gains = self._forest.prospects(
             rows,
             rows_of(map(self.cap, sessions)),
-            np.array(prices),
-            np.array([_child_share(session) for session in sessions]),
-            chains,
+            np.where(never, 1.0, links.prices(rows)),
+            links.child_shares(rows),
+            _chains_of(sessions),
         )
-        gainful = [wait_s for wait_s, gain in zip(waits, gains.tolist(), strict=True) if wait_s is not None and gain]
-        if not gainful or not self._policy.waits(expected, gains, wait_s=min(gainful), step_s=self.step_s):
+        gainful = waits[~never & (gains != 0.0)]
+        if not len(gainful) or not self._policy.waits(expected, gains, wait_s=float(gainful.min()), step_s=self.step_s):
             return 0.0
-        return min(max(gainful), left_s)
+        return min(float(gainful.max()), left_s)
 
 
-def _rows_of(sessions: Sequence[SpeculatingSession]) -> tuple[Ints, Bools]:
-    """Rows of sessions in the forest, and whether chains of them are verified, `[sessions]`."""
-    return rows_of(each.tree.row for each in sessions), np.array([each.takes_chains for each in sessions], np.bool_)
+def _rows_of(sessions: Sequence[SpeculatingSession]) -> Ints:
+    return rows_of(each.tree.row for each in sessions)
 
 
-def _child_share(session: SpeculatingSession) -> float:
-    drafter = session.link.drafter
-    return CHILD_SHARE if drafter is None else drafter.child_share.value
+def _chains_of(sessions: Sequence[SpeculatingSession]) -> Bools:
+    """Whether chains of them are verified, `[sessions]`."""
+    return np.array([each.takes_chains for each in sessions], np.bool_)

@@ -95,6 +95,7 @@ class DraftTree:
         root: Stands for the last committed token.
         row: In the forest.
         drafts: Distributions that the guesses of a chain were sampled from, by position.
+        looks_at_guesses: Whether `took_in` has anything to do.
     """
 
     root = ROOT
@@ -115,6 +116,7 @@ class DraftTree:
         self._give_back.atexit = False
         self.chain = chain
         self.can_follow = can_follow
+        self.looks_at_guesses = chain or can_follow is not None
         self.drafts: dict[int, SparseDraft] = {}
         self._calibrations: Mapping[str, int] | None = None
         self.open(tokens, calibrations or {})
@@ -161,11 +163,6 @@ class DraftTree:
         """Those of the best `limit` nodes that have no children, best first."""
         slots = self.best(limit).slots[0]
         return [slot for slot in slots[slots != NONE].tolist() if not self.forest.has_child(self.row, slot)]
-
-    @property
-    def looks_at_guesses(self) -> bool:
-        """Whether `took_in` has anything to do."""
-        return self.chain or self.can_follow is not None
 
     def forget_drafts(self, committed_len: int) -> None:
         """Drops distributions of positions that are committed."""

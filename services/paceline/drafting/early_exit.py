@@ -14,7 +14,6 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.core.goodput import is_worth
-from paceline.core.link import CHILD_SHARE
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
 from paceline.drafting.growing import StatelessFollower, best_guesses
@@ -22,6 +21,7 @@ from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.source_interface import Followed, LocalSource, Turn
+from paceline.forest.linking import CHILD_SHARE
 
 # Times that the layers run after a step at most, and guesses below each node.
 MOST_PASSES, WIDTH = 6, 3

@@ -106,8 +106,7 @@ class TargetEngine:
             scratch=self._scratch,
             limits=limits,
             policy=policy,
-            tier=DrafterTier(identity.vocab_size, STATE_WIRE_BYTES * self._state_width),
-            forest=self._forest,
+            tier=DrafterTier(identity.vocab_size, self._forest, STATE_WIRE_BYTES * self._state_width),
         )
         self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0

@@ -2,6 +2,7 @@
 
 from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Taken, rows_of
 from paceline.forest.forest import Forest
+from paceline.forest.links import NOTHING, Links
 from paceline.forest.records import FULL, NONE, ROOT, Bools, Floats, Ints
 from paceline.forest.showing import path, show
 from paceline.forest.warming import warm_up
@@ -9,6 +10,7 @@ from paceline.forest.warming import warm_up
 __all__ = [
     "FULL",
     "NONE",
+    "NOTHING",
     "ROOT",
     "Bools",
     "Calls",
@@ -17,6 +19,7 @@ __all__ = [
     "Forest",
     "Grafts",
     "Ints",
+    "Links",
     "Picked",
     "Pushed",
     "Taken",

@@ -5,7 +5,8 @@ last committed token. A verifier is sent guesses (`graft`) and adds those of its
 them (`grow`, `frontier`, `push`); both follow what is committed (`commit`). Every operation is one compiled loop over
 all sessions that it concerns, and reports in columns.
 
-It knows tokens, positions and confidences, and nothing of models, networks or time.
+It knows tokens, positions and confidences, and nothing of models or networks. What a verifier knows of its sessions'
+drafters has the same rows (`paceline.forest.links`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from paceline.forest import choosing, committing, drafting, growing
 from paceline.forest.calibrating import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
 from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Taken
+from paceline.forest.links import Links
 from paceline.forest.records import (
     CALIBRATION,
     JUDGE,
@@ -31,6 +33,7 @@ from paceline.forest.records import (
     Bools,
     Floats,
     Ints,
+    grown,
     node_type,
     records,
 )
@@ -50,6 +53,7 @@ class Forest:
 
     Attributes:
         arrays: What kernels take.
+        links: Of a verifier's sessions to their drafters.
     """
 
     def __init__(self, sources: Sequence[str], slots: int = SLOTS) -> None:
@@ -63,6 +67,7 @@ class Forest:
             records((0, len(sources)), JUDGE),
             records(0, CALIBRATION),
         )
+        self.links = Links(lambda: self.arrays.trees)
         self._free: list[int] = []
         self._num_calibrations = 0
         self._add_rows(FIRST_ROWS)
@@ -366,16 +371,11 @@ class Forest:
     def _add_rows(self, more: int) -> None:
         """Makes place for more sessions, the lowest rows first."""
         first = len(self.arrays.trees)
-        trees, nodes, names, recent, judges = (_longer(each, more) for each in self.arrays[:-1])
+        trees, nodes, names, recent, judges = (grown(each, more) for each in self.arrays[:-1])
         self.arrays = Arrays(trees, nodes, names, recent, judges, self.arrays.calibrations)
+        self.links.add_rows(more)
         self.arrays.judges["calibration"][first:] = NONE
         self._free += range(first + more - 1, first - 1, -1)
 
     def _add_calibrations(self, more: int) -> None:
-        self.arrays = self.arrays._replace(calibrations=_longer(self.arrays.calibrations, more))
-
-
-def _longer(array: np.ndarray, more: int) -> np.ndarray:
-    longer = np.zeros((len(array) + more, *array.shape[1:]), array.dtype).view(type(array))
-    longer[: len(array)] = array
-    return longer
+        self.arrays = self.arrays._replace(calibrations=grown(self.arrays.calibrations, more))

@@ -26,6 +26,8 @@ RING = 1024
 RECENT = 128
 # Most nodes of a session, far more than one can use; what comes beyond is not taken in.
 SLOTS = 1024
+# Commits to a session's drafter that are kept track of; with more on their way at once there is nothing to wait for.
+TRACKED = 64
 # The least likely guess still has a survival above 0, so that logarithms stay finite.
 LEAST_CONFIDENCE = 1 / 512
 
@@ -65,6 +67,32 @@ JUDGE = np.dtype([("calibration", "i4"), ("offset", "f8"), ("variance", "f8")], 
 CALIBRATION = np.dtype(
     [("slope", "f8"), ("intercept", "f8"), ("var_slope", "f8"), ("var_intercept", "f8"), ("covariance", "f8")]
 )
+
+LINK = np.dtype(
+    [
+        # Number of its drafter; NONE: the stream to it is not up.
+        ("drafter", "i4"),
+        # Committed tokens that its drafter knows, 0: it does not know the session; that it has answered; and that were
+        # committed when it was called to work, and whether it has answered since.
+        ("sent_len", "i4"),
+        ("answered_len", "i4"),
+        ("called_len", "i4"),
+        ("answered", "i1"),
+        # The commits that it has not answered yet, in a ring.
+        ("oldest", "i2"),
+        ("num_unanswered", "i2"),
+        # Nodes that it may have in the tree; least survival worth drafting for (1: it idles), as told last, too.
+        ("room", "i4"),
+        ("price", "f8"),
+        ("sent_price", "f8"),
+        # When nodes last came from a drafter that knew of the last commit; NaN: they have not.
+        ("received_s", "f8"),
+    ],
+    align=True,
+)
+# Expected seconds from a commit to the first nodes of a drafter that knew it, and between two messages with nodes of
+# one session; survival of the best first guess after a commit; whether an answer was overdue, and nothing came since.
+DRAFTER = np.dtype([("response_s", "f8"), ("interval_s", "f8"), ("child_share", "f8"), ("silent", "i1")], align=True)
 
 
 def node_type(num_sources: int) -> np.dtype[np.void]:
@@ -112,7 +140,30 @@ class Arrays(NamedTuple):
     calibrations: Any
 
 
+class LinkArrays(NamedTuple):
+    """The links of sessions to their drafters, as kernels take them; a session has the row of its tree.
+
+    Attributes:
+        links: LINK `[rows]`.
+        sent_lens: int32 `[rows, TRACKED]`, committed tokens of the commits without an answer.
+        sent_s: float64 `[rows, TRACKED]`, when these were sent.
+        drafters: DRAFTER `[drafters]`.
+    """
+
+    links: Any
+    sent_lens: Ints
+    sent_s: Floats
+    drafters: Any
+
+
 def records(shape: int | tuple[int, ...], kind: np.dtype[np.void]) -> Any:
     """Empty records; where kernels are not compiled they are read by the names of their fields all the same."""
     made = np.zeros(shape, kind)
     return made.view(np.recarray) if DISABLE_JIT else made
+
+
+def grown(array: Any, more: int) -> Any:
+    """An array with more rows, of zeros, behind its own."""
+    longer = np.zeros((len(array) + more, *array.shape[1:]), array.dtype).view(type(array))
+    longer[: len(array)] = array
+    return longer

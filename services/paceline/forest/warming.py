@@ -29,6 +29,7 @@ def warm_up(forest: Forest) -> None:
     forest.wants_nodes(row)
     forest.has_child(row, ROOT)
     forest.commit(rows, one, one, sure)
+    _link(forest, row)
     forest.give_back(row)
 
 
@@ -42,3 +43,20 @@ def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None
     forest.set_kv(Calls(rows, taken.slots), one)
     forest.prospects(rows, one, sure, sure)
     forest.commit(rows, one, one)
+
+
+def _link(forest: Forest, row: int) -> None:
+    links, rows, one = forest.links, rows_of([row]), rows_of([1])
+    links.begin(row, 0.5)
+    drafter = links.new_drafter(1.0)
+    links.connect(row, drafter)
+    links.look_ahead(rows, one, price=0.5, step_s=1.0)
+    links.due(rows, 0.0)
+    links.at_work(rows)
+    links.first_doubtful(rows, one, has_distributions=False)
+    links.answered(rows)
+    links.waits(rows, 0.0)
+    links.mark_silent(rows, 0.0)
+    links.took_in(rows, one, one, np.array([0.5]), 1.0)
+    links.lag_tokens(rows)
+    links.drop_drafter(drafter)

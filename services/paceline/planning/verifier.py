@@ -281,6 +281,5 @@ def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Schedule
             max_model_len=facts.kv_tokens,
         ),
         policy=policy,
-        tier=DrafterTier(STRIDE),
-        forest=Forest(METHODS),
+        tier=DrafterTier(STRIDE, Forest(METHODS)),
     )

@@ -72,8 +72,8 @@ class ChainScheduler:
         self._methods = methods
         self._max_model_len, self._max_chain = max_model_len, max_chain
         self._vocab_size = vocab_size
-        self._tier = DrafterTier(vocab_size)
         self._forest = Forest(METHODS)
+        self._tier = DrafterTier(vocab_size, self._forest)
         warm_up(self._forest)
         self._drafts = StepDrafts(policy, self._forest)
         self._clock = StepClock(policy)
@@ -113,8 +113,7 @@ class ChainScheduler:
         self._take_time(message)
         self._rows = [self._session_of(row) for row in message.rows]
         self._commit_tokens(message.rows)
-        for session in self._rows:
-            self._tier.update(session, now_s)
+        self._tier.update(self._rows, now_s)
         self._committed_s = now_s
 
     def _take_time(self, message: StepMessage) -> None:
@@ -245,7 +244,7 @@ class ChainScheduler:
         """Returns what was done since the last report."""
         report, self.report = self.report, StepReport()
         report.num_running = len(self._rows)
-        report.lag_tokens = max((session.link.lag_tokens for session in self._rows), default=0)
+        report.lag_tokens = self._drafts.lag_tokens(self._rows)
         return report
 
     # What is learned

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.draft_policy import MOST_PRICE, Demand, FixedGamma, Goodput
+from paceline.core.draft_policy import MOST_PRICE, FixedGamma, Goodput
 from paceline.core.drafting_mode import LEAST_STEPS
 from paceline.core.errors import ConfigError
 from paceline.core.goodput import LEAST_SURVIVAL
-from paceline.core.link import CHILD_SHARE, ConnectedDrafter
 from paceline.core.messages import NodeGuess
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost
 from paceline.core.tree import DraftTree
 from paceline.forest import ROOT, rows_of
+from paceline.forest.linking import CHILD_SHARE
 from tests.support.trees import allot, graft_into, new_tree, nodes_of
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
@@ -33,14 +33,17 @@ def tree_of(rows) -> DraftTree:
 
 
 @dataclass(kw_only=True)
-class Treed(Demand):
-    """A session, as the policy sees it, and its tree."""
+class Treed:
+    """A session's tree, the most nodes it may have verified, and whether its drafter has answered."""
 
     tree: DraftTree
+    cap: int
+    answered: bool = True
 
 
 def allocate(policy, demands, **options) -> list[list[int]]:
-    return allot(policy, [each.tree for each in demands], demands, **options)
+    answered = np.array([each.answered for each in demands if each.cap], np.bool_)
+    return allot(policy, [each.tree for each in demands], [each.cap for each in demands], answered=answered, **options)
 
 
 def prospect(tree, cap, *, price, child_share=CHILD_SHARE) -> tuple[float, float]:
@@ -169,17 +172,10 @@ def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
 
 
 def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
-    drafter = ConnectedDrafter()
-    gains = []
-    for _ in range(20):
-        gains.append(prospect(new_tree(5), 8, price=0.05, child_share=drafter.child_share.value)[1])
-        drafter.child_share.add(0.01)
+    gains = [prospect(new_tree(5), 8, price=0.05, child_share=share)[1] for share in (CHILD_SHARE, 0.5, 0.2, 0.01)]
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 0.7
     assert gains[-1] == 0.0
-    for _ in range(20):
-        drafter.child_share.add(0.8)
-    assert prospect(new_tree(5), 8, price=0.05, child_share=drafter.child_share.value)[1] > 0.7
 
 
 STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))

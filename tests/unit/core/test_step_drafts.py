@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from paceline.core.link import ConnectedDrafter, SessionLink
@@ -31,7 +32,7 @@ class Session(VerifierSession):
         self.has_sources = False
         self.link = SessionLink(self, "d" if drafted else "")
         if drafted:
-            self.link.connect(ConnectedDrafter())
+            self.link.connect(ConnectedDrafter(forest.links))
 
 
 class Watched:
@@ -56,7 +57,7 @@ def policy() -> Watched:
 def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watched) -> None:
     forest = Forest(METHODS)
     sessions = [Session("a", forest, drafted=True), Session("b", forest, drafted=False)]
-    assert StepDrafts(policy, forest).worth_waiting(sessions, [0.002, None], idle_s=0.0) == 0.002
+    assert StepDrafts(policy, forest).worth_waiting(sessions, np.array([0.002, np.nan]), idle_s=0.0) == 0.002
     assert policy.gains[0] > 0.0
     assert policy.gains[1] == 0.0
 
@@ -64,6 +65,6 @@ def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watc
 def test_nobody_waits_longer_than_a_step_in_all(policy: Watched) -> None:
     forest = Forest(METHODS)
     drafts, sessions = StepDrafts(policy, forest), [Session("a", forest, drafted=True)]
-    assert drafts.worth_waiting(sessions, [1.0], idle_s=0.0) == FIRST_STEP_S
-    assert drafts.worth_waiting(sessions, [1.0], idle_s=FIRST_STEP_S) == 0.0
-    assert drafts.worth_waiting(sessions, [None], idle_s=0.0) == 0.0
+    assert drafts.worth_waiting(sessions, np.array([1.0]), idle_s=0.0) == FIRST_STEP_S
+    assert drafts.worth_waiting(sessions, np.array([1.0]), idle_s=FIRST_STEP_S) == 0.0
+    assert drafts.worth_waiting(sessions, np.array([np.nan]), idle_s=0.0) == 0.0

@@ -1,0 +1,229 @@
+"""Loops over the links of sessions: what has been sent to their drafters, and how these answer.
+
+A drafter at work receives every commit. An idle one receives none, but for the one that makes it idle; when it is
+called again, it receives all that it missed in one message. Over a long way, several commits are under way at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from paceline.forest.kernel import kernel
+from paceline.forest.records import NONE, TRACKED, Bools, Floats, Ints, LinkArrays
+
+# Survival of the best first guess of a drafter that has not shown what it is: the mean confidence of a fair one.
+CHILD_SHARE = 0.75
+# Weight of a new observation.
+SMOOTHING = 0.2
+# Nodes are overdue after this many times the usual delay.
+OVERDUE = 3.0
+# A drafter that was called back may leave this number of tokens of a session unanswered while it reads what it missed;
+# after that it counts as one that has answered with nothing.
+MOST_UNANSWERED = 64
+# Nodes that a drafter may have in a tree per node that may be verified in a step: for the branches that the text will
+# not take.
+ROOM_PER_NODE = 8
+# Nothing is drafted for more steps ahead: after one long silence a drafter would otherwise grow what no step verifies.
+MOST_STEPS_AHEAD = 4.0
+# Least share of the usual time that the next nodes are still expected to take.
+LEAST_LEFT = 0.25
+# `due`: there is nothing to send.
+NOTHING = -1
+
+
+@kernel
+def stop(link: Any) -> None:
+    """The drafter idles, or starts anew: no answers are expected."""
+    link.num_unanswered = 0
+    link.received_s = math.nan
+
+
+@kernel
+def took_in(
+    a: LinkArrays, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float, round_trips_s: Floats
+) -> int:
+    """Guesses of sessions have come, and are in their trees; learns how long they took.
+
+    Args:
+        a: The links.
+        rows: int32 `[messages]`.
+        bases: int32 `[messages]`, committed tokens that the drafter knew.
+        sizes: int32 `[messages]`, guesses; of a message without any nothing is learned.
+        firsts: float64 `[messages]`, best survival of a guess below the root; below 0: they know other tokens.
+        now_s: When they came.
+        round_trips_s: Filled with the seconds since the commits that they answer, of the first that do.
+
+    Returns:
+        How many these are.
+    """
+    count = 0
+    for index in range(len(rows)):
+        if sizes[index] == 0:
+            continue
+        row, base = rows[index], bases[index]
+        link = a.links[row]
+        drafter = a.drafters[link.drafter]
+        link.answered_len = max(link.answered_len, base)
+        # What it guessed from the first of what it had missed came late.
+        link.answered |= base > link.called_len
+        sent_len, sent_s = 0, 0.0
+        while link.num_unanswered and a.sent_lens[row, link.oldest] <= base:
+            sent_len, sent_s = a.sent_lens[row, link.oldest], a.sent_s[row, link.oldest]
+            link.oldest = (link.oldest + 1) % TRACKED
+            link.num_unanswered -= 1
+        received_s = link.received_s
+        if not link.num_unanswered:
+            link.received_s = now_s
+        if sent_len == base:
+            delay_s = max(0.0, now_s - sent_s)
+            drafter.response_s += SMOOTHING * (delay_s - drafter.response_s)
+            if firsts[index] >= 0.0:
+                drafter.child_share += SMOOTHING * (firsts[index] - drafter.child_share)
+            round_trips_s[count] = delay_s
+            count += 1
+        elif not math.isnan(received_s):
+            drafter.interval_s += SMOOTHING * (max(0.0, now_s - received_s) - drafter.interval_s)
+    return count
+
+
+@kernel
+def left_s(elapsed_s: float, usual_s: float) -> float:
+    """Expected seconds until something that usually takes some; NaN: it is overdue."""
+    return math.nan if elapsed_s > OVERDUE * usual_s else max(usual_s - elapsed_s, LEAST_LEFT * usual_s)
+
+
+@kernel
+def waits(a: LinkArrays, rows: Ints, now_s: float, seconds: Floats) -> None:
+    """Expected seconds until the next nodes: the answer to the oldest commit without one, or some beyond the last.
+
+    NaN: they are overdue, none are to come, or the drafter is silent, or away.
+    """
+    for index in range(len(rows)):
+        row = rows[index]
+        link = a.links[row]
+        seconds[index] = math.nan
+        if link.drafter == NONE or a.drafters[link.drafter].silent:
+            continue
+        drafter = a.drafters[link.drafter]
+        if not math.isnan(link.received_s):
+            seconds[index] = left_s(now_s - link.received_s, drafter.interval_s)
+            continue
+        # A drafter whose tree was full does not answer a commit.
+        while link.num_unanswered > 1 and now_s - a.sent_s[row, link.oldest] > OVERDUE * drafter.response_s:
+            link.oldest = (link.oldest + 1) % TRACKED
+            link.num_unanswered -= 1
+        if link.num_unanswered:
+            seconds[index] = left_s(now_s - a.sent_s[row, link.oldest], drafter.response_s)
+
+
+@kernel
+def mark_silent(a: LinkArrays, rows: Ints, now_s: float) -> int:
+    """Marks drafters as silent when an answer is overdue; returns how many were not before."""
+    count = 0
+    for index in range(len(rows)):
+        row = rows[index]
+        link = a.links[row]
+        if link.drafter == NONE or not link.num_unanswered or a.drafters[link.drafter].silent:
+            continue
+        last = (link.oldest + link.num_unanswered - 1) % TRACKED
+        drafter = a.drafters[link.drafter]
+        if now_s - a.sent_s[row, last] > OVERDUE * drafter.response_s:
+            drafter.silent = True
+            count += 1
+    return count
+
+
+@kernel
+def look_ahead(a: LinkArrays, rows: Ints, caps: Ints, price: float, step_s: float) -> None:
+    """What is drafted now is verified by a later step, as many on as an answer takes; see `Links.look_ahead`."""
+    for index in range(len(rows)):
+        link = a.links[rows[index]]
+        steps = 1.0
+        if link.drafter != NONE:
+            steps = min(1.0 + a.drafters[link.drafter].response_s / step_s, MOST_STEPS_AHEAD)
+        # Survival multiplies with every step, and 1 stays 1.
+        link.price = price**steps if caps[index] else 1.0
+        link.room = round(ROOM_PER_NODE * caps[index] * steps)
+
+
+@kernel
+def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, since: Ints) -> None:
+    """What drafters do not know yet counts as sent.
+
+    Args:
+        a: The links.
+        trees: Of the forest.
+        rows: int32 `[sessions]`.
+        now_s: The time.
+        since: Filled with the committed tokens that each drafter knew; 0: not even the session; NOTHING: nothing is to
+            be sent.
+    """
+    for index in range(len(rows)):
+        row = rows[index]
+        link, committed_len = a.links[row], trees[row].committed_len
+        since[index] = NOTHING
+        if link.drafter == NONE:
+            continue
+        idles = link.price >= 1.0
+        if idles or not link.sent_len:
+            link.answered, link.called_len = False, committed_len
+            stop(link)
+        if idles and (link.sent_price >= 1.0 or not link.sent_len):
+            continue
+        if not idles:
+            if link.num_unanswered == TRACKED:
+                link.oldest = (link.oldest + 1) % TRACKED
+                link.num_unanswered -= 1
+            last = (link.oldest + link.num_unanswered) % TRACKED
+            a.sent_lens[row, last], a.sent_s[row, last] = committed_len, now_s
+            link.num_unanswered += 1
+            link.received_s = math.nan
+        since[index] = link.sent_len
+        link.sent_len, link.sent_price = committed_len, link.price
+
+
+@kernel
+def at_work(a: LinkArrays, rows: Ints, works: Bools) -> None:
+    """Which of the sessions have a drafter that works for them."""
+    for index in range(len(rows)):
+        link = a.links[rows[index]]
+        works[index] = link.drafter != NONE and link.price < 1.0
+
+
+@kernel
+def first_doubtful(trees: Any, rows: Ints, bases: Ints, has_distributions: bool) -> int:
+    """The first message that cannot be of a drafter that follows its session, or NONE.
+
+    Args:
+        trees: Of the forest.
+        rows: int32 `[messages]`.
+        bases: int32 `[messages]`, committed tokens that the drafter says it knew.
+        has_distributions: Whether each guess has one, as a chain needs.
+    """
+    for index in range(len(rows)):
+        tree = trees[rows[index]]
+        if bases[index] < 1 or bases[index] > tree.committed_len or (tree.chain and not has_distributions):
+            return index
+    return NONE
+
+
+@kernel
+def answered(a: LinkArrays, trees: Any, rows: Ints, have: Bools) -> None:
+    """Whether the drafter of each session has answered since it was called, or should have."""
+    for index in range(len(rows)):
+        link = a.links[rows[index]]
+        waited = trees[rows[index]].committed_len - link.called_len
+        have[index] = link.drafter != NONE and (link.answered or waited > MOST_UNANSWERED)
+
+
+@kernel
+def lag(a: LinkArrays, trees: Any, rows: Ints) -> int:
+    """Most committed tokens of a session since it was called that its drafter has not answered; none while it idles."""
+    most = 0
+    for index in range(len(rows)):
+        link = a.links[rows[index]]
+        if link.drafter != NONE and link.price < 1.0:
+            known = max(link.answered_len, link.called_len)
+            most = max(most, trees[rows[index]].committed_len - known)
+    return most

@@ -1,0 +1,171 @@
+"""What a verifier knows of its sessions' drafters, in columns: a session has the row of its tree.
+
+Time comes in as an argument; nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from paceline.forest import linking
+from paceline.forest.linking import CHILD_SHARE, NOTHING
+from paceline.forest.records import DRAFTER, LINK, NONE, TRACKED, Bools, Floats, Ints, LinkArrays, grown, records
+
+# Expected seconds between two messages with nodes of one session, before there were some.
+INTERVAL_S = 0.002
+FIRST_DRAFTERS = 4
+
+
+class Links:
+    """The links of all sessions of a forest, and every change of them.
+
+    Args:
+        trees: Returns the forest's, TREE `[rows]`.
+
+    Attributes:
+        arrays: What kernels take.
+    """
+
+    def __init__(self, trees: Callable[[], Any]) -> None:
+        self._trees = trees
+        self.arrays = LinkArrays(
+            records(0, LINK),
+            np.zeros((0, TRACKED), np.int32),
+            np.zeros((0, TRACKED)),
+            records(0, DRAFTER),
+        )
+        self._free: list[int] = []
+
+    def add_rows(self, more: int) -> None:
+        """Makes place for more sessions."""
+        links, sent_lens, sent_s = (grown(each, more) for each in self.arrays[:-1])
+        self.arrays = LinkArrays(links, sent_lens, sent_s, self.arrays.drafters)
+
+    # Drafters
+
+    def new_drafter(self, response_s: float) -> int:
+        """Number of a drafter that usually answers in so many seconds."""
+        if not self._free:
+            first = len(self.arrays.drafters)
+            more = max(FIRST_DRAFTERS, first)
+            self.arrays = self.arrays._replace(drafters=grown(self.arrays.drafters, more))
+            self._free += range(first + more - 1, first - 1, -1)
+        number = self._free.pop()
+        self.arrays.drafters[number] = (response_s, INTERVAL_S, CHILD_SHARE, False)
+        return number
+
+    def drop_drafter(self, number: int) -> None:
+        """A drafter is gone, and no session is linked to it any more."""
+        self._free.append(number)
+
+    # One session
+
+    def begin(self, row: int, price: float) -> None:
+        """A session begins without a drafter, at a price."""
+        link, committed_len = self.arrays.links[row], self._trees()["committed_len"][row]
+        link["drafter"], link["sent_len"], link["room"], link["answered"] = NONE, 0, 0, False
+        link["answered_len"] = link["called_len"] = committed_len
+        link["price"], link["sent_price"] = price, 1.0
+        link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
+
+    def connect(self, row: int, drafter: int) -> None:
+        """The stream to its drafter is up, anew, or lost: `NONE`; it knows nothing of the session."""
+        link = self.arrays.links[row]
+        link["drafter"] = drafter
+        if drafter != NONE:
+            link["sent_len"] = 0
+
+    def mark_sent(self, row: int, committed_len: int) -> None:
+        """Its drafter knows so many committed tokens, and the present price."""
+        link = self.arrays.links[row]
+        link["sent_len"], link["sent_price"] = committed_len, link["price"]
+
+    def terms(self, row: int) -> tuple[float, int]:
+        """Its present price and room."""
+        link = self.arrays.links[row]
+        return float(link["price"]), int(link["room"])
+
+    def sent_len(self, row: int) -> int:
+        """Committed tokens that its drafter knows; 0: it does not know the session."""
+        return int(self.arrays.links["sent_len"][row])
+
+    # Many sessions
+
+    def drafted(self, rows: Ints) -> Bools:
+        """Which of the sessions `[sessions]` have a drafter whose stream is up."""
+        return np.asarray(self.arrays.links["drafter"][rows] != NONE)
+
+    def at_work(self, rows: Ints) -> Bools:
+        """Which of the sessions `[sessions]` have a drafter that works for them."""
+        works = np.empty(len(rows), np.bool_)
+        linking.at_work(self.arrays, rows, works)
+        return works
+
+    def answered(self, rows: Ints) -> Bools:
+        """Whether the drafters of sessions `[sessions]` have answered since they were called, or should have."""
+        have = np.empty(len(rows), np.bool_)
+        linking.answered(self.arrays, self._trees(), rows, have)
+        return have
+
+    def child_shares(self, rows: Ints) -> Floats:
+        """Survival of the best child over its parent's, as the drafters of sessions guess, `[sessions]`."""
+        drafters = self.arrays.links["drafter"][rows]
+        if not len(self.arrays.drafters):
+            return np.full(len(rows), CHILD_SHARE)
+        return np.where(drafters == NONE, CHILD_SHARE, self.arrays.drafters["child_share"][drafters])
+
+    def prices(self, rows: Ints) -> Floats:
+        """Least survival worth drafting for, `[sessions]`; 1: the drafter idles."""
+        return np.asarray(self.arrays.links["price"][rows])
+
+    def idle(self, rows: Ints) -> None:
+        """Nothing is drafted for sessions until `look_ahead`."""
+        self.arrays.links["price"][rows] = 1.0
+
+    def look_ahead(self, rows: Ints, caps: Ints, *, price: float, step_s: float) -> None:
+        """Sets prices and rooms for what is drafted now: a later step verifies it, as many on as an answer takes.
+
+        Args:
+            rows: int32 `[sessions]`.
+            caps: int32 `[sessions]`, most nodes of each in a step.
+            price: Least survival worth verifying in the next step.
+            step_s: Seconds of a step.
+        """
+        linking.look_ahead(self.arrays, rows, caps, price, step_s)
+
+    def due(self, rows: Ints, now_s: float) -> list[int]:
+        """Committed tokens that drafters knew of sessions whose news go out now; see `linking.due`."""
+        since = np.empty(len(rows), np.int32)
+        linking.due(self.arrays, self._trees(), rows, now_s, since)
+        return list(map(int, since.tolist()))
+
+    def first_doubtful(self, rows: Ints, bases: Ints, *, has_distributions: bool) -> int:
+        """The first message that cannot be of a drafter that follows its session, or NONE."""
+        return int(linking.first_doubtful(self._trees(), rows, bases, has_distributions))
+
+    def took_in(self, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float) -> list[float]:
+        """Guesses have come; returns seconds since the commits that they answer, where they are the first that do."""
+        round_trips_s = np.empty(len(rows))
+        count = linking.took_in(self.arrays, rows, bases, sizes, firsts, now_s, round_trips_s)
+        return list(map(float, round_trips_s[:count].tolist()))
+
+    def waits(self, rows: Ints, now_s: float) -> Floats:
+        """Expected seconds until the next nodes of sessions, `[sessions]`; NaN: none are expected."""
+        seconds = np.empty(len(rows))
+        linking.waits(self.arrays, rows, now_s, seconds)
+        return seconds
+
+    def mark_silent(self, rows: Ints, now_s: float) -> int:
+        """Marks drafters whose answers are overdue as silent; returns how many were not before."""
+        return int(linking.mark_silent(self.arrays, rows, now_s))
+
+    def lag_tokens(self, rows: Ints) -> int:
+        """Most committed tokens of a session that its drafter has not answered; none while drafters idle."""
+        return int(linking.lag(self.arrays, self._trees(), rows))
+
+
+__all__ = ["NOTHING", "Links"]
