@@ -161,9 +161,9 @@ class ToyFleet:
         self.reopen()
 
     def _tell(self) -> None:
-        (since_len,) = self._links.due(self._rows, 0.0)
-        assert since_len != NOTHING
-        self.link.to_drafter.append(self.told.news(since_len))
+        (news,) = zip(*self._links.due(self._rows, 0.0), strict=True)
+        assert news[0] != NOTHING
+        self.link.to_drafter.append(self.told.news(*news))
 
     @property
     def _rows(self) -> Ints:

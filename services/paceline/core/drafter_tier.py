@@ -162,10 +162,10 @@ class DrafterTier:
 
     def update(self, sessions: Sequence[LinkedSession], now_s: float) -> None:
         """Queues what the drafters of sessions do not know yet."""
-        known = self._links.due(rows_of(each.tree.row for each in sessions), now_s)
-        for session, since_len in zip(sessions, known, strict=True):
+        rows = rows_of(each.tree.row for each in sessions)
+        for session, since_len, price, room in zip(sessions, *self._links.due(rows, now_s), strict=True):
             if since_len != NOTHING:
-                self.queue(session.link.address, session.link.news(since_len))
+                self.queue(session.link.address, session.link.news(since_len, price, room))
 
     def queue(self, address: str, message: ToDrafter | None) -> None:
         """Queues a message for a drafter, if there is one to send."""

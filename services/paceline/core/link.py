@@ -107,9 +107,8 @@ class SessionLink:
 
     # To the drafter
 
-    def news(self, since_len: int) -> OpenSession | Commit:
+    def news(self, since_len: int, price: float, room: int) -> OpenSession | Commit:
         """What opens the session at its drafter, 0, or what was committed since it knew so many tokens."""
-        price, room = self._links.terms(self._row)
         if since_len:
             return self._session.commit_message(since_len, price=price, room=room)
         self._num_states_sent = 0
@@ -129,7 +128,7 @@ class SessionLink:
             return None
         known = 1 <= lagging.have_len <= self._session.committed_len
         self._links.mark_sent(self._row, self._session.committed_len)
-        return self.news(lagging.have_len if known else 0)
+        return self.news(lagging.have_len if known else 0, *self._links.terms(self._row))
 
     def next_states(self, num_computed: int, limit: int) -> range:
         """Positions whose hidden states are computed, of use to the drafter, and not sent yet; at most `limit`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline.core.scheduled_session import ScheduledSession
@@ -50,7 +50,7 @@ class Part(Generic[SessionT]):
         return range(max(self.start, session.num_judged), min(self.stop, session.prompt_len - 1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan(Generic[SessionT]):
     """One step.
 
@@ -59,27 +59,26 @@ class StepPlan(Generic[SessionT]):
         drafters_work: Whether drafters are at work meanwhile.
         decoding: Sessions that verify guesses, or decode plainly.
         reading: Sessions whose prompts are computed.
+        num_rows: Rows to compute; 0: there is nothing to do.
+        num_prefill_rows: Those of prompts.
     """
 
     started_s: float
     drafters_work: bool
     decoding: list[Part[SessionT]]
     reading: list[Part[SessionT]]
+    num_rows: int = field(init=False)
+    num_prefill_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Counts rows."""
+        self.num_prefill_rows = sum(part.num_rows for part in self.reading)
+        self.num_rows = sum(part.num_rows for part in self.decoding) + self.num_prefill_rows
 
     @property
     def parts(self) -> list[Part[SessionT]]:
         """All sessions of the step."""
         return self.decoding + self.reading
-
-    @property
-    def num_rows(self) -> int:
-        """Rows to compute; 0: there is nothing to do."""
-        return sum(part.num_rows for part in self.decoding) + self.num_prefill_rows
-
-    @property
-    def num_prefill_rows(self) -> int:
-        """Those of prompts."""
-        return sum(part.num_rows for part in self.reading)
 
     @property
     def is_mostly_prefill(self) -> bool:

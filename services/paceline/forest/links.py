@@ -137,11 +137,16 @@ class Links:
         """
         linking.look_ahead(self.arrays, rows, caps, price, step_s)
 
-    def due(self, rows: Ints, now_s: float) -> list[int]:
-        """Committed tokens that drafters knew of sessions whose news go out now; see `linking.due`."""
+    def due(self, rows: Ints, now_s: float) -> tuple[list[int], list[float], list[int]]:
+        """What drafters do not know yet counts as sent.
+
+        Returns:
+            Committed tokens that the drafter of each session knew (see `linking.due`), and prices and rooms to send.
+        """
         since = np.empty(len(rows), np.int32)
         linking.due(self.arrays, self._trees(), rows, now_s, since)
-        return list(map(int, since.tolist()))
+        links = self.arrays.links
+        return since.tolist(), links["price"][rows].tolist(), links["room"][rows].tolist()
 
     def first_doubtful(self, rows: Ints, bases: Ints, *, has_distributions: bool) -> int:
         """The first message that cannot be of a drafter that follows its session, or NONE."""

@@ -33,7 +33,7 @@ class Link:
     def due(self, length: int, now_s: float) -> int:
         """So many tokens are committed; how many the drafter knew, where it is told."""
         self.forest.arrays.trees["committed_len"][self.row] = length
-        (since,) = self.links.due(self.rows, now_s)
+        (since,), _, _ = self.links.due(self.rows, now_s)
         return since
 
     def heard(self, base_len: int, now_s: float, first: float = 0.5) -> float | None:
