@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,6 +321,6 @@ def test_random_streams_leave_the_same_trees(stream) -> None:
 @pytest.mark.parametrize("way", ["NUMBA_DISABLE_JIT", "NUMBA_BOUNDSCHECK"])
 def test_streams_are_the_same_uncompiled_and_with_bounds_checked(way: str, tmp_path) -> None:
     environ = os.environ | {way: "1", "FOREST_STREAMS": "8", "NUMBA_CACHE_DIR": str(tmp_path)}
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "random", __file__], env=environ, check=True, timeout=300
-    )
+    links = Path(__file__).parents[1] / "core" / "test_link.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "random or test_link", __file__, str(links)]
+    subprocess.run(command, env=environ, check=True, timeout=300)
