@@ -104,6 +104,25 @@ async def test_a_known_key_is_served_at_both_doors_and_its_name_goes_along(
     assert names == ["alice", "bob"]
 
 
+async def test_what_one_key_has_kept_is_unknown_to_all_others(fleet: ScriptedFleet) -> None:
+    async def respond(key: str, given: object, **fields: object) -> httpx.Response:
+        body = {"model": MODEL, "input": given, "max_output_tokens": 2, **fields}
+        return await fleet.http.post("/v1/responses", json=body, headers=bearer(key))
+
+    kept = (await respond(ALICE, "hello")).json()
+    go = {"role": "user", "content": "go"}
+    referring = [{"type": "item_reference", "id": kept["output"][0]["id"]}, go]
+    ignored = [(await respond(key, referring)).headers.get("x-paceline-ignored-fields") for key in (ALICE, BOB)]
+    assert ignored == [None, "input[0].item_reference"]
+    goes_on = [(await respond(key, [go], previous_response_id=kept["id"])).status_code for key in (ALICE, BOB)]
+    assert goes_on == [200, 404]
+    path = f"/v1/responses/{kept['id']}"
+    read = [(await fleet.http.get(path, headers=bearer(key))).status_code for key in (ALICE, BOB)]
+    assert read == [200, 404]
+    deleted = [(await fleet.http.delete(path, headers=bearer(key))).status_code for key in (BOB, ALICE)]
+    assert deleted == [404, 200]
+
+
 async def test_without_a_known_key_every_path_is_closed(fleet: ScriptedFleet) -> None:
     wrong: list[Headers] = [
         {},
