@@ -24,7 +24,6 @@ STATE_BYTES = 4 * 1024 * 1024
 class LinkedSession(Protocol):
     """A session that a drafter may draft for."""
 
-    session_id: str
     link: SessionLink
     tree: DraftTree
 
@@ -62,6 +61,7 @@ class DrafterTier:
 
     def connect(self, session: LinkedSession) -> None:
         """A session begins, and its drafter may be up already."""
+        assert session.tree.forest is self.forest, "links stand in the rows of one forest"
         session.link.number = next(self._numbers)
         self._sessions[session.link.number] = session
         drafter = self._drafters.get(session.link.address)

@@ -21,7 +21,7 @@ class Part(Generic[SessionT]):
         stop: One more than the last.
         root: Stands for its last committed token.
         nodes: Guesses beyond the committed tokens that are verified, parents before children.
-        decodes: Whether only its last committed token is computed beside them, and a first token is out.
+        decodes: Whether only its last committed token is computed besides its nodes, and a first token is out.
     """
 
     session: SessionT

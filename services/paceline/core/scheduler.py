@@ -110,12 +110,13 @@ class Scheduler(Generic[SessionT]):
         """A session has ended, or its client has left."""
         del self._sessions[session.session_id]
         self.report.unverified_by.update(self.forest.gone(session.tree.row))
+        # Its row is another session's once it is closed.
+        self.tier.part(session)
         session.close()
         if session in self._running:
             self._running.remove(session)
         else:
             self._waiting.remove(session)
-        self.tier.part(session)
 
     def receive(self, event: DraftsArrived) -> None:
         """Takes in a drafter's messages."""

@@ -27,7 +27,6 @@ class SpeculatingSession(Protocol):
 
     tree: DraftTree
     has_sources: bool
-    committed_len: int
 
     @property
     def cap(self) -> int:

@@ -1,6 +1,9 @@
 """Connects the event loop and the thread that owns torch; nothing else crosses between them.
 
 Events go in through a bounded inbox; outputs come back once per step, and before one that has something to send first.
+Both threads share one interpreter, so what a step has done is handed on once the next one is planned: the event loop
+then works while the device does. It is handed on at once where no step follows.
+
 A step that raises ends the engine loudly: every waiter gets the error. One that does not return shows in `at_work`
 (`paceline.model_service` watches it). The bridge knows nothing of models, sessions or messages.
 """
@@ -71,6 +74,8 @@ class EngineThread(Generic[_Event, _Output]):
         self._make_stepper = make_stepper
         self._deliver = deliver
         self._inbox: deque[_Event] = deque()
+        # What steps have done that is not handed on yet.
+        self._outputs: list[_Output] = []
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -146,7 +151,10 @@ class EngineThread(Generic[_Event, _Output]):
             return
         self._settle(self._ready, None)
         try:
-            self._drive(stepper)
+            try:
+                self._drive(stepper)
+            finally:
+                self._post_outputs()
         except BaseException as error:
             logger.exception("engine %s died", self._thread.name)
             self._settle(self._ended, error)
@@ -156,6 +164,8 @@ class EngineThread(Generic[_Event, _Output]):
     def _drive(self, stepper: Stepper[_Event, _Output]) -> None:
         patience_s: float | None = 0.0
         while True:
+            if patience_s is None or patience_s > 0.0:
+                self._post_outputs()
             for event in self._take(patience_s):
                 self._call(stepper.handle, event)
             if self._closing:
@@ -164,8 +174,9 @@ class EngineThread(Generic[_Event, _Output]):
             if patience_s is not None and patience_s <= 0.0:
                 early = self._call(stepper.begin)
                 if early is not None:
-                    self._post_output(early)
-                self._post_output(self._call(stepper.step))
+                    self._outputs.append(early)
+                self._post_outputs()
+                self._outputs.append(self._call(stepper.step))
 
     def _call(self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Makes a call of the stepper that is seen from outside until it comes back."""
@@ -185,9 +196,11 @@ class EngineThread(Generic[_Event, _Output]):
             self._inbox.clear()
             return events
 
-    def _post_output(self, output: _Output) -> None:
+    def _post_outputs(self) -> None:
         assert self._loop is not None, "the thread starts after the loop is known"
-        self._loop.call_soon_threadsafe(self._deliver, output)
+        for output in self._outputs:
+            self._loop.call_soon_threadsafe(self._deliver, output)
+        self._outputs.clear()
 
     def _settle(self, future: asyncio.Future[None] | None, error: BaseException | None) -> None:
         assert self._loop is not None, "the thread starts after the loop is known"

@@ -43,6 +43,7 @@ class Links:
     def add_rows(self, more: int) -> None:
         """Makes place for more sessions."""
         links, sent_lens, sent_s = (grown(each, more) for each in self.arrays[:-1])
+        links["drafter"][-more:] = NONE
         self.arrays = LinkArrays(links, sent_lens, sent_s, self.arrays.drafters)
 
     # Drafters
@@ -73,14 +74,14 @@ class Links:
         link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
 
     def connect(self, row: int, drafter: int) -> None:
-        """The stream to its drafter is up, anew, or lost: `NONE`; it knows nothing of the session."""
+        """The stream to its drafter is up, anew, so that it knows nothing of the session; NONE: the stream is lost."""
         link = self.arrays.links[row]
         link["drafter"] = drafter
         if drafter != NONE:
             link["sent_len"] = 0
 
     def mark_sent(self, row: int, committed_len: int) -> None:
-        """Its drafter knows so many committed tokens, and the present price."""
+        """Its drafter knows so many committed tokens, and the present price; 0: it no longer knows the session."""
         link = self.arrays.links[row]
         link["sent_len"], link["sent_price"] = committed_len, link["price"]
 
@@ -156,7 +157,7 @@ class Links:
         """Guesses have come; returns seconds since the commits that they answer, where they are the first that do."""
         round_trips_s = np.empty(len(rows))
         count = linking.took_in(self.arrays, rows, bases, sizes, firsts, now_s, round_trips_s)
-        return list(map(float, round_trips_s[:count].tolist()))
+        return [*round_trips_s[:count].tolist()]
 
     def waits(self, rows: Ints, now_s: float) -> Floats:
         """Expected seconds until the next nodes of sessions, `[sessions]`; NaN: none are expected."""

@@ -26,7 +26,7 @@ RING = 1024
 RECENT = 128
 # Most nodes of a session, far more than one can use; what comes beyond is not taken in.
 SLOTS = 1024
-# Commits to a session's drafter that are kept track of; with more on their way at once there is nothing to wait for.
+# Commits to a session's drafter that are kept track of; with more on their way at once the oldest are forgotten.
 TRACKED = 64
 # The least likely guess still has a survival above 0, so that logarithms stay finite.
 LEAST_CONFIDENCE = 1 / 512
@@ -72,16 +72,17 @@ LINK = np.dtype(
     [
         # Number of its drafter; NONE: the stream to it is not up.
         ("drafter", "i4"),
-        # Committed tokens that its drafter knows, 0: it does not know the session; that it has answered; and that were
-        # committed when it was called to work, and whether it has answered since.
+        # Committed tokens that its drafter knows; 0: it does not know the session.
         ("sent_len", "i4"),
+        # Committed tokens that it knew when it last sent guesses.
         ("answered_len", "i4"),
+        # Committed tokens when it was called to work, and whether it has answered since.
         ("called_len", "i4"),
         ("answered", "i1"),
         # The commits that it has not answered yet, in a ring.
         ("oldest", "i2"),
         ("num_unanswered", "i2"),
-        # Nodes that it may have in the tree; least survival worth drafting for (1: it idles), as told last, too.
+        # Nodes that it may have in the tree; least survival worth drafting for, 1: it idles; and the price last sent.
         ("room", "i4"),
         ("price", "f8"),
         ("sent_price", "f8"),

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,7 +164,9 @@ def _be_nice(niceness: int) -> None:
     """Lowers the priority of the calling thread, which Linux has for each; elsewhere it may be the whole process's."""
     if niceness and sys.platform == "linux":
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + niceness)
+        # A sandbox may refuse.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + niceness)
 
 
 def _hand_over(working: Future[Any], done: asyncio.Future[Any]) -> None:

@@ -84,7 +84,7 @@ def read_metrics(path: Path) -> str:
 
 
 def uses_tier(vllm_config: Any) -> bool:
-    """Whether a vLLM was started with our proposer, or a class derived from it: with our settings, in any case."""
+    """Whether a vLLM was started with our proposer or a subclass; both need our section of settings."""
     speculation, settings = vllm_config.speculative_config, vllm_config.additional_config
     return (
         speculation is not None

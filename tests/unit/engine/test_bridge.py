@@ -132,3 +132,43 @@ async def test_what_the_engine_is_inside_of_shows_until_it_comes_back():
     assert await asyncio.wait_for(outputs.get(), 10) == 5
     await engine.close()
     assert engine.at_work is None
+
+
+class Steady(Adder):
+    """Always has work; its second step takes until it is told to end, or raises."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.inside, self.leave, self.fails, self.num_steps = threading.Event(), threading.Event(), fails, 0
+
+    def has_work(self) -> bool:
+        return self.total > 0 and self.num_steps < 2
+
+    def step(self) -> int:
+        self.num_steps += 1
+        if self.num_steps == 2:
+            self.inside.set()
+            if self.fails:
+                raise ArithmeticError("the second step")
+            self.leave.wait(10)
+        return self.num_steps
+
+
+async def test_what_a_step_has_done_is_handed_on_while_the_next_one_runs():
+    stepper = Steady()
+    engine, outputs = await started(stepper)
+    engine.post(5)
+    await asyncio.to_thread(stepper.inside.wait, 10)
+    assert await asyncio.wait_for(outputs.get(), 10) == 1
+    assert outputs.empty()
+    stepper.leave.set()
+    assert await asyncio.wait_for(outputs.get(), 10) == 2, "no step follows: it is handed on at once"
+    await engine.close()
+
+
+async def test_what_was_done_before_a_failing_step_is_handed_on():
+    engine, outputs = await started(Steady(fails=True))
+    engine.post(5)
+    assert await asyncio.wait_for(outputs.get(), 10) == 1
+    with pytest.raises(ArithmeticError, match="the second step"):
+        await asyncio.wait_for(engine.ended(), 10)

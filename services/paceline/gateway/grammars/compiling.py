@@ -29,10 +29,9 @@ from paceline.gateway.message.schemas import REFERENCES
 
 MAX_CHOICES = 1024
 # Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
-MOST_S, PATIENCE_S, START_S = 0.8, 5.0, 20.0
+MOST_S, PATIENCE_S, START_S = 0.8, 10.0, 20.0
 # Processor time that a key may use for new grammars: a burst, such as all schemas of a client that has just started,
-# then a tenth of a core. A verifier compiles each of them again, and holds its interpreter meanwhile. Without keys
-# there is no bound.
+# then a tenth of a core. A verifier compiles each of them again. Without keys there is no bound.
 BURST_S, SECONDS_PER_S = 10.0, 0.1
 # Answers that are cached: the same schema comes with every request of a client.
 MOST_KEPT = 64
