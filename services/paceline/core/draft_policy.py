@@ -106,8 +106,8 @@ class Goodput:
 
         Args:
             picked: The best nodes of each session that decodes, within its cap and `max_nodes`.
-            answered: bool `[n]`, of the sessions that have a drafter: whether it has answered since it was called, so that
-                the tree is what it brings. None: there are none.
+            answered: bool `[n]`, of the sessions that have a drafter: whether it has answered since it was called, so
+                that the tree is what it brings. None: there are none.
             other_rows: Rows of the step that are taken (prefill).
 
         Returns:
