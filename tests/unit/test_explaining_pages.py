@@ -9,12 +9,11 @@ from pathlib import Path
 from paceline.core import (
     draft_policy,
     goodput,
-    link,
     scheduled_session,
 )
 from paceline.core import drafting_mode as modes
 from paceline.core import step_time as times
-from paceline.forest import drafting
+from paceline.forest import drafting, linking
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.fleet import ejection, prefixes, routing
 from paceline.gateway.sessions import failover, trail
@@ -78,14 +77,14 @@ def test_the_page_of_the_controller_has_the_figures_of_the_code():
         f"(default {DEFAULT_DRAFT_TOKENS})",
         f"Steps hold at most {times.MOST_ROWS} rows",
         f"each of {len(times.KNOTS)} points from 1 to {times.MOST_ROWS} rows",
-        f"min(1 + answer time / step time, {link.MOST_STEPS_AHEAD:g})",
-        f"room = {link.ROOM_PER_NODE} * most nodes",
+        f"min(1 + answer time / step time, {linking.MOST_STEPS_AHEAD:g})",
+        f"room = {linking.ROOM_PER_NODE} * most nodes",
         f"counts half after {modes.HALF_LIFE} further steps",
         f"{modes.USUAL_STEPS} steps * max(0, 1 - other rate",
         f"once {modes.LEAST_STEPS} steps have counted",
         f"After {modes.MOST_STEPS} counted steps",
         f"after {modes.MOST_UNCOUNTED} steps that do not count",
-        f"have left {link.MOST_UNANSWERED} tokens unanswered",
+        f"have left {linking.MOST_UNANSWERED} tokens unanswered",
         f"within a factor of {2**modes.SAME_LOAD:.1f}",
         f"saved grows by {100 * goodput.EXPLORATION:g} % of the time",
         f"at most {draft_policy.MOST_PRICE:g}",
