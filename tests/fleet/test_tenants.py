@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 def test_a_modest_tenant_comes_to_no_harm_beside_a_greedy_one() -> None:
     """How much slower it gets is for the bench: here other tests share the cores."""
     kinds = [*KINDS, tenants.HANGING_STORE]
-    options = argparse.Namespace(kinds=kinds, seconds=4.0, rounds=1, streams=4, max_tokens=24)
+    options = argparse.Namespace(kinds=kinds, seconds=6.0, rounds=1, streams=4, max_tokens=24)
     outcome = asyncio.run(tenants.take_all_turns(options))
     assert outcome.verdict.clean, outcome.verdict
     assert not outcome.failed
