@@ -104,7 +104,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
         raise SystemExit(f"--messages must be at least 100, so that every kind comes, got {arguments.messages}")
     async with bench_fleet(**DEMO_PAIR, dtype="float32", gateway_arg=(*KEPT_BRIEFLY, *TAKES_TEMPLATES)) as fleet:
         tally, figures = await _measure_fleet(fleet, arguments)
-    show({"door": door, "kind": kind, "answers": dict(counts)} for (door, kind), counts in tally.counts.items())
+    show({"door": door, "kind": kind, "answers": _counted(counts)} for (door, kind), counts in tally.counts.items())
     show({"process": name, **row} for name, row in figures["memory_mib"].items())
     rest = {name: value for name, value in figures.items() if name != "memory_mib"}
     print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in rest.items()))
@@ -118,6 +118,10 @@ async def measure(arguments: argparse.Namespace) -> bool:
         and all(row["ok"] for row in figures["memory_mib"].values())
     )
     return report("fuzz", seed=arguments.seed, **figures, ok=well)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return " ".join(f"{answer}:{count}" for answer, count in counts.items())
 
 
 def _part_cores(fleet: LocalFleet) -> None:

@@ -34,6 +34,9 @@ MOST_UNCOUNTED = 64
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
+# Sessions up to which the first trial is on loan. With more a step that drafts may take as long as nine plain ones on a
+# CPU, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
+MOST_ON_LOAN = 4
 # Share by which drafting is taken to be slower while nothing is known of it.
 UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
@@ -279,7 +282,7 @@ class DraftingMode:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - ratio))
         if 2**at <= BEGIN_DRAFTING:
             return Load(Mode.DRAFTING)
-        return Load(Mode.PLAIN, on_loan=True)
+        return Load(Mode.PLAIN, on_loan=2**at <= MOST_ON_LOAN)
 
     def learned(self) -> list[float]:
         """Of each load its logarithm and both rates, 0 for one that is not known; see `resume`."""
@@ -301,5 +304,5 @@ class DraftingMode:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
-            loads[int(at)] = Load(mode, on_loan=not values[1], rates=rates)
+            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= MOST_ON_LOAN, rates=rates)
         self.loads = loads

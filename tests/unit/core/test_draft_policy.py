@@ -230,16 +230,16 @@ def test_the_price_of_a_verifier_that_decodes_plainly_makes_drafters_idle():
 
 
 def measured(policy: Goodput, cost: StepCost, answered: bool = True, num_steps: int = 100) -> list[bool]:
-    """Whether each of so many steps of eight sessions drafted; three of four guesses match where they are verified."""
+    """Whether each of so many steps of four sessions drafted; three of four guesses match where they are verified."""
     drafted = []
     for _ in range(num_steps):
-        drafted.append(policy.enter(8))
+        drafted.append(policy.enter(4))
         guesses = 0
         if drafted[-1]:
-            trees = [tree_of(CHAIN if answered else []) for _ in range(8)]
+            trees = [tree_of(CHAIN if answered else []) for _ in range(4)]
             demands = [Treed(tree=tree, cap=8, answered=answered) for tree in trees]
             guesses = sum(map(len, allocate(policy, demands)))
-        policy.observe(roots=8, guesses=guesses, tokens=8 + guesses * 3 // 4, seconds=cost.at(8 + guesses))
+        policy.observe(roots=4, guesses=guesses, tokens=4 + guesses * 3 // 4, seconds=cost.at(4 + guesses))
     return drafted
 
 
