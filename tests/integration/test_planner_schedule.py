@@ -40,6 +40,8 @@ FACTS = DeviceFacts(
 )
 PROFILE = replace(profile(), target=FACTS)
 DRAFT_S = 0.00237
+# At 1 to 16 sessions, as a policy has learned it: plain steps at a rate of 1, and steps that draft at one of 2.
+DRAFTING_WON = [each for at in range(5) for each in (float(at), 1.0, 2.0)]
 # The drafter hangs for a while, and says what it has to say after that.
 HANGS_FROM_S, HANGS_TO_S = 0.6, 0.7531
 # A burst at the beginning, then one now and then; most of these have prompts of several steps.
@@ -206,6 +208,7 @@ class Listener:
 def engine_at_work(tiny_pair: tuple[Path, Path]) -> tuple[EngineAtWork, EnginePair]:
     """Runs all arrivals through a real engine."""
     policy = Goodput(FACTS.starting_cost(), max_nodes=PROFILE.most_nodes)
+    policy.mode.resume(DRAFTING_WON)
     pair = EnginePair(
         *tiny_pair,
         policy=policy,
@@ -253,6 +256,7 @@ def planner_at_work(drafts: list[tuple[float, list[Drafts]]]) -> Schedule:
     listener = Listener(events)
     process = SimulatedVerifier(PROFILE, events, colocated=False, drafters=[listener], on_end=lambda _: None)
     listener.schedule.watch(process.scheduler, process.policy)
+    process.policy.mode.resume(DRAFTING_WON)
     for each in ARRIVALS:
         events.after(each.at_s, lambda each=each: process.submit(replace(each, pieces=[])))
     for at_s, said in drafts:
