@@ -76,7 +76,11 @@ class Podman:
 
     def remove(self) -> None:
         """Removes its images, containers, networks and the folder."""
-        self("system", "reset", "--force")
+        try:
+            self("system", "reset", "--force")
+        except PodmanError:
+            # It may remove the folder of its event log while it still writes there; nothing does the second time.
+            self("system", "reset", "--force")
         mount = self.folder / "storage" / "overlay"
         # Podman mounts it onto itself, and leaves it so.
         if mount.is_mount():
