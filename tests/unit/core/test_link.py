@@ -121,10 +121,34 @@ def test_a_drafter_at_rest_is_not_waited_for_and_what_it_was_told_before_is_forg
 
 def test_so_many_commits_are_kept_track_of_and_no_more():
     link = Link()
-    for length in range(11, 11 + 2 * TRACKED):
-        link.due(length, 9.0 + length)
-    assert link.wait_s(9.0 + length) == pytest.approx(0.004)
-    assert link.heard(length, 9.0 + length + 0.004) == pytest.approx(0.004)
+    last = 10 + 3 * TRACKED // 2
+    for length in range(11, last + 1):
+        link.due(length, float(length))
+    oldest = last + 1 - TRACKED
+    assert link.heard(oldest - 1, float(last)) is None, "it is forgotten"
+    assert link.heard(oldest, float(last)) == pytest.approx(last - oldest)
+    assert link.heard(last, last + 0.004) == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize(
+    ("base_len", "has_distributions", "chain", "doubtful"),
+    [
+        (5, False, False, NONE),
+        (1, False, False, NONE),
+        (0, False, False, 1),
+        (6, False, False, 1),
+        (5, False, True, 1),
+        (5, True, True, NONE),
+    ],
+)
+def test_a_drafter_knows_one_token_at_least_and_none_that_was_never_committed(
+    base_len: int, has_distributions: bool, chain: bool, doubtful: int
+):
+    link = Link()
+    row = link.forest.take_row()
+    link.forest.open(row, range(5), chain=chain)
+    rows, bases = rows_of([link.row, row]), rows_of([5, base_len])
+    assert link.links.first_doubtful(rows, bases, has_distributions=has_distributions) == doubtful
 
 
 def test_a_drafter_that_is_lost_is_told_everything_when_it_is_back():

@@ -135,7 +135,7 @@ async def test_what_the_engine_is_inside_of_shows_until_it_comes_back():
 
 
 class Steady(Adder):
-    """Always has work; its second step takes until it is told to end, or raises."""
+    """Always has work; its second step takes until it is told to end, or cannot be planned."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
@@ -144,12 +144,15 @@ class Steady(Adder):
     def has_work(self) -> bool:
         return self.total > 0 and self.num_steps < 2
 
+    def begin(self) -> int | None:
+        if self.fails and self.num_steps == 1:
+            raise ArithmeticError("the second step")
+        return super().begin()
+
     def step(self) -> int:
         self.num_steps += 1
         if self.num_steps == 2:
             self.inside.set()
-            if self.fails:
-                raise ArithmeticError("the second step")
             self.leave.wait(10)
         return self.num_steps
 
@@ -166,7 +169,7 @@ async def test_what_a_step_has_done_is_handed_on_while_the_next_one_runs():
     await engine.close()
 
 
-async def test_what_was_done_before_a_failing_step_is_handed_on():
+async def test_what_was_done_before_a_step_that_cannot_be_planned_is_handed_on():
     engine, outputs = await started(Steady(fails=True))
     engine.post(5)
     assert await asyncio.wait_for(outputs.get(), 10) == 1
