@@ -1,8 +1,8 @@
 """The controller against three oracles on the same load: `make bench NAME=controller`.
 
-The planner's simulation of a verifier and its drafter, with the step times of a profile and guesses whose true
-probabilities are known, serves 1, 2, 4, ... 64 sessions and then fewer again. At every load it runs with the real
-controller, which keeps what it has learned at the loads before, and with
+The planner's simulation of a verifier and its drafter serves 1, 2, 4, ... 64 sessions and then fewer again: the engines
+that serve, with the step times of a profile and guesses whose true probabilities are known. At every load it runs with
+the real controller, which keeps what it has learned at the loads before, and with
 
   clairvoyant   knows the target's tokens and the step times: verifies nothing in vain
   optimum       knows the true probabilities and the step times
@@ -24,13 +24,15 @@ from tqdm import tqdm
 from loadtest.bench import bench_parser, report, show
 from paceline.core.draft_policy import FixedGamma, Goodput, best_each
 from paceline.core.goodput import best_prefix
+from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Bools, Ints, Picked
-from paceline.planning.drafter import DrafterProcess
+from paceline.planning.engines import LAW, DrafterAtWork, Request, VerifierAtWork
 from paceline.planning.events import Events
 from paceline.planning.simulation import Outcome
-from paceline.planning.verifier import Request, SimulatedSession, SimulatedVerifier
-from paceline.simulated.guesses import RIGHT, DrawnGuesses
+from paceline.simulated.device import KEY
+from paceline.simulated.guesses import DrawnGuesses
 from paceline.simulated.profile import SHIPPED, Profile, read_profile
+from paceline.simulated.text import contributions
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -45,7 +47,7 @@ CONTROLLER, OPTIMUM, CLAIRVOYANT = "controller", "optimum", "clairvoyant"
 def main() -> None:
     """Parses the command line and runs the bench."""
     parser = bench_parser("controller", __doc__)
-    parser.add_argument("--seconds", type=float, default=120.0, help="simulated time at each load (default 120)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="simulated time at each load (default 30)")
     parser.add_argument("--seed", type=int, default=0, help="of guesses and step times (default 0)")
     parser.add_argument("--profile", type=Path, default=SHIPPED / "demo.json", help="as of paceline plan")
     arguments = parser.parse_args()
@@ -103,7 +105,7 @@ class Oracle(Goodput):
 
     def __init__(self, profile: Profile, truth: DrawnGuesses, *, clairvoyant: bool) -> None:
         super().__init__(max_nodes=profile.most_nodes)
-        self.sessions: Callable[[], dict[int, SimulatedSession]] = dict
+        self.sessions: Callable[[], dict[int, TargetSession]] = dict
         self._profile, self._truth, self._clairvoyant = profile, truth, clairvoyant
 
     def enter(self, num_sessions: int) -> bool:
@@ -125,13 +127,13 @@ class Oracle(Goodput):
         best = best_prefix(num_sessions, survivals, seconds)
         return best_each(picked.survivals, best.count)
 
-    def _ranked_of(self, session: SimulatedSession) -> Sequence[tuple[float, int]]:
+    def _ranked_of(self, session: TargetSession) -> Sequence[tuple[float, int]]:
         """The nodes of a session that are likeliest to be right, best first, so parents before children."""
-        tree, number = session.tree, session.asked.number
+        nodes = session.tree.forest.arrays.nodes[session.tree.row, : session.tree.num_nodes]
+        rights = are_right(session.tokens, nodes["token"].tolist(), nodes["parent"].tolist())
         survivals = {ROOT: 1.0}
-        for slot, node in enumerate(tree.forest.arrays.nodes[tree.row, : tree.num_nodes]):
-            right = float(node["token"] == RIGHT)
-            chance = right if self._clairvoyant else self._truth.chance(float(node["confidences"][0]), number)
+        for slot, (node, right) in enumerate(zip(nodes, rights, strict=True)):
+            chance = float(right) if self._clairvoyant else self._truth.chance(float(node["confidences"][0]))
             survivals[slot] = survivals[int(node["parent"])] * chance
         del survivals[ROOT]
         return sorted(((survival, slot) for slot, survival in survivals.items()), key=lambda entry: -entry[0])
@@ -140,9 +142,29 @@ class Oracle(Goodput):
         """Learns nothing: it knows everything."""
 
 
+def are_right(tokens: Sequence[int], guesses: Sequence[int], parents: Sequence[int]) -> list[bool]:
+    """Whether the nodes of a tree are what follows in the text that their parents end.
+
+    Args:
+        tokens: Committed.
+        guesses: Of the nodes.
+        parents: Slots of theirs, before their own.
+    """
+    start = contributions(np.asarray(tokens), np.arange(len(tokens)), KEY).sum(dtype=np.uint64)
+    digests, depths = {ROOT: int(start)}, {ROOT: 0}
+    for slot, parent in enumerate(parents):
+        depths[slot] = depths[parent] + 1
+    places = np.array([len(tokens) + depths[slot] - 1 for slot in range(len(parents))], np.int64)
+    added = contributions(np.asarray(guesses, np.int64), places, KEY)
+    for slot, parent in enumerate(parents):
+        digests[slot] = (digests[parent] + int(added[slot])) % 2**64
+    truths = LAW.next_tokens(np.array([digests[parent] for parent in parents], np.uint64))
+    return [guess == truth for guess, truth in zip(guesses, truths.tolist(), strict=True)]
+
+
 def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: int) -> float:
     """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
-    events, requests = Events(seed), list[Request]()
+    events, requests = Events(), list[Request]()
 
     def ask() -> None:
         request = Request(
@@ -158,14 +180,16 @@ def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: 
         del request
         events.after(0.0, ask)
 
-    def sessions() -> dict[int, SimulatedSession]:
-        return {session.tree.row: session for session in verifier.scheduler.running}
+    def sessions() -> dict[int, TargetSession]:
+        return {session.tree.row: session for session in verifier.engine.scheduler.running}
 
-    drafter = DrafterProcess("drafter", profile, events)
-    verifier = SimulatedVerifier(profile, events, colocated=False, drafters=[drafter], on_end=ended, policy=policy)
-    for _ in range(load):
-        ask()
+    drafter = DrafterAtWork("drafter", profile, events, seed)
+    verifier = VerifierAtWork(
+        profile, events, colocated=False, drafters=[drafter], on_end=ended, policy=policy, seed=seed
+    )
     if isinstance(policy, Oracle):
         policy.sessions = sessions
+    for _ in range(load):
+        ask()
     events.run(seconds)
     return Outcome(requests=requests, door_s=0.0, since_s=WARM_UP * seconds, until_s=seconds).tokens_per_s

@@ -1,8 +1,9 @@
 """What verifier and drafter compute beside their models, in microseconds a step: `make bench NAME=core`.
 
-The schedulers that serve, the controller and the messages on the wire, by turns in one process; instead of models the
-planner's law of guesses. All sessions decode, none ends. The drafter computes `LEVELS` levels of the trees between two
-steps of the verifier, of each session a quarter of the nodes a level, and guesses two children of each. Medians.
+The engines that serve, on simulated devices, with the controller and the messages on the wire, by turns in one process.
+What devices, packing and judging take is left out. All sessions decode, none ends, and all steps draft. The drafter
+computes `LEVELS` levels of the trees between two steps of the verifier, of each session a quarter of the nodes a level,
+and guesses two children of each. A step has 512 rows at most. Medians.
 
 The verifier's parts: `decode` the drafter's messages, `receive` them, decide whether to `wait`, `plan` the step,
 `commit` what the target has chosen, `encode` the messages for the drafter. The drafter's: `apply` commits, once a step
@@ -18,28 +19,24 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from loadtest.bench import Table, bench_parser, report
-from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Goodput
-from paceline.core.drafter_tier import DrafterTier
-from paceline.core.messages import ToDrafter
-from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.core.params import METHODS
-from paceline.core.planned_step import Part
-from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepCost
-from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
-from paceline.core.tree import walk
-from paceline.forest import Forest
-from paceline.planning.drafter import LINK, SimulatedDrafter
-from paceline.planning.events import Events
-from paceline.planning.verifier import Request, SimulatedSession
+from paceline.core.draft_scheduler import VerifierMessages
+from paceline.core.messages import GenerateRequest, ToDrafter
+from paceline.core.pages import BLOCK_SIZE
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.engine.target import TargetEngine
+from paceline.planning.engines import IDENTITY, LAW, VOCAB_SIZE
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
-from paceline.simulated.guesses import RIGHT, STRIDE, DrawnGuesses, texts_of
-from paceline.simulated.profile import DrafterFacts
+from paceline.simulated.device import Pace
+from paceline.simulated.guesses import DrawnGuesses, drawn
+from paceline.simulated.model import SimulatedPair
+from paceline.simulated.profile import DeviceFacts, DrafterFacts
 from paceline.wire import (
     draft_request_from_pb,
     draft_request_to_pb,
@@ -53,7 +50,8 @@ LEVELS, WIDTH = 4, 2
 PROMPT_TOKENS, KV_TOKENS = 48, 2048
 # Of a large model on GPUs: more rows cost next to nothing, so that drafting pays at every load.
 STEP_S, ROW_S = 0.015, 1e-6
-DRAFTER = "drafter:1"
+DRAFTER, LINK = "drafter:1", 1
+PAIR = SimulatedPair(law=LAW, vocab_size=VOCAB_SIZE, guesses=drawn(DrawnGuesses()))
 # Most milliseconds of a verifier's step and of a drafter's level, by sessions.
 VERIFIER_MS = {1: 0.3, 8: 0.5, 64: 1.0, 256: 2.5}
 DRAFTER_MS = {1: 0.2, 8: 0.3, 64: 0.7, 256: 2.0}
@@ -65,24 +63,55 @@ class Stopwatch:
     """Seconds of the thread's CPU by part, step by step: nothing here waits, and others may run beside it."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._now: dict[str, float] = defaultdict(float)
+        self._steps: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times a block."""
+        """Times a block, which counts for a part of the step under way."""
         started_s = time.thread_time()
         yield
-        self._seconds[name].append(time.thread_time() - started_s)
+        self._now[name] += time.thread_time() - started_s
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Times all calls of a method from now on."""
+        call = getattr(owner, method)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.part(name):
+                return call(*arguments, **named)
+
+        setattr(owner, method, timed)
+
+    def end_step(self, names: Sequence[str]) -> None:
+        """These parts of a step are over."""
+        for name in names:
+            self._steps[name].append(self._now.pop(name, 0.0))
 
     def median_us(self, name: str, skipped: int, each: int = 1) -> float:
         """Median of a part in microseconds, without the first ones; of `each` in a row their mean counts."""
-        seconds = self._seconds[name][skipped:]
+        seconds = self._steps[name][skipped:]
         means = [statistics.mean(seconds[start : start + each]) for start in range(0, len(seconds), each)]
         return round(1e6 * statistics.median(means), 1)
 
 
+class Clock:
+    """Time that passes while devices compute, and at no other moment."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now_s(self) -> float:
+        """The time."""
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        """A device computes."""
+        self.seconds += seconds
+
+
 class Verifier:
-    """A scheduler whose target always chooses `RIGHT`.
+    """A verifier's engine on a simulated device.
 
     Args:
         num_sessions: That decode.
@@ -91,64 +120,56 @@ class Verifier:
     """
 
     def __init__(self, num_sessions: int, num_nodes: int, watch: Stopwatch) -> None:
-        self._watch = watch
-        self.now_s = 0.0
+        self._watch, self._clock = watch, Clock()
         rows = num_sessions * (1 + max(num_nodes, PROMPT_TOKENS))
-        cost = StepCost(rows=(1, rows), seconds=(STEP_S, STEP_S + ROW_S * rows))
-        policy = Goodput(cost, max_nodes=num_nodes)
+        facts = DeviceFacts(name="target", rows=(1, rows), seconds=(STEP_S, STEP_S + ROW_S * rows))
+        policy = Goodput(replace(facts.cost, node_s=ROW_S), max_nodes=num_nodes)
         # Known loads: nothing is tried for the sake of comparison.
-        policy.resume(policy.learned() | {"compared": [*map(float, range(16))]})
-        pool, forest = BlockPool(num_sessions * KV_TOKENS // BLOCK_SIZE), Forest(METHODS)
-        self._scheduler: Scheduler[SimulatedSession] = Scheduler(
-            pool=pool,
-            scratch=SlotPool(first_block=0, num_blocks=1 + rows // BLOCK_SIZE),
+        policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 2.0)])
+        pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
+        self._engine = TargetEngine(
+            decoder=PAIR.target(pace),
+            identity=IDENTITY,
+            num_blocks=num_sessions * KV_TOKENS // BLOCK_SIZE,
             limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows, max_model_len=KV_TOKENS),
             policy=policy,
-            tier=DrafterTier(STRIDE, forest),
+            clock=self._clock.now_s,
         )
-        self._scheduler.change_link(LinkChanged(address=DRAFTER, up=True), 0.0)
-        calibration = forest.new_calibration()
+        self._engine.handle(LinkChanged(address=DRAFTER, up=True))
         for number in range(num_sessions):
-            asked = Request(number=number, at_s=0.0, num_prompt_tokens=PROMPT_TOKENS, num_output_tokens=KV_TOKENS)
-            session = SimulatedSession(asked, DRAFTER, pool, forest, calibration, now_s=0.0, price=policy.price)
-            self._scheduler.submit(session)
+            request = GenerateRequest(
+                session_id=str(number),
+                epoch=1,
+                prompt_token_ids=(number,) * PROMPT_TOKENS,
+                sampling=SamplingParams(max_tokens=KV_TOKENS, temperature=0.0, ignore_eos=True),
+                speculation=SpeculationParams(),
+            )
+            self._engine.handle(Submit(request=request, serial=number, drafter_address=DRAFTER))
+        scheduler = self._engine.scheduler
+        for method, name in (("plan", "plan"), ("commit", "commit"), ("end_step", "commit"), ("take_report", "commit")):
+            watch.watch(scheduler, method, name)
+        watch.watch(scheduler.tier, "take", "encode")
 
     def step(self, received: Sequence[bytes]) -> tuple[list[bytes], int]:
         """Takes in a drafter's messages and runs a step; returns messages for it, and how many nodes were verified."""
-        scheduler, part = self._scheduler, self._watch.part
+        engine, part = self._engine, self._watch.part
         with part("decode"):
             decoded = [draft_response_from_pb(drafter_pb2.DraftResponse.FromString(each))[1] for each in received]
         with part("receive"):
             for drafts in decoded:
-                scheduler.receive(DraftsArrived(address=DRAFTER, messages=drafts, arrived_s=self.now_s))
+                engine.handle(DraftsArrived(address=DRAFTER, messages=drafts, arrived_s=self._clock.seconds))
         with part("wait"):
-            scheduler.mark_silent_drafters(self.now_s)
-            scheduler.patience_s(self.now_s)
-        with part("plan"):
-            plan = scheduler.plan(self.now_s)
-        scheduler.take_outcomes()
-        self.now_s += STEP_S + ROW_S * plan.num_rows
-        with part("commit"):
-            judged = [(each, _judge(each)) for each in plan.parts if each.commits]
-            scheduler.commit(judged, batch_size=plan.batch_size, now_s=self.now_s)
-            scheduler.moves.clear()
-            scheduler.end_step(plan, self.now_s)
-            scheduler.take_report(plan)
+            engine.patience_s()
+        early, output = engine.begin(), engine.step()
         with part("encode"):
-            messages = scheduler.tier.take()[0].get(DRAFTER, [])
+            messages = [each for out in (early, output) if out for each in out.to_drafters.get(DRAFTER, [])]
             encoded = [draft_request_to_pb(each).SerializeToString() for each in in_parts(messages)]
-        return encoded, sum(len(each.nodes) for each in plan.parts)
-
-
-def _judge(part: Part[SimulatedSession]) -> Verdict:
-    tokens = walk(part.root, part.nodes, lambda _: RIGHT)
-    for token_id in tokens:
-        part.session.ends_with(token_id)
-    return Verdict(token_ids=tokens)
+        self._watch.end_step(VERIFIER_PARTS)
+        return encoded, sum(output.report.gammas)
 
 
 class Drafter:
-    """A draft scheduler whose model guesses by a law.
+    """A drafter's engine on a simulated device.
 
     Args:
         num_sessions: That it drafts for.
@@ -157,7 +178,7 @@ class Drafter:
     """
 
     def __init__(self, num_sessions: int, num_nodes: int, watch: Stopwatch) -> None:
-        self._watch = watch
+        self._watch, clock = watch, Clock()
         facts = DrafterFacts(
             name="drafter",
             rows=(1, 2),
@@ -169,27 +190,29 @@ class Drafter:
             draft_rows=num_sessions * num_nodes // LEVELS,
             draft_rows_per_session=num_nodes // LEVELS,
         )
-        self._drafter = SimulatedDrafter(facts, texts_of(DrawnGuesses()), Events(0))
+        self._engine = PAIR.draft_engine(facts, Pace(facts, clock=clock.now_s, sleep=clock.sleep), IDENTITY)
+        scheduler = self._engine.scheduler
+        for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
+            watch.watch(scheduler, method, name)
+        watch.watch(scheduler.trees, "grow", "grow")
 
-    def draft(self, received: Sequence[bytes], now_s: float) -> list[bytes]:
+    def draft(self, received: Sequence[bytes]) -> list[bytes]:
         """Takes in commits and computes some levels; returns messages for the verifier."""
         with self._watch.part("apply"):
             messages: list[ToDrafter] = []
             for each in received:
                 messages += draft_request_from_pb(drafter_pb2.DraftRequest.FromString(each))[1]
-            self._drafter.handle(messages, now_s)
-        return [encoded for _ in range(LEVELS) for encoded in self._level(now_s)]
+            self._engine.handle(VerifierMessages(link=LINK, messages=messages))
+        self._watch.end_step(["apply"])
+        return [encoded for _ in range(LEVELS) for encoded in self._level()]
 
-    def _level(self, now_s: float) -> list[bytes]:
-        drafter, part = self._drafter, self._watch.part
-        with part("frontier"):
-            plan = drafter.scheduler.plan(now_s) if drafter.scheduler.has_work else None
-        offers = [] if plan is None else drafter.guesses(plan)
-        with part("grow"):
-            drafter.scheduler.trees.grow(offers)
-        with part("push"):
-            drafts = drafter.drafts(()).get(LINK, ())
-            return [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
+    def _level(self) -> list[bytes]:
+        output = self._engine.step()
+        with self._watch.part("push"):
+            drafts = output.to_verifiers.get(LINK, ())
+            encoded = [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
+        self._watch.end_step(LEVEL_PARTS)
+        return encoded
 
 
 def main() -> None:
@@ -218,7 +241,7 @@ def measure(num_sessions: int, num_nodes: int, arguments: argparse.Namespace) ->
     verified = []
     for _ in range(arguments.warm_up + arguments.steps):
         sent, num_verified = verifier.step(received)
-        received = drafter.draft(sent, verifier.now_s)
+        received = drafter.draft(sent)
         verified.append(num_verified)
     in_verifier = {name: watch.median_us(name, arguments.warm_up) for name in VERIFIER_PARTS}
     in_level = {name: watch.median_us(name, arguments.warm_up * LEVELS, LEVELS) for name in LEVEL_PARTS}

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from loadtest.streams import Ask, Completion, Door
+from paceline.planning.engines import Request
 from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way
-from paceline.planning.verifier import Request
 from paceline.simulated.model import guesses_of
 from paceline.simulated.profile import Profile
 

@@ -8,7 +8,6 @@ import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.draft_scheduler import DraftLimits
-from paceline.core.drafting_mode import MOST_ON_LOAN
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
@@ -105,7 +104,7 @@ def run(folders, kind, sampling, policy, speculation):
     target, drafts = folders
     colocated = Colocated(target, drafts[kind], policy)
     rng = random.Random(5)
-    for serial in range(1, 1 + MOST_ON_LOAN):
+    for serial in range(1, 7):
         prompt = [rng.randrange(250) for _ in range(rng.randint(2, 80))]
         colocated.submit(serial, prompt, SAMPLINGS[sampling], speculation)
     return colocated.run(), colocated

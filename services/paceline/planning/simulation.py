@@ -5,17 +5,15 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
-from paceline.planning.drafter import DrafterProcess
+from paceline.planning.engines import DrafterAtWork, Request, VerifierAtWork
 from paceline.planning.events import Events
-from paceline.planning.verifier import Request, SimulatedVerifier
-from paceline.simulated.guesses import DrawnGuesses, texts_of
 from paceline.simulated.profile import Profile
 
 PERCENTILES = (50, 95, 99)
@@ -113,12 +111,12 @@ class Outcome:
     @property
     def gamma(self) -> float:
         """Draft tokens that a session's step verified, on average."""
-        return sum(each.num_drafted for each in self.requests) / max(1, self._num_steps)
+        return sum(each.record.num_draft_tokens for each in self.requests) / max(1, self._num_steps)
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens that a session's decoding step committed, on average: the acceptance length over all steps."""
-        return 1.0 + sum(each.num_accepted for each in self.requests) / max(1, self._num_steps)
+        return 1.0 + sum(each.record.num_accepted_draft_tokens for each in self.requests) / max(1, self._num_steps)
 
     @property
     def _num_steps(self) -> int:
@@ -162,21 +160,23 @@ class FleetAtWork:
     def __init__(self, profile: Profile, fleet: Fleet, seed: int, on_end: Callable[[Request], None]) -> None:
         if fleet.way is Way.COLOCATED:
             profile = profile.sharing()
-        if isinstance(profile.truth, DrawnGuesses):
-            profile = replace(profile, truth=texts_of(profile.truth))
-        self.events = Events(seed)
+        self.events = Events()
         self._profile = profile
         self._on_end = on_end
-        drafters = [DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(fleet.num_drafters)]
+        drafters = [
+            DrafterAtWork(f"drafter-{number}", profile, self.events, seed + number)
+            for number in range(fleet.num_drafters)
+        ]
         self._verifiers = [
-            SimulatedVerifier(
+            VerifierAtWork(
                 profile,
                 self.events,
                 colocated=fleet.way is Way.COLOCATED,
                 drafters=drafters,
                 on_end=self._ended,
+                seed=seed + number,
             )
-            for _ in range(fleet.num_verifiers)
+            for number in range(fleet.num_verifiers)
         ]
         self._num_sessions = [0] * fleet.num_verifiers
         self._placed: dict[int, int] = {}

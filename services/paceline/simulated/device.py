@@ -103,6 +103,7 @@ class Pace:
     Args:
         facts: Of the device.
         seed: Of the luck with step times.
+        overhead: Share by which a target's steps take longer while drafters work.
         clock: Monotonic seconds.
         sleep: Waits for a number of seconds, and leaves the interpreter to others.
     """
@@ -112,15 +113,21 @@ class Pace:
         facts: DeviceFacts,
         *,
         seed: int = 0,
+        overhead: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._facts, self._clock, self._sleep = facts, clock, sleep
+        self._overhead, self._factor = overhead, 1.0
         self._luck = np.random.default_rng(seed)
 
     def now_s(self) -> float:
         """The time."""
         return self._clock()
+
+    def beside_drafters(self, work: bool) -> None:
+        """Whether drafters work during the steps that follow."""
+        self._factor = 1.0 + self._overhead * work
 
     def keep(self, started_s: float, batch: Batch) -> None:
         """Returns when a step that began at `started_s` is over."""
@@ -134,7 +141,7 @@ class Pace:
         np.maximum.at(read, batch.sequences, batch.context_lens)
         expected = self._facts.step_s(len(batch.token_ids), num_sessions=len(read), kv_tokens=int(read.sum()))
         noise = self._facts.noise
-        return expected * math.exp(noise * float(self._luck.standard_normal()) - noise**2 / 2)
+        return self._factor * expected * math.exp(noise * float(self._luck.standard_normal()) - noise**2 / 2)
 
 
 class SimulatedTarget:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
@@ -19,15 +17,13 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.draft_warm_up import warm_up
 from paceline.engine.drafter import DraftEngine
 from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
-from paceline.simulated.guesses import DrawnGuesses, RecordedGuesses, RecordedPlace, texts_of
+from paceline.simulated.guesses import RecordedGuesses, drawn, guesses_at
 from paceline.simulated.profile import DrafterFacts, Profile, read_profile
 from paceline.simulated.roofline import computed_profile
 from paceline.simulated.text import TextLaw, words_of
 
 # Longest session; pages may hold less.
 MOST_CONTEXT = 131_072
-# Places of a law with one chance.
-NUM_PLACES = 4096
 
 
 def find_profile(name: str) -> Profile:
@@ -39,23 +35,53 @@ def find_profile(name: str) -> Profile:
     return read_profile(Path(name)) if name.endswith(".json") or Path(name).is_file() else computed_profile(name)
 
 
-def guesses_at(chance: float) -> RecordedGuesses:
-    """Guesses of which the first is right with one chance everywhere, as confident as that."""
-    second = min(chance, 1.0 - chance) / 2
-    draws = np.random.default_rng(0).random(NUM_PLACES)
-    ranks = [0 if draw < chance else 1 if draw < chance + second else None for draw in draws]
-    return RecordedGuesses([[RecordedPlace(rank=rank, confidences=(chance, second)) for rank in ranks]])
-
-
 def guesses_of(profile: Profile, acceptance: float | None = None) -> RecordedGuesses:
-    """What simulated drafters guess: of one chance, or by the profile, where no session has luck of its own."""
+    """What simulated drafters guess: with one chance everywhere, or as the profile says."""
     if acceptance is not None:
         return guesses_at(acceptance)
-    truth = profile.truth
-    if isinstance(truth, DrawnGuesses):
-        return texts_of(replace(truth, session_spread=0.0))
-    assert isinstance(truth, RecordedGuesses), "profiles have a law or texts"
-    return truth
+    return profile.truth if isinstance(profile.truth, RecordedGuesses) else drawn(profile.truth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPair:
+    """A target and its drafter, apart from their devices.
+
+    Attributes:
+        law: Of the texts.
+        vocab_size: Ids.
+        guesses: The drafter's.
+    """
+
+    law: TextLaw
+    vocab_size: int
+    guesses: RecordedGuesses
+
+    def target(self, pace: Pace) -> SimulatedTarget:
+        """Makes the target model on a device."""
+        return SimulatedTarget(self.law, pace, self.vocab_size)
+
+    def draft(self, pace: Pace) -> SimulatedDraft:
+        """Makes the draft model on a device."""
+        return SimulatedDraft(self.law, pace, self.vocab_size, GuessTable.of(self.guesses, self.vocab_size))
+
+    def draft_engine(
+        self, facts: DrafterFacts, pace: Pace, identity: ModelIdentity, *, num_blocks: int | None = None
+    ) -> DraftEngine:
+        """Makes an engine with the draft model.
+
+        Args:
+            facts: Of its device.
+            pace: Of the same.
+            identity: What it calls itself.
+            num_blocks: Pages; None: as many as the device has.
+        """
+        return DraftEngine(
+            decoder=self.draft(pace),
+            identity=identity,
+            num_blocks=num_blocks or facts.kv_tokens // BLOCK_SIZE,
+            limits=facts.limits,
+            clock=pace.now_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,31 +142,19 @@ class Simulation:
             arithmetic=SIMULATED,
         )
 
+    @cached_property
+    def _pair(self) -> SimulatedPair:
+        guesses = guesses_of(self.profile, self.acceptance)
+        return SimulatedPair(law=self._law, vocab_size=self._vocab_size, guesses=guesses)
+
     def target(self) -> SimulatedTarget:
         """Makes the target model."""
-        return SimulatedTarget(self._law, Pace(self.profile.target), self._vocab_size)
-
-    def draft(self, facts: DrafterFacts) -> SimulatedDraft:
-        """Makes the draft model on its device."""
-        table = GuessTable.of(guesses_of(self.profile, self.acceptance), self._vocab_size)
-        return SimulatedDraft(self._law, Pace(facts), self._vocab_size, table)
+        return self._pair.target(Pace(self.profile.target))
 
     def draft_engine(
         self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int | None = None
     ) -> DraftEngine:
-        """Makes an engine with the draft model, and runs its first steps.
-
-        Args:
-            facts: Of its device.
-            identity: What it calls itself.
-            num_blocks: Pages; None: as many as the device has.
-        """
-        engine = DraftEngine(
-            decoder=self.draft(facts),
-            identity=identity,
-            num_blocks=num_blocks or facts.kv_tokens // BLOCK_SIZE,
-            limits=facts.limits,
-            clock=time.monotonic,
-        )
+        """Makes an engine with the draft model, and runs its first steps; the arguments are those of the pair's."""
+        engine = self._pair.draft_engine(facts, Pace(facts), identity, num_blocks=num_blocks)
         warm_up(engine, 0)
         return engine

@@ -18,7 +18,7 @@ from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import KNOTS, StepCost
 from paceline.service.config import from_mapping, setting
-from paceline.simulated.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
+from paceline.simulated.guesses import DrawnGuesses, Guesses, RecordedGuesses, RecordedPlace
 
 MEASURED, COMPUTED = "measured", "computed"
 SHIPPED = Path(__file__).with_name("profiles")
@@ -117,7 +117,7 @@ class Profile(Figures):
     target: DeviceFacts
     drafter: DrafterFacts
     colocated: DrafterFacts
-    truth: GuessSource
+    truth: Guesses
 
     def sharing(self) -> Profile:
         """Returns the same with the drafter on the target's devices, where it takes room that was the target's."""
@@ -182,7 +182,7 @@ def _device(kind: type[DeviceT], given: Mapping[str, Any], key: str) -> DeviceT:
     return facts
 
 
-def _guesses(given: Mapping[str, Any]) -> GuessSource:
+def _guesses(given: Mapping[str, Any]) -> Guesses:
     if "texts" not in given:
         return from_mapping(DrawnGuesses, given, "acceptance.")
     try:
@@ -199,7 +199,7 @@ def _place(entry: list[float]) -> RecordedPlace:
     return RecordedPlace(rank=None if rank < 0 else rank, confidences=tuple(map(float, entry[1:])))
 
 
-def _guesses_object(truth: GuessSource) -> dict[str, Any]:
+def _guesses_object(truth: Guesses) -> dict[str, Any]:
     if not isinstance(truth, RecordedGuesses):
         return _plain(truth)
     entries = [

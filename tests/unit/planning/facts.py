@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.step_time import StepCost
-from paceline.simulated.guesses import DrawnGuesses, GuessSource, Ranked
+from paceline.simulated.guesses import DrawnGuesses, Guesses, RecordedGuesses, RecordedPlace
 from paceline.simulated.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
 
 # A step of one row, and what every row more takes.
@@ -14,19 +14,13 @@ TARGET_COST = StepCost(rows=(1, 1025), seconds=(STEP_S, STEP_S + 1024 * ROW_S))
 DRAFT_COST = StepCost(rows=(1, 1025), seconds=(0.001, 0.001 + 1024 * 1e-5))
 
 
-class SureGuesses:
+def sure_guesses(*, right: bool) -> RecordedGuesses:
     """A drafter that is sure of one guess, and always right or always wrong."""
-
-    def __init__(self, *, right: bool) -> None:
-        self._ranked: Ranked = [(0 if right else 1, 0.95), (2, 0.03)]
-
-    def guesses(self, session: int, position: int) -> Ranked:
-        """The same everywhere."""
-        return self._ranked
+    return RecordedGuesses([[RecordedPlace(rank=0 if right else None, confidences=(0.95, 0.03))]])
 
 
 def profile(
-    truth: GuessSource | None = None,
+    truth: Guesses | None = None,
     *,
     cost: StepCost = TARGET_COST,
     kv_tokens: int = 32_768,

@@ -10,17 +10,15 @@ import pytest
 
 from paceline.core import draft_policy
 from paceline.core.draft_policy import Goodput
-from paceline.core.draft_scheduler import DraftScheduler
 from paceline.core.errors import ConfigError
-from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost
+from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
-from paceline.planning.drafter import SimulatedDrafter
+from paceline.planning.engines import Request, VerifierAtWork
 from paceline.planning.events import Events
 from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way, run_open
-from paceline.planning.verifier import Request, SimulatedVerifier
 from paceline.simulated.profile import Profile
-from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
+from tests.unit.planning.facts import ROW_S, STEP_S, equal, profile, sure_guesses
 
 PLAIN = Fleet(way=Way.PLAIN)
 TIER = Fleet(way=Way.TIER, num_drafters=1)
@@ -102,7 +100,7 @@ def test_pages_bound_the_sessions_of_a_step() -> None:
 
 
 def test_guesses_that_are_always_wrong_commit_nothing() -> None:
-    outcome = simulated_loop(profile(SureGuesses(right=False)), TIER, equal(2, 1, 150), streams=1)
+    outcome = simulated_loop(profile(sure_guesses(right=False)), TIER, equal(2, 1, 150), streams=1)
     assert outcome.tokens_per_step == 1.0
     assert received(outcome) == [150] * 2
     assert outcome.gamma < 0.5, "the controller has drafters rest"
@@ -110,7 +108,7 @@ def test_guesses_that_are_always_wrong_commit_nothing() -> None:
 
 def test_guesses_that_are_always_right_save_most_steps() -> None:
     plain, tier, colocated = (
-        simulated_loop(profile(SureGuesses(right=True)), cell, equal(2, 1, 150), streams=1)
+        simulated_loop(profile(sure_guesses(right=True)), cell, equal(2, 1, 150), streams=1)
         for cell in (PLAIN, TIER, COLOCATED)
     )
     assert tier.tokens_per_step > 4.0
@@ -148,17 +146,15 @@ def test_a_distant_drafter_is_of_less_use() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_schedulers_and_policy_are_those_of_core() -> None:
-    facts, events = profile(), Events(0)
-    verifier = SimulatedVerifier(facts, events, colocated=False, on_end=lambda _: None)
-    assert type(verifier.scheduler) is Scheduler
+def test_what_is_simulated_is_the_engine_that_serves() -> None:
+    verifier = VerifierAtWork(profile(), Events(), colocated=False, on_end=lambda _: None)
+    assert type(verifier.engine) is TargetEngine
     assert type(verifier.policy) is Goodput
-    assert type(SimulatedDrafter(facts.drafter, facts.truth, events).scheduler) is DraftScheduler
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_policy, "best_each", lambda survivals, _: np.zeros(len(survivals), np.int32))
-    outcome = simulated_loop(profile(SureGuesses(right=True)), TIER, equal(2), streams=1)
+    outcome = simulated_loop(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0
 
 

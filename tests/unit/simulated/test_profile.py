@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.simulated.guesses import RIGHT, STRIDE, DrawnGuesses, RecordedGuesses, RecordedPlace
+from paceline.simulated.guesses import DrawnGuesses, RecordedGuesses, RecordedPlace
 from paceline.simulated.profile import (
     MEASURED,
     SHIPPED,
@@ -68,15 +68,6 @@ def test_a_wrong_fact_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         profile_from({key: value for key, value in broken(**changes).items() if value is not None})
     assert message in str(caught.value)
-
-
-def test_recorded_guesses_follow_their_text_over_and_over() -> None:
-    truth = RecordedGuesses([PLACES, [PLACES[1]]])
-    assert truth.guesses(0, 1) == [(1, 0.9), (RIGHT, 0.05)]
-    assert truth.guesses(0, 2) == [(1, 0.4)]
-    assert truth.guesses(0, 3) == truth.guesses(0, 1)
-    assert truth.guesses(2, 5) == truth.guesses(0, 1), "there are two texts"
-    assert truth.guesses(1, STRIDE * 3 + 1), "off the text there are guesses too"
 
 
 def test_profiles_in_the_package_are_measured_ones() -> None:
