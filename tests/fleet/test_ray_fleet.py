@@ -27,7 +27,6 @@ from loadtest.steadfast import Request, keep_running, over, run_each
 
 from paceline.client.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2
-from tests.support.checkpoints import save_pair
 
 pytestmark = pytest.mark.full
 
@@ -48,7 +47,8 @@ SYSTEM = {
 }
 SOURCES = str(Path(__file__).parents[2] / "services")
 SPEC: dict[str, Any] = {
-    "dtype": "float32",
+    # Of the devices nothing but their pace matters here, and services without torch are ready sooner.
+    "simulate": "8b+0.5b@h100+l4",
     "redis_port": 0,
     "grace_s": 5,
     "gateway": {"port": 0, "grpc_port": 0, "cpus": 0.2, "resources": {"front": 1}},
@@ -236,15 +236,9 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    target, draft = save_pair(tmp_path_factory.mktemp("pair"))
-    return {"model": str(target), "draft_model": str(draft)}
-
-
-@pytest.fixture(scope="module")
-def fleet(cluster: Any, pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
+def fleet(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
     spec = tmp_path_factory.mktemp("ray") / "fleet.yaml"
-    spec.write_text(yaml.safe_dump({**SPEC, **pair}))
+    spec.write_text(yaml.safe_dump(SPEC))
     with Launcher(cluster.address, spec) as launcher:
         yield RayFleetOnTest(cluster, spec, launcher)
 
