@@ -1,4 +1,7 @@
-"""A fleet of real processes on a tiny model: it comes up, restarts what dies and leaves nothing behind."""
+"""A fleet of real processes: it comes up, restarts what dies and leaves nothing behind.
+
+Devices are simulated where nothing depends on the model: such services are ready sooner.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paceline.cluster.checkpoints import resolve_checkpoints
+from paceline.cluster.foreground import describe_models
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
@@ -22,6 +27,7 @@ from tests.support.hub import Repo, serving
 
 PORTS = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
 FREE_PORTS = [word for port in PORTS for word in (f"--{port}-port", "0")]
+SIMULATED = [*FREE_PORTS, "--simulate", "8b+0.5b@h100+l4"]
 SMALL = ["--dtype", "float32", *("--verifier-arg=--num-kv-blocks=64", "--drafter-arg=--num-kv-blocks=64")]
 
 
@@ -58,9 +64,9 @@ async def completion(url: str, model: str, authority: Path | None = None) -> str
 
 
 @pytest.mark.full
-async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(tiny_pair: tuple[Path, Path]) -> None:
+async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind() -> None:
     said: list[str] = []
-    spec = load(FleetSpec, arguments(tiny_pair), {}, "up", "")
+    spec = load(FleetSpec, SIMULATED, {}, "up", "")
     async with LocalFleet(spec, environ=os.environ, say=said.append) as fleet:
         before = await complete(fleet)
         for role in ("verifier", "valkey"):
@@ -82,12 +88,12 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(tiny_pair: t
 
 
 @pytest.mark.full
-async def test_a_fleet_with_certificates_speaks_tls_everywhere(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+async def test_a_fleet_with_certificates_speaks_tls_everywhere(tmp_path: Path) -> None:
     folder = tmp_path / "ca"
     make_certificates(folder)
     own = folder / "gateway"
     tls = ["--tls-dir", str(folder), "--tls-cert", str(own / "tls.pem"), "--tls-key", str(own / "tls.key")]
-    spec = load(FleetSpec, [*arguments(tiny_pair), *tls, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
+    spec = load(FleetSpec, [*SIMULATED, *tls, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
     async with LocalFleet(spec, environ=os.environ) as fleet:
         assert fleet.gateway_url.startswith("https://")
         assert await complete(fleet, folder / "ca.pem")
@@ -107,9 +113,9 @@ def has_ipv6() -> bool:
 
 @pytest.mark.full
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine's loopback")
-async def test_a_fleet_serves_over_ipv6(tiny_pair: tuple[Path, Path]) -> None:
+async def test_a_fleet_serves_over_ipv6() -> None:
     """TensorRT-LLM #10877: store, services, their health and the registry's addresses, all on ::1."""
-    spec = load(FleetSpec, [*arguments(tiny_pair), "--host", "::1"], {}, "up", "")
+    spec = load(FleetSpec, [*SIMULATED, "--host", "::1"], {}, "up", "")
     async with LocalFleet(spec, environ=os.environ) as fleet:
         assert fleet.gateway_url.startswith("http://[::1]:")
         assert await complete(fleet)
@@ -145,11 +151,11 @@ async def printed_until_up(process: asyncio.subprocess.Process) -> str:
     return "".join(lines)
 
 
-async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(tiny_pair: tuple[Path, Path]) -> None:
-    process = await up(*arguments(tiny_pair), "--no-drafter")
+async def test_up_prints_where_it_listens_and_stops_on_ctrl_c() -> None:
+    process = await up(*SIMULATED, "--no-drafter")
     text = await printed_until_up(process)
     assert "is up" in text
-    assert "draft model   none, plain decoding" in text
+    assert "simulated     8b+0.5b@h100+l4: steps take a device's time, nothing is computed" in text
     assert "curl -N http://127.0.0.1:" in text
     pids = children(process.pid)
     process.send_signal(signal.SIGINT)
@@ -161,9 +167,17 @@ async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(tiny_pair: tuple[P
         await gone(pid)
 
 
+def test_the_models_of_a_fleet_are_named(tiny_pair: tuple[Path, Path]) -> None:
+    for last, named in (("--drafter", "draft model   drafter"), ("--no-drafter", "draft model   none, plain decoding")):
+        spec = load(FleetSpec, [*arguments(tiny_pair), last], {}, "up", "")
+        lines = describe_models(resolve_checkpoints(spec, {}, print))
+        assert lines[0].startswith("target model  target")
+        assert lines[1] == named
+
+
 @pytest.mark.full
-async def test_ctrl_c_during_the_start_ends_what_was_started(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    process = await up(*arguments(tiny_pair), "--log-dir", str(tmp_path))
+async def test_ctrl_c_during_the_start_ends_what_was_started(tmp_path: Path) -> None:
+    process = await up(*SIMULATED, "--log-dir", str(tmp_path))
     async with asyncio.timeout(60):
         while not (tmp_path / "drafter-0.log").exists():  # noqa: ASYNC110 - a file gives no event
             await asyncio.sleep(0.01)
