@@ -13,7 +13,7 @@ from paceline.core.errors import InvalidRequestError, PacelineError, ResumeMisma
 from paceline.core.token_digest import token_digest
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.service.status import error_from_rpc
-from paceline.store.base import PutSession, SessionState
+from paceline.store.base import LoggedSession, PutSession, SessionState
 from tests.support.scripted_fleet import EOS, MODEL, ScriptedFleet, scripted_fleet
 
 LENGTH = 10
@@ -112,6 +112,21 @@ async def test_a_record_that_cannot_be_read_is_as_good_as_none(fleet: ScriptedFl
     await fleet.store.write_sessions([PutSession(record=record, token_ids=logged.token_ids, ttl_s=60)])
     error, _ = await refusal(fleet, resume(session_id, []))
     assert isinstance(error, SessionNotFoundError)
+
+
+async def test_a_session_whose_record_is_being_written_is_found_at_the_second_look(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id, tokens = await logged_tokens(fleet)
+    known, looks = fleet.store.session, list[str]()
+
+    async def late(asked: str) -> LoggedSession | None:
+        looks.append(asked)
+        return await known(asked) if len(looks) > 1 else None
+
+    monkeypatch.setattr(fleet.store, "session", late)
+    assert await resumed(fleet, resume(session_id, tokens[:4])) == (tokens[4:], "length")
+    assert looks == [session_id] * 2
 
 
 async def test_an_offset_needs_its_digest(fleet: ScriptedFleet) -> None:

@@ -7,6 +7,7 @@ finished.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from paceline.store.base import LoggedSession, SessionState, Store
 MAX_SESSION_ID_CHARS = 128
 # A session goes on that often without counting against the rate of its key: more often than gateways die under one.
 FREE_RESUMPTIONS = 4
+# A record is written some hundredths of a second after its session begins.
+LOOK_AGAIN_S = 0.2
 
 
 class Resumption:
@@ -71,19 +74,26 @@ class Resumption:
             raise InvalidRequestError(
                 "session_id", f"must have 1 to {MAX_SESSION_ID_CHARS} characters, got {len(session_id)}"
             )
-        logged = await self._store.session(session_id)
-        if logged is not None and logged.record.api_key == api_key:
+        logged = await self._logged(session_id, api_key)
+        if logged is not None:
             # Everything is checked before the session is taken from its present owner.
             self._request(logged, offset, digest)
             logged = await self._store.claim_session(session_id, self._owner)
-        else:
-            # A caller does not learn whether the session exists under another key.
-            logged = None
         if logged is None:
             raise SessionNotFoundError(
                 f"session_id: {session_id[:80]!r} is not known; it ended too long ago, or never was recorded"
             )
         return self._request(logged, offset, digest)
+
+    async def _logged(self, session_id: str, api_key: str) -> LoggedSession | None:
+        """What is recorded of a session; None under another key, as a caller does not learn that it exists there."""
+        for pause_s in (0.0, LOOK_AGAIN_S):
+            # Its gateway may be about to write: a client that lost its connection early comes back at once.
+            await asyncio.sleep(pause_s)
+            logged = await self._store.session(session_id)
+            if logged is not None and logged.record.api_key == api_key:
+                return logged
+        return None
 
     def _request(self, logged: LoggedSession, offset: int, digest: str) -> SessionRequest:
         record = logged.record
