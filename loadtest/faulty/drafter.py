@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
+
 from loadtest.faulty.orders import FLOOD, obey
-from paceline.core.messages import Drafts, NodeGuess
+from paceline.core.messages import Drafts
 from paceline.drafter import __main__ as service
 from paceline.drafter.servicer import DrafterServicer
 from paceline.rpc.v1 import drafter_pb2
@@ -45,11 +47,23 @@ def _flooding(draft: Callable[..., Any], floods: Callable[[], bool]) -> Callable
 
 def _flood(answered: Any, numbers: itertools.count[int]) -> drafter_pb2.DraftResponse:
     """More nodes of the same sessions, children of the last committed token."""
-    guesses = [NodeGuess(number, 0, token_id, 1.0) for token_id, number in enumerate(itertools.islice(numbers, NODES))]
     _, messages = draft_response_from_pb(drafter_pb2.DraftResponse(drafts=answered))
-    sessions = (each for drafts in messages if isinstance(drafts, Drafts) for each in drafts)
-    flooded = {each.number: each._replace(nodes=guesses) for each in sessions}
-    return draft_response_to_pb([Drafts.of(*flooded.values())])
+    base_lens: dict[int, int] = {}
+    for drafts in messages:
+        if isinstance(drafts, Drafts):
+            base_lens.update(zip(drafts.numbers.tolist(), drafts.base_lens.tolist(), strict=True))
+    num_sessions = len(base_lens)
+    ids = np.array([*itertools.islice(numbers, NODES)], np.int64).astype(np.int32)
+    flood = Drafts(
+        numbers=np.array([*base_lens], np.int32),
+        base_lens=np.array([*base_lens.values()], np.int32),
+        ends=np.arange(1, num_sessions + 1, dtype=np.int32) * NODES,
+        ids=np.tile(ids, num_sessions),
+        parent_ids=np.zeros(num_sessions * NODES, np.int32),
+        tokens=np.tile(np.arange(NODES, dtype=np.int32), num_sessions),
+        confidences=np.ones(num_sessions * NODES),
+    )
+    return draft_response_to_pb([flood])
 
 
 if __name__ == "__main__":

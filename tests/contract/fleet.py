@@ -19,9 +19,7 @@ from paceline.core.messages import (
     Drafts,
     GenerateRequest,
     LaggingSession,
-    NodeGuess,
     OpenSession,
-    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
@@ -29,6 +27,7 @@ from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, graft
 from paceline.core.tree import Node, walk
 from paceline.forest import NOTHING, Calls, Ints, Links, rows_of
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.slow_trees import SlowNode, SlowTree
 from tests.support.trees import allot, verified
 
@@ -86,7 +85,7 @@ class ToySession(DrafterSession):
             NodeGuess(node.node_id, parent, node.token, node.guesses[0])
             for node, parent in zip(unsent, parents, strict=True)
         ]
-        return Drafts.of(SessionDrafts(self.number, len(self.tokens), nodes)) if nodes else None
+        return to_drafts(SessionDrafts(self.number, len(self.tokens), nodes)) if nodes else None
 
 
 class ToyDrafter:

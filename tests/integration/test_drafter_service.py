@@ -15,12 +15,12 @@ from paceline.core.messages import (
     LaggingSession,
     ModelIdentity,
     OpenSession,
-    SessionDrafts,
 )
 from paceline.core.params import SamplingParams
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.wire import draft_request_to_pb, draft_response_from_pb
 from tests.integration.conftest import running_drafter
+from tests.support.guesses import SessionDrafts, by_session
 
 
 def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 8, number: int = 7) -> OpenSession:
@@ -79,7 +79,7 @@ async def stream_to(address: str, identity: ModelIdentity | None):
 
 
 async def drafts_of(stream: Stream) -> list[SessionDrafts]:
-    return [each for message in await stream.hear() if isinstance(message, Drafts) for each in message]
+    return [each for message in await stream.hear() if isinstance(message, Drafts) for each in by_session(message)]
 
 
 async def test_an_opened_session_gets_nodes_and_a_commit_prunes_them(tiny_pair):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.messages import Drafts, FinishReason, NodeGuess, SessionDrafts
+from paceline.core.messages import FinishReason
 from paceline.core.params import (
     DRAFT_MODEL,
     EAGLE3,
@@ -25,6 +25,7 @@ from paceline.core.target_events import DraftsArrived
 from paceline.forest import Forest
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.heads import random_medusa, save_medusa
 
 SAMPLINGS = {
@@ -369,7 +370,7 @@ def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(tiny_pair, plai
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
     pair.round()
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
-    garbage = Drafts.of(SessionDrafts(1, 10_000, [guess]))
+    garbage = to_drafts(SessionDrafts(1, 10_000, [guess]))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[garbage], arrived_s=0.0))
     output = pair.target.step()
     assert DRAFTER in output.broken_links
@@ -393,7 +394,7 @@ def test_wrong_guesses_with_full_confidence_change_nothing(tiny_pair, plain):
             for step in range(1, 5)
         )  # fmt: skip
         node_id += 4
-        nodes = Drafts.of(SessionDrafts(1, base_len, guesses))
+        nodes = to_drafts(SessionDrafts(1, base_len, guesses))
         pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
         pair.round()
     assert pair.sessions["s0"].token_ids == plain["sampled"][0]
@@ -408,7 +409,7 @@ def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_draf
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
     orphan = NodeGuess(node_id=2, parent_id=1, token_id=3, confidence=1.0)
     strange = NodeGuess(node_id=3, parent_id=0, token_id=VOCAB_SIZE, confidence=1.0)
-    nodes = Drafts.of(SessionDrafts(1, len(prompts(1)[0]), (orphan, strange)))
+    nodes = to_drafts(SessionDrafts(1, len(prompts(1)[0]), (orphan, strange)))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
     assert pair.target.step().report.late_by == {source: 2}
 

@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 
 from paceline.core.messages import (
     CommittedTokens,
-    Drafts,
     LaggingSession,
     ModelIdentity,
-    NodeGuess,
-    SessionDrafts,
 )
 from paceline.core.params import BLOCK, COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft
@@ -30,6 +27,7 @@ from tests.integration.conftest import know, running_verifier
 from tests.integration.test_verifier_service import PROMPT, ask, tokens_of
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.fuzzing import ANSWER_S, holds_for_all, mangled, messages, until
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 Steps = list[CommittedTokens]
 
@@ -84,7 +82,7 @@ class Guesses:
             for node, token_id in zip(self.nodes, tokens, strict=True)
         ]
         said = SessionDrafts(number, max(0, known_len + self.offset), nodes)
-        return draft_response_to_pb([Drafts.of(said)]).SerializeToString()
+        return draft_response_to_pb([to_drafts(said)]).SerializeToString()
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Flood:
             [NodeGuess(first + at, at and first + at - 1, at % VOCAB_SIZE, 1.0) for at in range(self.size)]
             for first in (1, self.size, 2**31)
         ]
-        drafts = [Drafts.of(SessionDrafts(number, known_len, chain)) for chain in chains]
+        drafts = [to_drafts(SessionDrafts(number, known_len, chain)) for chain in chains]
         lagging = [LaggingSession(session_id="s", epoch=1, have_len=1)] * self.size
         return draft_response_to_pb([*drafts, *lagging]).SerializeToString()
 

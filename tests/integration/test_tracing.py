@@ -18,7 +18,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
-from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, Drafts, OpenSession, SessionDrafts
+from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, OpenSession
 from paceline.core.params import SamplingParams
 from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
@@ -34,6 +34,7 @@ from paceline.store.memory import MemoryStore
 from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.checkpoints import save_pair
 from tests.support.collector import Collector, ReceivedSpan, new_traceparent, running_collector
+from tests.support.guesses import SessionDrafts, to_drafts
 from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
 
 GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (
@@ -402,7 +403,7 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
         async with traced(DRAFTER, endpoint) as tracer:
             drafts = DraftTraces(tracer)
             drafts.received(1, [opened, commit])
-            drafts.sent(1, [Drafts.of(SessionDrafts(7, 2, ()))])
+            drafts.sent(1, [to_drafts(SessionDrafts(7, 2, ()))])
             # An owner that lost the session ends nothing, nor does another verifier's session of that name.
             drafts.received(1, [CloseSession(session_id="s", epoch=1)])
             drafts.received(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])

@@ -14,12 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import (
     VERIFIER,
-    Drafts,
     GenerateRequest,
     ModelIdentity,
-    NodeGuess,
     OpenSession,
-    SessionDrafts,
 )
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
@@ -38,6 +35,7 @@ from paceline.wire import (
     generate_request_to_pb,
 )
 from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, know, running_drafter, running_verifier
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 PROMPT = tuple(range(5, 25))
 
@@ -320,7 +318,7 @@ async def misbehaving_drafter(identity: ModelIdentity, script):
 def drafts_for(message, base_len, guess):
     if not isinstance(message, OpenSession):
         return None
-    return draft_response_to_pb([Drafts.of(SessionDrafts(message.number, base_len, [guess]))])
+    return draft_response_to_pb([to_drafts(SessionDrafts(message.number, base_len, [guess]))])
 
 
 def far_ahead(message):

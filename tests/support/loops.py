@@ -22,10 +22,8 @@ from paceline.core.messages import (
     Drafts,
     GenerateRequest,
     LaggingSession,
-    NodeGuess,
     OpenSession,
     PositionLogprobs,
-    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
@@ -38,6 +36,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import walk
 from paceline.forest import NONE, ROOT, Forest
+from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_drafts
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -134,7 +133,7 @@ class VerifierLoop:
         self._num_guessed += len(tokens)
         parents = (0, *ids[:-1])
         nodes = [NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True)]
-        self.say(Drafts.of(SessionDrafts(session.link.number, base_len, nodes)))
+        self.say(to_drafts(SessionDrafts(session.link.number, base_len, nodes)))
 
     def step(self, seconds: float = 0.01) -> StepPlan[ScheduledSession]:
         """Plans a step, runs it, and commits what the target chose."""
@@ -296,7 +295,13 @@ class DrafterLoop:
         """Tokens of all nodes that a session's verifier was sent since the last call, in their order."""
         number = self.session(name, link).number
         drafts = [each for each in self.said.pop(link, []) if isinstance(each, Drafts)]
-        return [node.token_id for each in drafts for mine in each if mine.number == number for node in mine.nodes]
+        return [
+            node.token_id
+            for each in drafts
+            for mine in by_session(each)
+            if mine.number == number
+            for node in mine.nodes
+        ]
 
     def lagging(self, link: int = 1) -> list[tuple[str, int]]:
         """Sessions that were told to lag since the last call, and the tokens that each has."""

@@ -9,12 +9,11 @@ from paceline.core.messages import (
     CloseSession,
     Commit,
     Drafts,
-    NodeGuess,
     OpenSession,
-    SessionDrafts,
     ToDrafter,
     ToVerifier,
 )
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 
 class ToldDrafter:
@@ -68,4 +67,4 @@ class ToldDrafter:
             node_id = next(self._ids)
             nodes.append(NodeGuess(node_id, parent, token_id, self._confidence))
             parent = node_id
-        return Drafts.of(SessionDrafts(self._numbers[session_id], known, nodes))
+        return to_drafts(SessionDrafts(self._numbers[session_id], known, nodes))

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.messages import Drafts, NodeGuess, SessionDrafts
 from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import graft
 from paceline.core.tree import DraftTree, Node
 from paceline.forest import ROOT, Forest, Picked, rows_of
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, sou
     class Session:
         tree: DraftTree
 
-    grafts = graft(tree.forest, source, [Session(tree)], Drafts.of(SessionDrafts(1, base_len, guesses)))
+    grafts = graft(tree.forest, source, [Session(tree)], to_drafts(SessionDrafts(1, base_len, guesses)))
     return grafts.counts[0].tolist()
 
 

@@ -21,10 +21,8 @@ from paceline.core.messages import (
     GenerateResult,
     LaggingSession,
     ModelIdentity,
-    NodeGuess,
     OpenSession,
     PositionLogprobs,
-    SessionDrafts,
     SpeculationRecord,
     Timings,
     TokenFate,
@@ -34,6 +32,7 @@ from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, Spec
 from paceline.core.rejection_sampling import MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
+from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_drafts
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
@@ -200,7 +199,7 @@ some_drafts = st.one_of(
         unique_by=lambda session: session.number,
     )
     for each in (guesses, drawn_guesses)
-).map(lambda sessions: Drafts.of(*sessions))
+).map(lambda sessions: to_drafts(*sessions))
 lagging = st.builds(LaggingSession, session_id=session_ids, epoch=uint64, have_len=uint32)
 
 
@@ -276,7 +275,7 @@ def test_a_drafters_messages_come_back_as_nodes_then_lagging(
 
 def plain(messages: Sequence[ToVerifier]) -> list[object]:
     """Messages that can be compared."""
-    return [list(each) if isinstance(each, Drafts) else each for each in messages]
+    return [[*by_session(each)] if isinstance(each, Drafts) else each for each in messages]
 
 
 def opened(session_id: str, num_tokens: int) -> OpenSession:
@@ -309,7 +308,7 @@ def test_a_session_larger_than_a_part_has_a_part_of_its_own() -> None:
 def test_a_drafters_answers_are_split_too() -> None:
     draft = SparseDraft(token_ids=tuple(range(2**31, 2**31 + 64)), weights=(MAX_WEIGHT,) * 64)
     nodes = [NodeGuess(2**31 + index, 0, 2**31, 1.0, draft) for index in range(8)]
-    said = [Drafts.of(SessionDrafts(index, 1, nodes)) for index in range(2_000)]
+    said = [to_drafts(SessionDrafts(index, 1, nodes)) for index in range(2_000)]
     parts = list(wire.in_parts(said))
     assert [message for part in parts for message in part] == said
     assert len(parts) > 1
@@ -319,7 +318,7 @@ def test_a_drafters_answers_are_split_too() -> None:
 @given(st.floats(0, 1))
 def test_a_confidence_loses_at_most_half_a_255th(confidence: float) -> None:
     guess = NodeGuess(node_id=1, parent_id=0, token_id=5, confidence=confidence)
-    sent = Drafts.of(SessionDrafts(1, 1, [guess]))
+    sent = to_drafts(SessionDrafts(1, 1, [guess]))
     _, (received,) = wire.draft_response_from_pb(wire.draft_response_to_pb([sent]))
     assert isinstance(received, Drafts)
     assert abs(received.confidences[0] - confidence) <= 0.5 / 255 + 1e-12

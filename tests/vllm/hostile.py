@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc
 
-from paceline.core.messages import Drafts, ModelIdentity, NodeGuess, SessionDrafts
+from paceline.core.messages import ModelIdentity
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire import draft_response_to_pb
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 FLOOD_NODES, FLOOD_MESSAGES = 1000, 100
 NO_TOKEN = 2**31
@@ -134,4 +135,4 @@ def _serve(loop: asyncio.AbstractEventLoop, ready: threading.Event, port: int, d
 def _nodes(number: int, base_len: int, token_ids: list[int]) -> bytes:
     """Children of the last committed token."""
     nodes = [NodeGuess(node_id, 0, token_id, 1.0) for token_id, node_id in zip(token_ids, _ids, strict=False)]
-    return draft_response_to_pb([Drafts.of(SessionDrafts(number, base_len, nodes))]).SerializeToString()
+    return draft_response_to_pb([to_drafts(SessionDrafts(number, base_len, nodes))]).SerializeToString()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import NamedTuple
@@ -144,27 +144,6 @@ def sizes_of(ends: Ints) -> Ints:
     return sizes
 
 
-class NodeGuess(NamedTuple):
-    """One new node of a draft tree; parent 0 is the last committed token the drafter knew.
-
-    `distribution` is what the token was sampled from, for the rules that ask for it.
-    """
-
-    node_id: int
-    parent_id: int
-    token_id: int
-    confidence: float
-    distribution: SparseDraft | None = None
-
-
-class SessionDrafts(NamedTuple):
-    """New nodes of one session's tree, parents before children."""
-
-    number: int
-    base_len: int
-    nodes: Sequence[NodeGuess]
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Drafts:
     """New nodes of the trees of some sessions, in columns; nodes come session by session, parents before children.
@@ -190,22 +169,6 @@ class Drafts:
     tokens: Ints
     confidences: npt.NDArray[np.float64]
     distributions: Sequence[SparseDraft] = ()
-
-    @classmethod
-    def of(cls, *sessions: SessionDrafts) -> Drafts:
-        """Those of some sessions; all nodes have a distribution, or none has."""
-        nodes = [node for each in sessions for node in each.nodes]
-        ids, parent_ids, tokens = np.array([node[:3] for node in nodes], np.int64).reshape(-1, 3).astype(np.int32).T
-        return cls(
-            numbers=np.array([each.number for each in sessions], np.int64).astype(np.int32),
-            base_lens=np.array([each.base_len for each in sessions], np.int64).astype(np.int32),
-            ends=np.cumsum([len(each.nodes) for each in sessions], dtype=np.int32),
-            ids=ids.copy(),
-            parent_ids=parent_ids.copy(),
-            tokens=tokens.copy(),
-            confidences=np.array([node.confidence for node in nodes], np.float64),
-            distributions=[node.distribution for node in nodes if node.distribution is not None],
-        )
 
     @property
     def num_sessions(self) -> int:
@@ -243,16 +206,6 @@ class Drafts:
             confidences=self.confidences[kept],
             distributions=[*compress(self.distributions, kept.tolist())],
         )
-
-    def __iter__(self) -> Iterator[SessionDrafts]:
-        """Session by session."""
-        columns = (self.ids, self.parent_ids, self.tokens, self.confidences)
-        distributions: Sequence[SparseDraft | None] = self.distributions or [None] * self.num_nodes
-        nodes = [*map(NodeGuess, *(column.tolist() for column in columns), distributions)]
-        start = 0
-        for number, base_len, end in zip(*(c.tolist() for c in (self.numbers, self.base_lens, self.ends)), strict=True):
-            yield SessionDrafts(number, base_len, nodes[start:end])
-            start = end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,12 @@ import pytest
 
 from paceline.core.acceptance_rules import Rules, token_fates
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import GenerateRequest, NodeGuess, TokenFate
+from paceline.core.messages import GenerateRequest, TokenFate
 from paceline.core.params import ACCEPTANCE_RULES, BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import FloatArray, SparseDraft, overlap
 from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
+from tests.support.guesses import NodeGuess
 from tests.support.plugin_pages import typical_rule
 from tests.support.trees import graft_into, new_tree, nodes_of, verified
 from tests.unit.core.toy_models import normalised

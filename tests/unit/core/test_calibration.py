@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from paceline.core.calibration import CalibrationStore
-from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree
 from paceline.forest import Forest
 from paceline.forest.calibrating import MAX_MARGIN, margin, observe
+from tests.support.guesses import NodeGuess
 from tests.support.trees import advance, graft_into, nodes_of, seen
 
 

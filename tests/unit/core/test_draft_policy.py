@@ -14,11 +14,11 @@ from paceline.core.draft_policy import MOST_PRICE, FixedGamma, Goodput
 from paceline.core.drafting_mode import LEAST_STEPS
 from paceline.core.errors import ConfigError
 from paceline.core.goodput import LEAST_SURVIVAL
-from paceline.core.messages import NodeGuess
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost
 from paceline.core.tree import DraftTree
 from paceline.forest import ROOT, rows_of
 from paceline.forest.linking import CHILD_SHARE
+from tests.support.guesses import NodeGuess
 from tests.support.trees import allot, graft_into, new_tree, nodes_of
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))

@@ -9,17 +9,15 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.messages import (
     CloseSession,
     Commit,
-    Drafts,
     FinishReason,
     LaggingSession,
-    NodeGuess,
     OpenSession,
-    SessionDrafts,
 )
 from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost
 from paceline.core.suspects_turn import HEARD_S
+from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.loops import DRAFTER, WRONG, Policy, VerifierLoop, text
 
 
@@ -121,7 +119,7 @@ def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken
         for each in (first, second)
     }
     nobody = SessionDrafts(99, 1, [NodeGuess(1, 0, WRONG, 0.9), NodeGuess(2, 1, WRONG, 0.9)])
-    loop.say(Drafts.of(guesses[second.link.number], nobody, guesses[first.link.number]))
+    loop.say(to_drafts(guesses[second.link.number], nobody, guesses[first.link.number]))
     assert [each.tree.num_nodes for each in (first, second)] == [1, 1]
     loop.step()
     assert [each.tally.num_accepted for each in (first, second)] == [1, 1]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX
 from paceline.core.tree import DraftTree, walk
 from paceline.forest import show
+from tests.support.guesses import NodeGuess
 from tests.support.trees import advance, graft_into, new_tree, nodes_of, seen, verified
 
 
