@@ -17,7 +17,6 @@ from paceline.core.features import FeatureBuffer, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
-from paceline.forest import path
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
@@ -96,7 +95,7 @@ def test_a_chain_is_what_the_head_says_from_the_targets_features_and_its_own(fol
             continue
         forest = pair.draft.scheduler.trees.forest
         named = forest.arrays.nodes["id"][session.row, : forest.count(session.row)] > 0
-        chain = path(forest, session.row, int(named.sum()) - 1)
+        chain = forest.path(session.row, int(named.sum()) - 1)
         assert chain[:4] == expected_chain(target, head, session.tokens, 4)
         checked += 1
     assert checked > 8

@@ -14,7 +14,7 @@ from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import graft
 from paceline.core.tree import DraftTree, Node
-from paceline.forest import ROOT, Forest, Picked, rows_of
+from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 
@@ -61,6 +61,30 @@ def seen(tree: DraftTree) -> Seen:
             tree.drafts.get(int(node["position"])),
         )
     return nodes[ROOT]
+
+
+def show(forest: Forest, row: int) -> str:
+    """A tree as text, for failing tests: of each node token, survival, id, slot, KV, and who guessed it."""
+    tree, nodes = forest.arrays.trees[row], forest.arrays.nodes[row]
+    lines = [f"row {row}: {tree['count']} nodes beyond {tree['committed_len']} tokens"]
+
+    def below(parent: int, indent: str) -> None:
+        for slot in range(int(tree["count"])):
+            node = nodes[slot]
+            if node["parent"] != parent:
+                continue
+            kv = "" if node["kv"] == NONE else f" kv {node['kv']}"
+            by = ", ".join(
+                f"{source} {sure:.3f}"
+                for source, sure in zip(forest.sources, node["confidences"], strict=True)
+                if sure >= 0.0
+            )
+            survival = math.exp(node["weight"])
+            lines.append(f"{indent}{node['token']}: {survival:.3f} #{node['id']} @{slot}{kv} ({by})")
+            below(slot, indent + "  ")
+
+    below(ROOT, "  ")
+    return "\n".join(lines)
 
 
 def nodes_of(tree: DraftTree) -> list[Seen]:

@@ -56,7 +56,6 @@ class Family:
         vllm: Whether vLLM serves it.
         gated: Whether an MLP has a gate beside its two matrices.
         tied: Whether the head is the embedding, unless config.json says otherwise.
-        remark: What else a reader should know.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Family:
     vllm: bool = True
     gated: bool = True
     tied: bool = False
-    remark: str = ""
 
 
 def _lean(name: str, architecture: str, example: str, **more: Any) -> Family:

@@ -129,7 +129,6 @@ class ResumingClient:
         silence_s: Longest wait for the next message of a stream, in seconds. Long, since streams may queue; gRPC's
             pings detect dead or frozen gateways sooner.
         clock: Monotonic seconds.
-        chance: Spreads the retries of many clients.
     """
 
     def __init__(
@@ -141,7 +140,6 @@ class ResumingClient:
         patience_s: float = 60.0,
         silence_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        chance: random.Random | None = None,
     ) -> None:
         self._channels = [_channel(address, ca) for address in addresses]
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -149,7 +147,6 @@ class ResumingClient:
         self._patience_s = patience_s
         self._silence_s = silence_s
         self._clock = clock
-        self._chance = random.Random() if chance is None else chance
         self.num_resumed = 0
 
     async def __aenter__(self) -> ResumingClient:
@@ -194,7 +191,7 @@ class ResumingClient:
                     raise UnavailableError(f"no gateway has brought a token in time; the last said: {error}") from error
                 self.num_resumed += bool(progress.session_id)
             # Clients that lost the same gateway must not all return at the same moment.
-            await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
             turn += 1
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +90,6 @@ class VerifyOutcome:
 
     num_accepted: int
     next_token_id: int
-    next_kind: Literal["recovered", "bonus"]
 
 
 def reject_walk(
@@ -117,9 +115,9 @@ def reject_walk(
         target_probs, draft_probs = target_rows[index], draft_rows[index]
         if not uniforms[index] * draft_probs[token_id] < target_probs[token_id]:
             recovered = pick(residual(target_probs, draft_probs), uniforms[gamma])
-            return VerifyOutcome(num_accepted=index, next_token_id=recovered, next_kind="recovered")
+            return VerifyOutcome(num_accepted=index, next_token_id=recovered)
     bonus = pick(target_rows[gamma], uniforms[gamma])
-    return VerifyOutcome(num_accepted=gamma, next_token_id=bonus, next_kind="bonus")
+    return VerifyOutcome(num_accepted=gamma, next_token_id=bonus)
 
 
 def block_keeps(
@@ -166,10 +164,10 @@ def block_walk(
     accepted = max((length for length in range(1, gamma + 1) if uniforms[length - 1] < keeps[length - 1]), default=0)
     if accepted == gamma:
         bonus = pick(target_rows[gamma], uniforms[gamma])
-        return VerifyOutcome(num_accepted=gamma, next_token_id=bonus, next_kind="bonus")
+        return VerifyOutcome(num_accepted=gamma, next_token_id=bonus)
     law = residual(covered[accepted] * target_rows[accepted], draft_rows[accepted])
     recovered = pick(law, uniforms[gamma])
-    return VerifyOutcome(num_accepted=accepted, next_token_id=recovered, next_kind="recovered")
+    return VerifyOutcome(num_accepted=accepted, next_token_id=recovered)
 
 
 def _require_rows(

@@ -353,7 +353,7 @@ class Scheduler(Generic[SessionT]):
     def take_report(self, plan: StepPlan[SessionT]) -> StepReport:
         """What the step did; the next one has a report of its own."""
         report, self.report = self.report, StepReport()
-        report.num_rows, report.num_decoding = plan.num_rows, len(report.gammas)
+        report.num_rows = plan.num_rows
         report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         return report
 

@@ -137,7 +137,6 @@ class StepReport:
     seconds: float = 0.0
     num_rows: int = 0
     num_prefill_rows: int = 0
-    num_decoding: int = 0
     num_running: int = 0
     num_waiting: int = 0
     price: float = 1.0

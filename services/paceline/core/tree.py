@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.messages import Drafts
 from paceline.core.rejection_sampling import SparseDraft
-from paceline.forest import NONE, ROOT, Forest, Picked, path, rows_of
+from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 
 
 class Node:
@@ -141,7 +141,7 @@ class DraftTree:
 
     def path(self, node: int) -> list[int]:
         """Tokens from below the root down to a node."""
-        return path(self.forest, self.row, node)
+        return self.forest.path(self.row, node)
 
     def permits(self, parent: int, token_id: int) -> bool:
         """Whether a guess may be right at all."""

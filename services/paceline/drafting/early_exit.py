@@ -98,7 +98,6 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         decoder: The target.
         layers: Those that draft, in the order in which they run.
         cost: Time of a pass through them as a share of a step's.
-        most_passes: Most passes after a step, and so the longest path of guesses.
         width: Guesses below each node.
     """
 
@@ -110,13 +109,11 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         layers: tuple[int, ...],
         *,
         cost: float,
-        most_passes: int = MOST_PASSES,
         width: int = WIDTH,
     ) -> None:
         self._decoder = decoder
         self._layers = layers
         self._cost = cost
-        self._most_passes = most_passes
         self._width = width
         self._place: tuple[KVCache, SlotPool] | None = None
 
@@ -136,7 +133,7 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         ready = [growth for growth in growths if _has_place_for_root(growth.turn.follower)]
         slots: list[int] = []
         leaves: list[tuple[_Growth, _Guess | None]] = [(growth, None) for growth in ready]
-        for _ in range(self._most_passes):
+        for _ in range(MOST_PASSES):
             self._expand(leaves, cache, scratch, slots)
             prospects = [each.prospect() for each in ready]
             expected, gain = sum(each for each, _ in prospects), sum(each for _, each in prospects)

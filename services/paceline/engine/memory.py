@@ -102,11 +102,6 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
 
-    @property
-    def total_bytes(self) -> int:
-        """All that it takes."""
-        return self.weight_bytes + self.scratch_bytes + self.num_pages * self.page_bytes
-
     def lines(self) -> list[str]:
         """The account, a line a part."""
         tokens = self.num_pages * BLOCK_SIZE

@@ -4,7 +4,6 @@ from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Ta
 from paceline.forest.forest import Forest
 from paceline.forest.links import NOTHING, Links
 from paceline.forest.records import FULL, NONE, ROOT, Bools, Floats, Ints
-from paceline.forest.showing import path, show
 from paceline.forest.warming import warm_up
 
 __all__ = [
@@ -23,8 +22,6 @@ __all__ = [
     "Picked",
     "Pushed",
     "Taken",
-    "path",
     "rows_of",
-    "show",
     "warm_up",
 ]

@@ -80,7 +80,7 @@ def reprice(f: Arrays, rows: Ints, prices: Floats, rooms: Ints) -> None:
 
 
 @kernel
-def grows(tree: Any, nodes: Any, slot: int, least: float, context_len: int) -> bool:
+def grows(nodes: Any, slot: int, least: float, context_len: int) -> bool:
     """Whether a node is worth computing: named, not computed, below a computed one, with children in the context."""
     node = nodes[slot]
     return bool(
@@ -99,7 +99,7 @@ def can_grow(tree: Any, nodes: Any, context_len: int) -> bool:
         return False
     least = least_weight(tree)
     for slot in range(tree.count):
-        if grows(tree, nodes, slot, least, context_len):
+        if grows(nodes, slot, least, context_len):
             return True
     return False
 
@@ -128,7 +128,7 @@ def frontier(
             continue
         least, found = least_weight(tree), 0
         for slot in range(tree.count):
-            if grows(tree, nodes, slot, least, context_len):
+            if grows(nodes, slot, least, context_len):
                 found = insert(slots, weights, found, limit, slot, nodes[slot].weight)
         for rank in range(found):
             out_rows[total], out_slots[total], out_weights[total] = row, slots[rank], weights[rank]

@@ -27,6 +27,7 @@ from paceline.forest.records import (
     NONE,
     RECENT,
     RING,
+    ROOT,
     SLOTS,
     TREE,
     Arrays,
@@ -365,6 +366,17 @@ class Forest:
         if size:
             drafting.push(self.arrays, rows, room, at_once, context_len, *pushed)
         return pushed
+
+    # For readers
+
+    def path(self, row: int, slot: int) -> list[int]:
+        """Tokens from below the root down to a slot."""
+        tokens: list[int] = []
+        nodes = self.arrays.nodes
+        while slot != ROOT:
+            tokens.append(int(nodes["token"][row, slot]))
+            slot = int(nodes["parent"][row, slot])
+        return tokens[::-1]
 
     # Growth of the arrays
 

@@ -129,13 +129,13 @@ def test_a_sparse_draft_keeps_the_law_if_it_is_what_was_sampled(pair: tuple[Floa
 def test_a_token_without_target_mass_is_never_accepted_even_at_uniform_zero() -> None:
     target, draft = normalised([0, 1]), normalised([1, 1])
     outcome = reject_walk([target, target], [draft], [0], [0.0, 0.0])
-    assert outcome == VerifyOutcome(num_accepted=0, next_token_id=1, next_kind="recovered")
+    assert outcome == VerifyOutcome(num_accepted=0, next_token_id=1)
 
 
 def test_equal_laws_accept_everything_and_add_a_bonus() -> None:
     probs = normalised([1, 2, 3])
     outcome = reject_walk([probs] * 3, [probs] * 2, [2, 0], [0.999999, 0.999999, 0.9])
-    assert outcome == VerifyOutcome(num_accepted=2, next_token_id=2, next_kind="bonus")
+    assert outcome == VerifyOutcome(num_accepted=2, next_token_id=2)
 
 
 def test_the_residual_of_equal_laws_is_the_law_itself() -> None:

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX
 from paceline.core.tree import DraftTree, walk
-from paceline.forest import show
 from tests.support.guesses import NodeGuess
-from tests.support.trees import advance, graft_into, new_tree, nodes_of, seen, verified
+from tests.support.trees import advance, graft_into, new_tree, nodes_of, seen, show, verified
 
 
 def guess(node_id: int, parent_id: int, token_id: int, confidence: float = 0.5) -> NodeGuess:

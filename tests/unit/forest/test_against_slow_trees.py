@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.forest import NONE, ROOT, Forest, path, rows_of, show
+from paceline.forest import NONE, ROOT, Forest, rows_of
 from tests.support.slow_trees import SlowCalibration, SlowGrowth, SlowNode, SlowOffset, SlowTree
+from tests.support.trees import show
 
 SOURCES = ("draft_model", "ngram", "grammar")
 STREAMS = int(os.environ.get("FOREST_STREAMS", "60"))
@@ -31,7 +32,7 @@ def tree_in(forest: Forest, row: int, *, named: bool = False) -> dict[tuple[int,
         node = forest.arrays.nodes[row, slot]
         if not named or node["id"]:
             guesses = {source: float(sure) for source, sure in enumerate(node["confidences"]) if sure >= 0.0}
-            found[tuple(path(forest, row, slot))] = (math.exp(node["weight"]), guesses)
+            found[tuple(forest.path(row, slot))] = (math.exp(node["weight"]), guesses)
     return found
 
 
@@ -44,7 +45,7 @@ def assert_same(forest: Forest, row: int, tree: SlowTree, *, named: bool = False
 
 
 def slot_of(forest: Forest, row: int, node: SlowNode) -> int:
-    return next((slot for slot in range(forest.count(row)) if tuple(path(forest, row, slot)) == node.path()), ROOT)
+    return next((slot for slot in range(forest.count(row)) if tuple(forest.path(row, slot)) == node.path()), ROOT)
 
 
 class Session:
@@ -233,7 +234,7 @@ class Drafting:
         nodes = self.growth.frontier(limit, self.context_len)
         calls = self.forest.frontier(self.row, limit=limit, most=1000, context_len=self.context_len)
         row = int(self.row[0])
-        assert [node.path() for node in nodes] == [tuple(path(self.forest, row, slot)) for slot in calls.slots]
+        assert [node.path() for node in nodes] == [tuple(self.forest.path(row, slot)) for slot in calls.slots]
         for node, slot in zip(nodes, calls.slots, strict=True):
             node.kv = next(self.kvs)
             self.forest.arrays.nodes["kv"][row, slot] = node.kv
@@ -246,7 +247,7 @@ class Drafting:
         pushed = self.forest.push(self.row, room=room, context_len=self.context_len, at_once=at_once)
         row, nodes = int(self.row[0]), self.forest.arrays.nodes
         paths = {
-            int(nodes["id"][row, slot]): tuple(path(self.forest, row, slot)) for slot in range(self.forest.count(row))
+            int(nodes["id"][row, slot]): tuple(self.forest.path(row, slot)) for slot in range(self.forest.count(row))
         }
         paths[0] = ()
         end = pushed.ends[0]

@@ -74,7 +74,6 @@ class _Definitions:
 
     def __init__(self, root: Json, name: str) -> None:
         self.found: dict[str, Json] = {}
-        self._root = root
         self._name = name
         self._bases: dict[int, str] = {}
         self._places: dict[str, Any] = {"": root}

@@ -169,7 +169,6 @@ class VllmEngine:
             outputs = [each for each in self._core.step() if int(each.request_id) in self._running]
             for output in outputs:
                 self._take(output, len(outputs), report)
-            report.num_decoding = len(outputs)
             self._add_stats(report)
             report.num_rows = len(outputs) + sum(report.gammas) + report.num_prefill_rows
         report.seconds = self._clock() - began_s

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
 
 
@@ -41,11 +42,11 @@ class _SequencePlan:
     mask: npt.NDArray[np.bool_]
 
 
-def _plan_sequence(batch: Batch, sequence: int, block_size: int) -> _SequencePlan:
+def _plan_sequence(batch: Batch, sequence: int) -> _SequencePlan:
     rows = np.flatnonzero(batch.sequences == sequence)
     context_lens = batch.context_lens[rows]
     positions = np.arange(context_lens.max(), dtype=np.int64)
-    blocks = batch.block_tables[sequence, positions // block_size].astype(np.int64)
+    blocks = batch.block_tables[sequence, positions // BLOCK_SIZE].astype(np.int64)
     prefix_mask = positions[None, :] < context_lens[:, None]
     used = np.arange(batch.ancestors.shape[1])[None, :] < batch.num_ancestors[rows][:, None]
     nodes = np.unique(batch.ancestors[rows][used]).astype(np.int64)
@@ -54,7 +55,7 @@ def _plan_sequence(batch: Batch, sequence: int, block_size: int) -> _SequencePla
     node_mask[row_index, np.searchsorted(nodes, batch.ancestors[rows][row_index, depth_index])] = True
     return _SequencePlan(
         rows=rows,
-        slots=np.concatenate([blocks * block_size + positions % block_size, nodes]),
+        slots=np.concatenate([blocks * BLOCK_SIZE + positions % BLOCK_SIZE, nodes]),
         mask=np.concatenate([prefix_mask, node_mask], axis=1),
     )
 
@@ -95,11 +96,11 @@ def write_at(
     values[block, :, offset] = new_values.to(values.dtype)
 
 
-def plan_attention(batch: Batch, device: torch.device, block_size: int = 16) -> list[GroupPlan]:
+def plan_attention(batch: Batch, device: torch.device) -> list[GroupPlan]:
     """Groups sequences by the power of two above their row count, so that padding at most doubles."""
     groups: dict[int, list[_SequencePlan]] = {}
     for sequence in np.unique(batch.sequences):
-        plan = _plan_sequence(batch, int(sequence), block_size)
+        plan = _plan_sequence(batch, int(sequence))
         groups.setdefault((len(plan.rows) - 1).bit_length(), []).append(plan)
     return [_pad_group(plans, device) for plans in groups.values()]
 

@@ -117,16 +117,6 @@ class ConsoleFeed:
         self._polling: asyncio.Task[None] | None = None
         self._closed = False
 
-    @property
-    def num_viewers(self) -> int:
-        """Viewers at the moment."""
-        return len(self._viewers)
-
-    @property
-    def polling(self) -> bool:
-        """Whether metrics are being read."""
-        return self._polling is not None
-
     @contextmanager
     def watching(self) -> Iterator[Frames]:
         """Counts as a viewer while a block runs; the queue yields frames, and None when there will be no more.

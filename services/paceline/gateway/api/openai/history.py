@@ -18,7 +18,7 @@ from paceline.gateway.http.fields import UnknownFields, read_fields, read_result
 from paceline.gateway.message.schemas import Json
 
 MAX_REASON_CHARACTERS = 120
-_FUNCTION, _TOOL, _ASSISTANT, _SYSTEM = "function", "tool", "assistant", "system"
+_FUNCTION, _TOOL, _SYSTEM = "function", "tool", "system"
 # A message of these without content is a mistake, not a part of an agent's history.
 _SPOKEN = frozenset({"system", "developer", "user"})
 

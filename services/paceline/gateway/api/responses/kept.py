@@ -14,9 +14,7 @@ from paceline.store.documents import FINAL, Document
 
 Json = dict[str, Any]
 
-IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED, CANCELLED = (
-    *("in_progress", "completed", "incomplete", "failed", "cancelled"),
-)
+IN_PROGRESS, INCOMPLETE, FAILED, CANCELLED = "in_progress", "incomplete", "failed", "cancelled"
 # Why a response is incomplete: its client or its gateway left. It can still be streamed to its end for a while.
 INTERRUPTED = "interrupted"
 # What a response repeats of its request, and what it may be long for.

@@ -49,13 +49,13 @@ class Fleet:
 async def test_nothing_is_read_until_somebody_watches_and_after_the_last_has_left() -> None:
     fleet = Fleet(VERIFIER)
     feed = fleet.feed()
-    assert not feed.polling
+    assert feed._polling is None
     with feed.watching() as first:
         with feed.watching() as second:
             assert (await first.get(), (await second.get())) != (None, None)
             assert fleet.readers == 1
-        assert feed.polling
-    assert (feed.polling, feed.num_viewers) == (False, 0)
+        assert feed._polling is not None
+    assert (feed._polling, feed._viewers) == (None, set())
     await asyncio.sleep(0)
     reads = len(fleet.reads)
     for _ in range(20):
@@ -88,7 +88,7 @@ async def test_one_viewer_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -
                 with feed.watching():
                     pass
         with feed.watching():
-            assert feed.num_viewers == 2
+            assert len(feed._viewers) == 2
 
 
 async def test_closing_sends_viewers_home_and_refuses_others() -> None:
