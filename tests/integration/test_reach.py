@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.gateway.fleet import reach
+from paceline.gateway.fleet import fleet as module
 from tests.support.scripted_fleet import MODEL, WAIT_S, scripted_fleet, verifier_server
 
 
@@ -15,7 +15,7 @@ async def test_a_gateway_that_reaches_no_verifier_is_not_ready_until_one_answers
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second audit: the registry was well, no verifier could be reached, and every request failed: ready."""
-    monkeypatch.setattr(reach, "UNREACHABLE_S", 0.1)
+    monkeypatch.setattr(module, "UNREACHABLE_S", 0.1)
     async with scripted_fleet(tmp_path) as fleet, asyncio.timeout(WAIT_S):
         [server] = fleet.servers
         await server.stop(0)

@@ -75,12 +75,29 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tra
 def _engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], DraftEngine]]:
     """Returns the chosen engine; what the other one needs is not imported."""
     if config.engine == SIMULATED:
-        from paceline.drafter.simulated_engine import simulated_engine
-
-        return simulated_engine(config)
+        return _simulated_engine(config)
     from paceline.drafter.own_engine import own_engine
 
     return own_engine(config)
+
+
+def _simulated_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], DraftEngine]]:
+    """Returns the very engine and scheduler, with a model on a simulated device that takes its time."""
+    from paceline.simulated.model import Simulation, find_profile
+
+    simulation = Simulation(
+        profile=find_profile(config.profile),
+        folder=config.model,
+        mean_length=config.mean_output_tokens,
+        acceptance=config.acceptance,
+    )
+    identity = simulation.identity(config.model_name)
+    logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
+
+    def make() -> DraftEngine:
+        return simulation.draft_engine(simulation.profile.drafter, identity, num_blocks=config.num_kv_blocks)
+
+    return identity, make
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.credentials import load_tls, show_days_left
-from paceline.service.open_files import open_files_limit
+from paceline.service.process import open_files_limit
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, Self, TypeVar
 
 import grpc
@@ -21,7 +23,6 @@ from grpc_reflection.v1alpha import reflection
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.service.config import as_called, exit_with_error
-from paceline.service.open_files import raise_open_files_limit
 from paceline.service.status import ErrorInterceptor
 
 # Name in the health service for whether the process is alive, ready or not.
@@ -214,6 +215,24 @@ async def until_stopped(ended: Coroutine[Any, Any, None]) -> None:
     if death.done():
         death.result()
     death.cancel()
+
+
+def raise_open_files_limit() -> None:
+    """Raises the limit to the highest that the system allows this process.
+
+    Shells and init systems often set 1,024, for old programs that cannot use more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems refuse what they call the hard limit; then the old one stays.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        if soft != hard:
+            _log.info("limit of open files raised", extra={"before": soft, "now": hard})
+
+
+def open_files_limit() -> int:
+    """Returns the present limit."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> ResultT:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.service.open_files import open_files_limit, raise_open_files_limit
-from paceline.service.process import run
+from paceline.service.process import open_files_limit, raise_open_files_limit, run
 
 
 @pytest.fixture(autouse=True)

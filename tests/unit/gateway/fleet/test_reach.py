@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from paceline.gateway.fleet.reach import UNREACHABLE_S, Reach
+from paceline.gateway.fleet.fleet import UNREACHABLE_S, Reach
 from paceline.store.base import Replica
 from tests.support.replicas import replica
 
