@@ -21,6 +21,7 @@ Bools = npt.NDArray[np.bool_]
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
 REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
 
+NS_PER_S = 1e9
 
 # First words of `ModelIdentity.arithmetic` where logits depend on who shares the batch: such engines promise the law of
 # a text, and not its tokens.

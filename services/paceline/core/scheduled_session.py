@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from paceline.core.grammar import OutputGrammar
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
+    NS_PER_S,
     CommittedTokens,
     FinishReason,
     GenerateRequest,
@@ -27,7 +28,6 @@ from paceline.forest import Forest
 
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
 SHORT_REMAINDER = 10
-NS_PER_S = 1e9
 
 
 class ScheduledSession(VerifierSession):

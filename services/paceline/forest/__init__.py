@@ -1,13 +1,12 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
-from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Taken, rows_of
+from paceline.forest.columns import Calls, Committed, Grafts, Picked, Taken, rows_of
 from paceline.forest.forest import Forest
 from paceline.forest.links import NOTHING, Links
-from paceline.forest.records import FULL, NONE, ROOT, Bools, Floats, Ints
+from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
 from paceline.forest.warming import warm_up
 
 __all__ = [
-    "FULL",
     "NONE",
     "NOTHING",
     "ROOT",
@@ -20,7 +19,6 @@ __all__ = [
     "Ints",
     "Links",
     "Picked",
-    "Pushed",
     "Taken",
     "rows_of",
     "warm_up",

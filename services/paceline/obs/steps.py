@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.core.messages import CommittedTokens, GenerateResult
+from paceline.core.messages import NS_PER_S, CommittedTokens, GenerateResult
 from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics, rows_label
-
-NS_PER_S = 1e9
 
 
 def record_output(metrics: VerifierMetrics, output: TargetOutput) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from paceline.core.messages import GenerateRequest, GenerateResult
+from paceline.core.messages import NS_PER_S, GenerateRequest, GenerateResult
 from paceline.core.target_events import TracedRound, TracedStart
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 
 # Most rounds that the span of a session shows; `paceline.obs.otlp` must keep that many events.
 MAX_ROUNDS = 120
-NS_PER_S = 1e9
 
 
 class SessionTrace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
+    NS_PER_S,
     CommittedTokens,
     FinishReason,
     GenerateRequest,
@@ -38,8 +39,6 @@ _FATE_TO_PB = {
     TokenFate.PLAIN: verifier_pb2.TOKEN_FATE_PLAIN,
 }
 _FATE_FROM_PB = {int(value): fate for fate, value in _FATE_TO_PB.items()}
-
-NS_PER_S = 1e9
 
 
 def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGenerateRequest:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord, Timings
+from paceline.core.messages import NS_PER_S, FinishReason, PositionLogprobs, SpeculationRecord, Timings
 from paceline.core.target_events import StepReport
 
-NS_PER_S = 1e9
 FINISH_REASONS = {each.value: each for each in FinishReason}
 
 

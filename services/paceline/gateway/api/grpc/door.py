@@ -16,11 +16,10 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares
-from paceline.gateway.api.grpc.messages import check_message
+from paceline.gateway.api.grpc.messages import FIELD, check_message
 from paceline.gateway.http.connection import SEND_TIMEOUT_S
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
-FIELD = "request"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Of a stream that is not read at the moment, so that calls that wait for their turn hold little.
 UNREAD_BYTES = 64 * 1024

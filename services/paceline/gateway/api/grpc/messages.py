@@ -18,7 +18,7 @@ SMALL_BYTES = 64 * 1024
 MAX_TOKEN_IDS = 1 << 20
 # A prompt behind more fields than these is not found.
 MAX_FIELDS = 64
-_FIELD = "request"
+FIELD = "request"
 _PROMPT = gateway_pb2.GatewayGenerateRequest.PROMPT_FIELD_NUMBER
 _TOKEN_IDS = gateway_pb2.GatewayGenerateRequest.PROMPT_TOKEN_IDS_FIELD_NUMBER
 _IDS = gateway_pb2.TokenIds.IDS_FIELD_NUMBER
@@ -50,7 +50,7 @@ def check_message(method: str, data: bytes) -> None:
         raise InvalidRequestError("prompt_token_ids", f"has {num_ids} ids, at most {MAX_TOKEN_IDS} are read")
     if len(data) - long_bytes > SMALL_BYTES:
         raise InvalidRequestError(
-            _FIELD, f"holds {len(data) - long_bytes} bytes beside its prompt, at most {SMALL_BYTES} are read"
+            FIELD, f"holds {len(data) - long_bytes} bytes beside its prompt, at most {SMALL_BYTES} are read"
         )
 
 
@@ -78,4 +78,4 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise InvalidRequestError(_FIELD, "is not a message of this method: a number is cut short")
+    raise InvalidRequestError(FIELD, "is not a message of this method: a number is cut short")
