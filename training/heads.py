@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from paceline.acceptance.eagle3 import Eagle3, default_aux_layers, eagle3_config
+from paceline.acceptance.eagle3 import Eagle3
 from paceline.acceptance.medusa import MedusaHeads
 from paceline.acceptance.models import head_weight
 from paceline.service.config import setting
+from training.eagle3 import begin_from, default_aux_layers, eagle3_config
 from training.export import export_heads, publish
 from training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
@@ -83,7 +84,7 @@ def train_eagle3(config: Eagle3Config) -> Eagle3:
     text = TextSource(config, target, aux_layers)
     draft_ids = most_frequent(text.token_shares(int(target.config.vocab_size)), config.draft_vocab_size)
     head = Eagle3(shape, target, draft_ids).to(target.device)
-    head.begin_from(target)
+    begin_from(head, target)
 
     def lessons(batch: Batch) -> list[Lesson]:
         return eagle3_lessons(config, head, target, batch)

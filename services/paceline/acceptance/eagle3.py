@@ -6,7 +6,6 @@ the target at `i` in the first step of a chain, its own output afterwards. It is
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,53 +14,15 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from paceline.acceptance.models import Drafted, embedding_weight, head_weight, rotations
+from paceline.acceptance.models import Drafted, embedding_weight, rotations
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-NEW_WEIGHT_STD = 0.02
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one step, each `[batch, heads, rows, head_dim]`."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's positions, each `[rows, head_dim]`."""
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers of the target whose outputs are read: one early, one middle, one late.
-
-    Raises:
-        ValueError: the target is too shallow for three of them below its last layer.
-    """
-    if num_layers < 4:
-        raise ValueError(f"the target has {num_layers} layers, needs at least 4")
-    return (1, num_layers // 2 - 1, num_layers - 4)
-
-
-def eagle3_config(target: PreTrainedModel, draft_vocab_size: int, aux_layers: Sequence[int]) -> PretrainedConfig:
-    """The head's config: the target's Llama shape with one layer, and what EAGLE-3 adds.
-
-    Raises:
-        ValueError: a size or a layer the target does not have.
-    """
-    shape = target.config.to_dict()
-    vocab, layers = int(shape["vocab_size"]), int(shape["num_hidden_layers"])
-    if not 1 <= draft_vocab_size <= vocab:
-        raise ValueError(f"draft_vocab_size is {draft_vocab_size}, but the target's vocabulary has {vocab} ids")
-    if any(not 0 <= layer < layers - 1 for layer in aux_layers):
-        # The output of the last layer is the final state, which the target shows normed only.
-        raise ValueError(f"aux_layers are {tuple(aux_layers)}, must be in 0..{layers - 2}")
-    shape.pop("layer_types", None)
-    shape |= {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": draft_vocab_size,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_layers), "use_aux_hidden_state": True},
-    }
-    return LlamaConfig(**shape)
 
 
 class _Norm(nn.RMSNorm):
@@ -160,7 +121,7 @@ class Eagle3(nn.Module):
     """The head; parameters are named as in the published layout.
 
     Args:
-        config: as `eagle3_config` makes it.
+        config: the target's Llama shape with one layer, and what EAGLE-3 adds.
         target: its embeddings are used.
         draft_ids: token ids of the logits, ascending, `[draft_vocab_size]`.
     """
@@ -194,28 +155,6 @@ class Eagle3(nn.Module):
     def draft_ids(self) -> torch.Tensor:
         """Token ids of the logits, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def begin_from(self, target: PreTrainedModel) -> None:
-        """Start where the target is: its last layer and head, on the last of the fused features.
-
-        What reads embeddings is new, so it begins small and random.
-        """
-        hidden, state = self.config.hidden_size, target.state_dict()
-        last = f"model.layers.{target.config.num_hidden_layers - 1}."
-        layer = {name.removeprefix(last): value for name, value in state.items() if name.startswith(last)}
-        with torch.no_grad():
-            self.fc.weight.zero_()[:, -hidden:] = torch.eye(hidden)
-            self.norm.weight.copy_(state["model.norm.weight"])
-            self.lm_head.weight.copy_(head_weight(target)[self.draft_ids])
-            for name, parameter in self.midlayer.named_parameters():
-                source = layer.get(name.replace("hidden_norm", "input_layernorm"))
-                if name == "input_layernorm.weight" or source is None:
-                    continue
-                if parameter.shape == source.shape:
-                    parameter.copy_(source)
-                else:
-                    nn.init.normal_(parameter[:, :hidden], std=NEW_WEIGHT_STD)
-                    parameter[:, hidden:] = source
 
     def chain(self, ids: torch.Tensor, states: torch.Tensor, positions: int) -> list[Drafted]:
         """Guesses along a text by the unrolled head, each step on the features of the one before.

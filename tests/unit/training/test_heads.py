@@ -14,10 +14,11 @@ from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.acceptance.drafters import ChainDrafter, ModelChain, load_drafter
-from paceline.acceptance.eagle3 import Attention, Eagle3, default_aux_layers, eagle3_config, load_eagle3
+from paceline.acceptance.eagle3 import Attention, Eagle3, load_eagle3
 from paceline.acceptance.measure import acceptance_table, accepted_runs, encode_prompts, measure
 from paceline.acceptance.medusa import MedusaHeads, load_medusa
 from paceline.acceptance.models import Drafted, head_weight, hidden_states, load_model, load_tokenizer, rotations
+from training.eagle3 import begin_from, default_aux_layers, eagle3_config
 from training.export import Card, export_heads
 from training.heads import Eagle3Config, MedusaConfig, eagle3_lessons, most_frequent, train_eagle3, train_medusa
 from training.loop import walk
@@ -77,7 +78,7 @@ def eagle3_run(settings: dict[str, object]) -> Eagle3Config:
 def new_head(target: PreTrainedModel, draft_ids: torch.Tensor = DRAFT_IDS) -> Eagle3:
     torch.manual_seed(3)
     head = Eagle3(eagle3_config(target, len(draft_ids), AUX), target, draft_ids)
-    head.begin_from(target)
+    begin_from(head, target)
     return head
 
 
