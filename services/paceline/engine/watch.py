@@ -11,21 +11,14 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
+
+from paceline.engine.bridge import EngineThread
 
 # Looks at the engine within its bound; so late, at most, is a hang found.
 LOOKS = 20
 # A call that is inside the engine for less time is nothing to write down.
 LEAST_TICK_S = 0.05
-
-
-class Watched(Protocol):
-    """What is watched; see `paceline.engine.bridge.EngineThread`."""
-
-    @property
-    def at_work(self) -> int | None:
-        """Number of the call that the engine is inside of; None while it waits."""
-        ...
 
 
 @dataclass(slots=True)
@@ -57,7 +50,7 @@ class Stall:
         return self.stuck_s
 
 
-async def until_hung(engine: Watched, bound_s: float) -> float:
+async def until_hung(engine: EngineThread[Any, Any], bound_s: float) -> float:
     """Returns once the engine has been inside one call for longer than `bound_s` seconds, with the time it has been."""
     stall = Stall(tick_s=max(LEAST_TICK_S, bound_s / LOOKS))
     while (stuck_s := stall.look(engine.at_work, time.monotonic())) <= bound_s:  # noqa: ASYNC110 - a hung thread sets no event
