@@ -24,6 +24,7 @@ from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES
 from paceline.engine.bridge import EngineThread
 from paceline.engine.watch import stacks, until_hung
+from paceline.obs.collector_environment import ENDPOINT_HELP
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
 from paceline.obs.stalls import stalls_watched
@@ -101,11 +102,7 @@ class ModelServiceConfig:
     zone: str = setting(
         "", help="Zone that this replica runs in, such as a cloud's; those of one zone prefer each other."
     )
-    otlp_traces_endpoint: str = setting(
-        "",
-        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
-    )
+    otlp_traces_endpoint: str = setting("", help=ENDPOINT_HELP)
     dtype: str = setting(
         "auto",
         help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",

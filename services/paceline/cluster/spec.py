@@ -23,6 +23,7 @@ from paceline.cluster.valkey import server_command
 from paceline.core.addresses import check_host, host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER
+from paceline.obs.collector_environment import ENDPOINT_HELP
 from paceline.service.config import setting
 from paceline.service.credentials import PROBE, folder_of, load_tls
 
@@ -130,11 +131,7 @@ class FleetSpec:
     verifier_arg: tuple[str, ...] = setting((), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8.")
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
-    otlp_traces_endpoint: str = setting(
-        "",
-        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
-    )
+    otlp_traces_endpoint: str = setting("", help=ENDPOINT_HELP)
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
     )

@@ -11,6 +11,7 @@ from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
 from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
+from paceline.obs.collector_environment import ENDPOINT_HELP
 from paceline.service.config import setting
 
 
@@ -101,11 +102,7 @@ class GatewayConfig:
         low=0,
         high=3600,
     )
-    otlp_traces_endpoint: str = setting(
-        "",
-        help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.",
-    )
+    otlp_traces_endpoint: str = setting("", help=ENDPOINT_HELP)
     trace_sample_ratio: float = setting(
         0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
     )

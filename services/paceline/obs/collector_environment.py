@@ -18,6 +18,11 @@ PREFIX: Final = "OTEL_EXPORTER_OTLP_"
 # Of traces alone; each wins over the general one.
 TRACES: Final = f"{PREFIX}TRACES_"
 GRPC: Final = "grpc"
+# Of the setting that names another endpoint.
+ENDPOINT_HELP: Final = (
+    "OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+    f"{PREFIX}ENDPOINT, or no traces."
+)
 
 
 def collector(environ: Mapping[str, str]) -> str:
