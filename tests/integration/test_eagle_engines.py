@@ -90,7 +90,7 @@ def test_a_chain_is_what_the_head_says_from_the_targets_features_and_its_own(fol
     checked = 0
     while pair.target.has_work():
         pair.round(draft_steps=6)
-        session = pair.draft.scheduler.sessions.get((1, "s"))
+        session = pair.draft.scheduler._sessions.get((1, "s"))
         if session is None or session.pages.num_missing:
             continue
         forest = pair.draft.scheduler.trees.forest
@@ -142,10 +142,10 @@ def test_a_drafter_that_dies_and_returns_is_told_all_states_anew(folders, plain,
             pair.start_drafter()
         pair.round()
     assert all(
-        session.features.start > 0 for session in pair.draft.scheduler.sessions.values() if session.pages.num_computed
+        session.features.start > 0 for session in pair.draft.scheduler._sessions.values() if session.pages.num_computed
     )
     trees = pair.draft.scheduler.trees
-    assert any(trees.forest.count(session.row) for session in pair.draft.scheduler.sessions.values())
+    assert any(trees.forest.count(session.row) for session in pair.draft.scheduler._sessions.values())
     pair.run()
     assert texts(pair) == plain[sampling]
 
@@ -170,12 +170,12 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
     for _ in range(4):
         pair.round()
-    session = pair.draft.scheduler.sessions[1, "s"]
+    session = pair.draft.scheduler._sessions[1, "s"]
     pair.draft.scheduler.give_up(session)
     assert session.lost_features
     output = pair.target.step()
     pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))
-    assert (1, "s") not in pair.draft.scheduler.sessions
+    assert (1, "s") not in pair.draft.scheduler._sessions
     (asked,) = pair.draft.step().to_verifiers[1]
     assert isinstance(asked, LaggingSession)
     assert asked.have_len == 0

@@ -236,7 +236,7 @@ class DrafterLoop:
 
     def session(self, name: str, link: int = 1) -> ScheduledDraftSession:
         """A session that the drafter knows."""
-        return self.scheduler.sessions[link, name]
+        return self.scheduler._sessions[link, name]
 
     def hear(self, *messages: ToDrafter, link: int = 1) -> None:
         """A verifier says something."""

@@ -127,7 +127,6 @@ class Tier(Generic[SettingsT]):
         env: Environment variables of its process.
     """
 
-    role: str
     settings: SettingsT
     resources: Mapping[str, float]
     env: Mapping[str, str]
@@ -333,7 +332,7 @@ def _tier(role: str, settings_class: type[SettingsT], section: Mapping[str, Any]
         raise ConfigError(f"{role}.gpus must be a whole number above 1, or a part of one GPU, got {settings.gpus:g}")
     if settings.accelerator_type and not settings.gpus:
         raise ConfigError(f"{role}.accelerator_type needs {role}.gpus of more than 0 beside it")
-    return Tier(role=role, settings=settings, resources=resources, env=env)
+    return Tier(settings=settings, resources=resources, env=env)
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:

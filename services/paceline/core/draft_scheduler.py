@@ -120,11 +120,6 @@ class DraftScheduler(Generic[SessionT]):
         return len(self._sessions)
 
     @property
-    def sessions(self) -> dict[Key, SessionT]:
-        """All sessions."""
-        return self._sessions
-
-    @property
     def has_work(self) -> bool:
         """True while a session lags or has a node worth expanding, or messages are left to send."""
         return bool(self._outgoing or self._broken) or self.trees.has_work

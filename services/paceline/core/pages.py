@@ -65,11 +65,6 @@ class BlockPool:
         """Blocks that sessions hold."""
         return self.num_blocks - len(self._free) - len(self._idle)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that can be found by their tokens, held or not."""
-        return len(self._block_of)
-
     def match_prefix(self, token_ids: Sequence[int], before: bytes | None = None) -> tuple[list[int], list[bytes]]:
         """Takes hold of the longest cached prefix, leaving at least one token to compute.
 

@@ -84,11 +84,6 @@ class Scheduler(Generic[SessionT]):
         return self._running
 
     @property
-    def num_waiting(self) -> int:
-        """Sessions without a place."""
-        return len(self._waiting)
-
-    @property
     def has_work(self) -> bool:
         """True while sessions wait or run, or messages are left to send."""
         return bool(self._sessions or self.outcomes) or self.tier.has_work

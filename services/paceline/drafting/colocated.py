@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from paceline.core.draft_scheduler import VerifierMessages
 from paceline.core.moving_average import MovingAverage
-from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
@@ -58,10 +57,6 @@ class ColocatedEngine:
     def learned(self) -> Learned:
         """What a successor may begin with; may be called from another thread."""
         return self._target.learned()
-
-    def profile(self, *, drafters_work: bool) -> StepCost:
-        """Measures steps of the target, with no session about."""
-        return self._target.profile(drafters_work=drafters_work)
 
     @property
     def at_stake(self) -> tuple[int, ...]:

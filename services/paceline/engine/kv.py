@@ -16,7 +16,7 @@ from paceline.core.pages import BLOCK_SIZE
 
 
 class KVCache:
-    """Keys and values of all layers for `num_blocks` blocks, in the kind of the weights; platforms lay them out.
+    """Keys and values of all layers, in the kind of the weights; platforms lay them out.
 
     Attributes:
         keys: [layers, blocks, kv_heads, head_dim, BLOCK_SIZE].
@@ -24,8 +24,8 @@ class KVCache:
         states: [slots, width], see `engine.hidden_states`.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, states: torch.Tensor, num_blocks: int) -> None:
-        self.keys, self.values, self.states, self.num_blocks = keys, values, states, num_blocks
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, states: torch.Tensor) -> None:
+        self.keys, self.values, self.states = keys, values, states
         self.device = keys.device
 
     @property

@@ -32,8 +32,7 @@ class Committed(NamedTuple):
     """What commits did.
 
     Attributes:
-        matched: int32 `[commits]`, tokens that were in the tree.
-        accepted: int32 `[commits]`, those of them that had a row of KV.
+        accepted: int32 `[commits]`, tokens that were in the tree and had a row of KV.
         hits: bool `[commits]`, whether all were in the tree.
         moves: int32 `[n, 2]`, KV and position of the accepted nodes, commit by commit.
         freed: int32 `[n]`, KV of nodes that fell off.
@@ -41,7 +40,6 @@ class Committed(NamedTuple):
             without a row, by the source that guessed them first.
     """
 
-    matched: Ints
     accepted: Ints
     hits: Bools
     moves: Ints

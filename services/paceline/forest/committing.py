@@ -99,7 +99,6 @@ def commit(
     ends: Ints,
     tokens: Ints,
     chances: Floats,
-    matched: Ints,
     accepted: Ints,
     hits: Bools,
     moves: Ints,
@@ -113,7 +112,7 @@ def commit(
         tree, nodes, names = f.trees[row], f.nodes[row], f.names[row]
         at = np.full(tree.count, NONE, np.int32)
         node, base = ROOT, tree.committed_len
-        matched[index] = accepted[index] = 0
+        matched = accepted[index] = 0
         for place in range(start, end):
             chance = chances[place] if len(chances) else -1.0
             child = judge(nodes, tree.count, f.judges[row], f.calibrations, node, tokens[place], chance)
@@ -121,7 +120,7 @@ def commit(
             if child == NONE:
                 break
             at[child] = MATCHED
-            matched[index] += 1
+            matched += 1
             found = nodes[child]
             if found.id:
                 remember(names, found.id, ~found.position)
@@ -129,7 +128,7 @@ def commit(
                 accepted[index] += 1
                 moves[num_moves, 0], moves[num_moves, 1] = found.kv, found.position
                 num_moves += 1
-        hits[index] = matched[index] == end - start
+        hits[index] = matched == end - start
         for place in range(start, end):
             f.recent[row, (base + place - start) % RECENT] = tokens[place]
         tree.committed_len = base + end - start

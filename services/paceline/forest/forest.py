@@ -242,7 +242,6 @@ class Forest:
         size, live = len(rows), int(self.arrays.trees["count"][rows].sum())
         done = Committed(
             np.empty(size, np.int32),
-            np.empty(size, np.int32),
             np.empty(size, np.bool_),
             np.empty((min(live, len(tokens)), 2), np.int32),
             np.empty(live, np.int32),

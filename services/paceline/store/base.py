@@ -182,9 +182,6 @@ class Store(Protocol):
     async def ping(self) -> None:
         """Returns when the server answers."""
 
-    async def close(self) -> None:
-        """Gives back connections."""
-
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...

@@ -327,7 +327,7 @@ def test_a_verifier_that_contradicts_itself_loses_its_stream_and_nobody_else_doe
     loop.run()
     assert list(loop.broken) == [1]
     assert "contradicts" in str(loop.broken[1])
-    assert list(loop.scheduler.sessions) == [(2, "s")]
+    assert list(loop.scheduler._sessions) == [(2, "s")]
     assert loop.guessed("s", link=2) == text(5, 4)
 
 
@@ -447,4 +447,4 @@ def test_a_session_that_lost_its_features_asks_for_them_once_there_is_a_place() 
     loop.commit("a", 31, base_len=31)
     loop.step()
     assert loop.lagging() == [("a", 0)]
-    assert list(loop.scheduler.sessions) == [(1, "c")]
+    assert list(loop.scheduler._sessions) == [(1, "c")]

@@ -41,7 +41,7 @@ def test_a_session_that_finds_too_few_pages_waits_and_nobody_overtakes_it() -> N
     long = loop.submit("long", prompt_len=50, max_tokens=3)
     short = loop.submit("short", max_tokens=3)
     loop.step()
-    assert (len(loop.scheduler.running), loop.scheduler.num_waiting) == (1, 2)
+    assert (len(loop.scheduler.running), len(loop.scheduler._waiting)) == (1, 2)
     assert loop.pool.num_used == 2, "one that has no place holds no page"
     loop.run()
     assert loop.tokens("long") == text(50, 3)
@@ -379,7 +379,7 @@ def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are
         loop.scheduler.commit([(part, Verdict(token_ids=tokens))], batch_size=2, now_s=loop.now_s)
     loop.scheduler.end_step(plan, loop.now_s)
     assert [each.session_id for each in loop.scheduler.running] == ["good"]
-    assert loop.pool.num_cached == 0, "nobody else finds what it was computed from"
+    assert not loop.pool._block_of, "nobody else finds what it was computed from"
 
 
 def judging(name: str, **changes: Any) -> dict[str, Any]:
@@ -416,7 +416,7 @@ def test_after_a_preemption_only_what_was_not_told_is_judged() -> None:
     session = loop.submit("judged", prompt_len=70, **judging("own"))
     loop.step()
     loop.scheduler._preempt()
-    assert (session.num_judged, loop.scheduler.num_waiting) == (32, 1)
+    assert (session.num_judged, len(loop.scheduler._waiting)) == (32, 1)
     loop.run()
     assert judged(loop, "judged") == list(range(1, 70))
 

@@ -64,11 +64,6 @@ class TierPlacement:
         self._remove = remove
         self._groups: list[Group] = []
 
-    @property
-    def bundle(self) -> Bundle:
-        """What a replica takes."""
-        return self._bundle
-
     def take(self, count: int) -> list[Slot]:
         """Returns places for new replicas; bundles that others have left are used first."""
         vacant = [group for group in self._groups for _ in group.free][:count]

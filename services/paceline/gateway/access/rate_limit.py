@@ -47,9 +47,6 @@ redis.call('PEXPIRE', KEYS[1], window_ms)
 return 0
 """
 
-# Forgets the newest time; which one of a minute makes little difference.
-_GIVE_BACK_SCRIPT = "return redis.call('LPOP', KEYS[1])"
-
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
@@ -128,7 +125,6 @@ class _StoreWindow:
             redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
         )
         self._count = self._client.register_script(_COUNT_SCRIPT)
-        self._give_back = self._client.register_script(_GIVE_BACK_SCRIPT)
 
     async def wait_s(self, name: str, limit: int) -> float:
         """Counts a request if fewer than `limit` passed in the last minute; otherwise returns how long it must wait."""
@@ -140,7 +136,7 @@ class _StoreWindow:
             raise
 
     async def give_back(self, name: str) -> None:
-        """Counts one request less."""
+        """Forgets the newest time; which one of a minute makes little difference."""
         await self._client.ltrim(KEY_PREFIX + name, 1, -1)
 
     async def close(self) -> None:

@@ -61,7 +61,6 @@ class CpuKVCache(KVCache):
             keys=torch.zeros((*shape, head_dim, BLOCK_SIZE), dtype=dtype),
             values=torch.zeros((*shape, BLOCK_SIZE, head_dim), dtype=dtype),
             states=torch.zeros((num_blocks * BLOCK_SIZE, state_width), dtype=dtype),
-            num_blocks=num_blocks,
         )
         self.layers = list(zip(as_array(self.keys), as_array(self.values), strict=True))
 

@@ -32,5 +32,4 @@ class TorchKVCache(KVCache):
             keys=torch.zeros(shape, dtype=dtype, device=device).transpose(-1, -2),
             values=torch.zeros(shape, dtype=dtype, device=device),
             states=torch.zeros(((num_blocks + 1) * BLOCK_SIZE, state_width), dtype=dtype, device=device),
-            num_blocks=num_blocks,
         )
