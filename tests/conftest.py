@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests.support.groups import check_groups
 from tests.support.torch_children import MOST, TorchChildren
 
 if TYPE_CHECKING:
     from tests.support.fleet_runner import FleetRunner
+    from tests.support.group_scheduling import GroupScheduling
 
 # What the verifiers of one test learn must not reach those of another.
 os.environ["PACELINE_LEARNED_DIR"] = "none"
@@ -22,24 +24,19 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 settings.register_profile("paceline", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("paceline")
 
-FLEETS = {"trees", "chains"}
 TORCH_CHILDREN = pytest.StashKey[TorchChildren]()
 NUM_TORCH_CHILDREN = pytest.StashKey[int]()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one file run in one worker, and so do all that use a whole fleet: what is shared starts once."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            in_fleet = FLEETS & {*getattr(item, "fixturenames", ()), *_fleets_by_name(item)}
-            item.add_marker(pytest.mark.xdist_group("fleet" if in_fleet else item.path.stem))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    check_groups(items)
 
 
-def _fleets_by_name(item: pytest.Item) -> set[object]:
-    """Fleets that a test gets by a parameter."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    return {params.get("fleet_name")}
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+    from tests.support.group_scheduling import GroupScheduling
+
+    return GroupScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
