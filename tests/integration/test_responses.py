@@ -15,10 +15,11 @@ from paceline.store.base import SessionWrite, Written
 from paceline.store.memory import MemoryStore
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
-from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, joining_doors
+from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, WAIT_S, Script, ScriptedFleet, joining_doors
 
 pytestmark = SHARES_A_GATEWAY
-GATEWAY = PARSERS
+# No session ends here because its verifier is silent.
+GATEWAY = {**PARSERS, "verifier_silence_s": 300.0}
 
 TOOL: Any = {
     "type": "function",
@@ -155,6 +156,13 @@ async def test_a_stream_is_gone_on_with_at_another_gateway_while_it_runs(fleet: 
     assert spread(await events(fleet, path)) == whole
 
 
+async def until_abandoned(fleet: ScriptedFleet, session: str) -> None:
+    """Lets a paused session go on until its gateway, which learns when it writes of it that it has lost it, ends it."""
+    async with asyncio.timeout(WAIT_S):
+        fleet.verifier.step(session)
+        assert await fleet.verifier.abandoned.get() == session
+
+
 async def test_a_response_that_runs_is_cancelled(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script(pause_after=6)
     body = {"model": MODEL, "input": "hello", "stream": True}
@@ -166,7 +174,7 @@ async def test_a_response_that_runs_is_cancelled(fleet: ScriptedFleet) -> None:
         session = await fleet.verifier.paused.get()
         cancelled = await fleet.openai.responses.cancel(response_id)
         assert cancelled.status == "cancelled"
-        assert await fleet.verifier.abandoned.get() == session
+        await until_abandoned(fleet, session)
     assert (await fleet.openai.responses.retrieve(response_id)).status == "cancelled"
     with pytest.raises(BadRequestError, match="cancelled"):
         await fleet.openai.responses.create(model=MODEL, input="x", previous_response_id=response_id)
@@ -186,7 +194,9 @@ async def test_a_response_is_cancelled_before_its_session_is_recorded(
     async with await fleet.openai.responses.create(model=MODEL, input="hello", stream=True) as running:
         begun: Any = await anext(aiter(running))
         assert (await fleet.openai.responses.cancel(begun.response.id)).status == "cancelled"
-        assert await fleet.verifier.abandoned.get() == f"{begun.response.id}-0"
+        session = await fleet.verifier.paused.get()
+        assert session == f"{begun.response.id}-0"
+        await until_abandoned(fleet, session)
 
 
 async def test_a_response_that_ends_after_its_cancellation_stays_cancelled(fleet: ScriptedFleet) -> None:

@@ -146,6 +146,11 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         """Lets a paused session run on to its end."""
         self._resumed[session_id].set()
 
+    def step(self, session_id: str) -> None:
+        """Lets a paused session take one step; then it waits again."""
+        self._resumed[session_id].set()
+        self._resumed[session_id].clear()
+
     async def Generate(
         self, request: verifier_pb2.VerifierGenerateRequest, context: Any
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
