@@ -1,7 +1,7 @@
 """numba's decorator for kernels, with what it compiles kept in a folder for each state of all their sources.
 
 numba asks only whether a kernel's own file has changed; but kernels call those of other files, and after a change there
-they would go on as they were.
+they would go on as they were. And it asks where that file lies, so that each checkout would compile the same once more.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numba
 from numba import njit
+from numba.core import caching
 
 from paceline.user_cache import NothingWritableError, user_cache, writable
 
@@ -105,6 +106,32 @@ except NothingWritableError as error:
 for _folder in _FOLDERS.values():
     take_shipped(SHIPPED, _folder)
 numba.config.CACHE_DIR = str(_FOLDERS[ARITHMETIC])
+
+
+# Older ones keep kernels by the whole path.
+if hasattr(caching, "UserProvidedCacheLocator"):
+
+    class KernelPlace(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+        """Where a kernel is kept: by its place in the package, wherever that lies."""
+
+        @classmethod
+        def get_suitable_cache_subpath(cls, file: str) -> str:
+            """Names the folder of a file's kernels."""
+            return "_".join(Path(file).parent.relative_to(PACKAGE).parts)
+
+        def get_source_stamp(self) -> str:
+            """Returns the same for every file: the folder is named after what all of them hold."""
+            return ""
+
+        @classmethod
+        def from_function(cls, function: Callable[..., object], file: str) -> KernelPlace | None:
+            """Returns none for a function of another package."""
+            place: KernelPlace | None = None
+            if Path(file).is_relative_to(PACKAGE):
+                place = super().from_function(function, file)
+            return place
+
+    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.KernelPlace,UserProvidedCacheLocator,IPythonCacheLocator"
 
 
 @contextmanager

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
 
 import paceline
-from paceline.kernel_cache import ARITHMETIC, FOREST, cache_folder, take_shipped
+from paceline.forest.committing import judge
+from paceline.kernel_cache import ARITHMETIC, FOREST, KernelPlace, cache_folder, take_shipped
 
 PACKAGE = Path(paceline.__file__).parent
 
@@ -42,6 +44,13 @@ def test_kernels_are_kept_in_the_users_cache_or_where_the_environment_says(tmp_p
     elsewhere = cache_folder({"NUMBA_CACHE_DIR": str(tmp_path / "d")}, package, ARITHMETIC)
     assert elsewhere == tmp_path / "d" / cached.name
     assert Path(numba.config.CACHE_DIR).name == cached.name, "this very code runs from there"
+
+
+def test_checkouts_with_equal_sources_share_their_kernels():
+    """A kernel's folder says where in the package it stands, and not where the package lies."""
+    kept: Any = judge
+    assert Path(kept._cache.cache_path) == cache_folder(os.environ, PACKAGE, FOREST) / "forest"
+    assert KernelPlace.from_function(copy_of_sources, __file__) is None
 
 
 def test_an_empty_cache_begins_with_the_kernels_that_an_image_brings(tmp_path):
