@@ -4,6 +4,8 @@
 .PHONY: help venv protos check style test test-all up demo bench train chaos load locust docs clients-test k8s-test \
   vllm-test wheel-test sbom clean
 SHELL := /bin/bash
+# Packages are installed uncompiled, and Python compiles what it imports: without keeping it, in every process anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 VENV := .venv
