@@ -18,17 +18,13 @@ from paceline.gateway.fleet import ejection
 from paceline.gateway.http import connection
 from paceline.gateway.http.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
-from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
+from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, identity, scripted_fleet
+
+pytestmark = SHARES_A_GATEWAY
 
 REQUEST: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10, "seed": 0}
 COMPLETIONS = "/v1/completions"
 PAUSED = Script(pause_after=6)
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path) as started:
-        yield started
 
 
 @asynccontextmanager
@@ -193,10 +189,10 @@ async def test_a_body_in_chunks_of_one_byte_is_as_good_as_any(fleet: ScriptedFle
 
 @pytest.mark.parametrize("begin", [b"", HEAD])
 async def test_a_head_that_does_not_come_is_waited_for_in_vain_only_so_long(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, begin: bytes
+    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, begin: bytes
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
-    async with connected(fleet) as (reader, writer):
+    async with connected(fresh_fleet) as (reader, writer):
         writer.write(begin)
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -204,10 +200,10 @@ async def test_a_head_that_does_not_come_is_waited_for_in_vain_only_so_long(
 
 
 async def test_a_head_is_waited_for_anew_with_each_request_of_a_connection(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
-    async with connected(fleet) as (reader, writer):
+    async with connected(fresh_fleet) as (reader, writer):
         writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD)
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 200 ")
@@ -215,16 +211,16 @@ async def test_a_head_is_waited_for_anew_with_each_request_of_a_connection(
 
 
 async def test_a_late_head_breaks_off_no_answer_before_it(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
-    fleet.verifier.script = PAUSED
+    fresh_fleet.verifier.script = PAUSED
     body = json.dumps({**REQUEST, "stream": True}).encode()
-    async with connected(fleet) as (reader, writer):
+    async with connected(fresh_fleet) as (reader, writer):
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body) + HEAD)
-        session_id = await fleet.verifier.paused.get()
+        session_id = await fresh_fleet.verifier.paused.get()
         await asyncio.sleep(0.2)
-        fleet.verifier.resume(session_id)
+        fresh_fleet.verifier.resume(session_id)
         answer = await reader.read()
     assert answer.index(b"data: [DONE]") < answer.index(b"HTTP/1.1 408 ")
 
@@ -259,62 +255,62 @@ async def test_requests_beyond_the_bound_are_told_when_to_come_again(tmp_path: P
     ],
 )
 async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, stream: bool
+    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, stream: bool
 ) -> None:
     # The verifier is asked again at once.
     monkeypatch.setattr(ejection, "FULL_S", 0.0)
-    fleet.verifier.script = Script(fail_after=0, error=error)
-    answer = await post(fleet, stream=stream)
+    fresh_fleet.verifier.script = Script(fail_after=0, error=error)
+    answer = await post(fresh_fleet, stream=stream)
     described = error_of(answer, status)
     if status == 429:
         assert answer.headers["retry-after"] == "7"
     if status == 400:
         assert described["param"] == "max_tokens"
-    await assert_next_request_works(fleet)
+    await assert_next_request_works(fresh_fleet)
 
 
 async def test_the_word_of_a_verifier_that_is_full_holds_for_a_moment(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ejection, "FULL_S", 60.0)
-    fleet.verifier.script = Script(fail_after=0, error=OverloadedError("queue is full", retry_after_s=60.0))
+    fresh_fleet.verifier.script = Script(fail_after=0, error=OverloadedError("queue is full", retry_after_s=60.0))
     for _ in range(3):
-        error_of(await post(fleet), 429)
-    assert len(fleet.verifier.requests) == 1
+        error_of(await post(fresh_fleet), 429)
+    assert len(fresh_fleet.verifier.requests) == 1
 
 
 async def test_a_verifier_that_fails_in_mid_stream_ends_the_stream_with_an_error_event(
-    fleet: ScriptedFleet,
+    fresh_fleet: ScriptedFleet,
 ) -> None:
-    fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
-    answer = await post(fleet, stream=True)
+    fresh_fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+    answer = await post(fresh_fleet, stream=True)
     assert answer.status_code == 200
     *chunks, last = events_of(answer)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == fleet.letters(0, 6)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == fresh_fleet.letters(0, 6)
     assert last["error"]["code"] == "unavailable"
     assert "engine is dead" in last["error"]["message"]
-    await assert_next_request_works(fleet)
+    await assert_next_request_works(fresh_fleet)
 
 
-async def test_the_official_client_raises_the_error_event(fleet: ScriptedFleet) -> None:
-    fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
-    stream = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=9, stream=True)
+async def test_the_official_client_raises_the_error_event(fresh_fleet: ScriptedFleet) -> None:
+    fresh_fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+    stream = await fresh_fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=9, stream=True)
     with pytest.raises(openai.APIError, match="engine is dead"):
         async for _ in stream:
             pass
-    await assert_next_request_works(fleet)
+    await assert_next_request_works(fresh_fleet)
 
 
-async def test_one_failing_sample_ends_the_others_too(fleet: ScriptedFleet) -> None:
-    fleet.verifier.script = Script(pause_after=3, fail_after=6, error=UnavailableError("engine is dead"))
-    asking = asyncio.create_task(post(fleet, stream=True, n=3))
-    paused = [await fleet.verifier.paused.get() for _ in range(3)]
-    fleet.verifier.resume(paused[1])
+async def test_one_failing_sample_ends_the_others_too(fresh_fleet: ScriptedFleet) -> None:
+    fresh_fleet.verifier.script = Script(pause_after=3, fail_after=6, error=UnavailableError("engine is dead"))
+    asking = asyncio.create_task(post(fresh_fleet, stream=True, n=3))
+    paused = [await fresh_fleet.verifier.paused.get() for _ in range(3)]
+    fresh_fleet.verifier.resume(paused[1])
     assert "error" in events_of(await asking)[-1]
-    assert {await fleet.verifier.abandoned.get() for _ in range(3)} == {
-        request.session_id for request in fleet.verifier.requests
+    assert {await fresh_fleet.verifier.abandoned.get() for _ in range(3)} == {
+        request.session_id for request in fresh_fleet.verifier.requests
     }
-    await assert_next_request_works(fleet)
+    await assert_next_request_works(fresh_fleet)
 
 
 async def test_a_session_whose_verifier_dies_goes_on_with_the_very_next_token_on_another(
@@ -330,19 +326,19 @@ async def test_a_session_whose_verifier_dies_goes_on_with_the_very_next_token_on
         assert second.sampling == fleet.verifier.requests[0].sampling
 
 
-async def test_a_dead_address_in_the_registry_costs_a_retry_and_no_error(fleet: ScriptedFleet) -> None:
-    await fleet.announce(
+async def test_a_dead_address_in_the_registry_costs_a_retry_and_no_error(fresh_fleet: ScriptedFleet) -> None:
+    await fresh_fleet.announce(
         Replica(
             replica_id="a-dead-one",
             role="verifier",
             address="127.0.0.1:1",
-            identity=identity(fleet.codec),
+            identity=identity(fresh_fleet.codec),
             max_sessions=8,
         )
     )
-    while (await fleet.http.get("/health")).json()["verifiers"] < 2:
+    while (await fresh_fleet.http.get("/health")).json()["verifiers"] < 2:
         continue
-    await assert_next_request_works(fleet)
+    await assert_next_request_works(fresh_fleet)
 
 
 async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Path) -> None:
@@ -354,53 +350,53 @@ async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Pa
         await assert_next_request_works(fleet)
 
 
-async def test_a_client_that_leaves_a_stream_cancels_the_verifiers_call(fleet: ScriptedFleet) -> None:
-    fleet.verifier.script = PAUSED
-    stream = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=99, stream=True)
+async def test_a_client_that_leaves_a_stream_cancels_the_verifiers_call(fresh_fleet: ScriptedFleet) -> None:
+    fresh_fleet.verifier.script = PAUSED
+    stream = await fresh_fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=99, stream=True)
     async for _ in stream:
         break
     await stream.close()
-    assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
-    await assert_next_request_works(fleet)
+    assert await fresh_fleet.verifier.abandoned.get() == fresh_fleet.verifier.requests[0].session_id
+    await assert_next_request_works(fresh_fleet)
 
 
 async def test_a_client_that_leaves_before_its_answer_cancels_the_verifiers_calls(
-    fleet: ScriptedFleet,
+    fresh_fleet: ScriptedFleet,
 ) -> None:
-    fleet.verifier.script = PAUSED
-    asking = asyncio.create_task(post(fleet, n=2))
+    fresh_fleet.verifier.script = PAUSED
+    asking = asyncio.create_task(post(fresh_fleet, n=2))
     for _ in range(2):
-        await fleet.verifier.paused.get()
+        await fresh_fleet.verifier.paused.get()
     asking.cancel()
-    assert {await fleet.verifier.abandoned.get() for _ in range(2)} == {
-        request.session_id for request in fleet.verifier.requests
+    assert {await fresh_fleet.verifier.abandoned.get() for _ in range(2)} == {
+        request.session_id for request in fresh_fleet.verifier.requests
     }
-    await assert_next_request_works(fleet)
+    await assert_next_request_works(fresh_fleet)
 
 
-async def test_a_fleet_without_a_verifier_is_unwell_and_says_so(fleet: ScriptedFleet) -> None:
-    await fleet.store.withdraw("verifier-0")
-    while (health := await fleet.http.get("/health")).status_code == 200:
+async def test_a_fleet_without_a_verifier_is_unwell_and_says_so(fresh_fleet: ScriptedFleet) -> None:
+    await fresh_fleet.store.withdraw("verifier-0")
+    while (health := await fresh_fleet.http.get("/health")).status_code == 200:
         continue
     assert health.json()["status"] == "no verifier"
-    answer = await post(fleet)
+    answer = await post(fresh_fleet)
     assert "no verifier of model 'tiny'" in error_of(answer, 503)["message"]
     assert "retry-after" in answer.headers
 
 
-async def test_a_stopping_gateway_finishes_its_streams_and_refuses_new_ones(fleet: ScriptedFleet) -> None:
-    fleet.verifier.script = PAUSED
-    running = asyncio.create_task(post(fleet, stream=True))
-    session_id = await fleet.verifier.paused.get()
-    fleet.stop.set()
-    while (health := await fleet.http.get("/health")).status_code == 200:
+async def test_a_stopping_gateway_finishes_its_streams_and_refuses_new_ones(fresh_fleet: ScriptedFleet) -> None:
+    fresh_fleet.verifier.script = PAUSED
+    running = asyncio.create_task(post(fresh_fleet, stream=True))
+    session_id = await fresh_fleet.verifier.paused.get()
+    fresh_fleet.stop.set()
+    while (health := await fresh_fleet.http.get("/health")).status_code == 200:
         continue
     assert health.json()["status"] == "draining"
-    assert "shutting down" in error_of(await post(fleet), 503)["message"]
-    fleet.verifier.resume(session_id)
+    assert "shutting down" in error_of(await post(fresh_fleet), 503)["message"]
+    fresh_fleet.verifier.resume(session_id)
     chunks = events_of(await running)
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == fleet.letters(0, 10)
-    await fleet.gateway
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == fresh_fleet.letters(0, 10)
+    await fresh_fleet.gateway
 
 
 async def test_at_the_deadline_a_stopping_gateway_ends_streams_with_an_error_event(tmp_path: Path) -> None:
