@@ -34,9 +34,9 @@ MOST_UNCOUNTED = 64
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
-# Plain steps that a trial on loan may lose before it is called off: on a CPU one step that drafts for eight sessions
-# may take as long as nine plain ones.
-LOAN = 6.0
+# Sessions up to which the first trial is on loan. With more a step that drafts may take as long as nine plain ones on a
+# CPU, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
+MOST_ON_LOAN = 4
 # Share by which drafting is taken to be slower while nothing is known of it.
 UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
@@ -127,7 +127,7 @@ class Load:
     Args:
         mode: That in use, trials apart.
         loss: Share that drafting is taken to be slower by, before it was tried.
-        on_loan: The first trial need not be saved up for: it is paid off later, and may lose `LOAN`.
+        on_loan: The first trial need not be saved up for: it is paid off later.
 
     Attributes:
         rates: Of both modes.
@@ -184,7 +184,7 @@ class Load:
             trial.warm_up = trial.warm_up if trial.counted else trial.lost
         over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
         if trial.counted < LEAST_STEPS:
-            if over or (self.on_loan and trial.lost > LOAN):
+            if over:
                 self.end_trial()
             return
         gain, error = other.value - ours.value, math.hypot(ours.error, other.error)
@@ -198,7 +198,7 @@ class Load:
         # Nothing is saved up for several trials in a row.
         self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
         self.warm_up = max(0.0, self.trial.warm_up)
-        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS and self.trial.lost <= LOAN
+        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS
         self.trial = None
         if won:
             self.mode = self.mode.other
@@ -218,11 +218,15 @@ class Load:
 class DraftingMode:
     """Decides in which mode a verifier's next step runs.
 
+    Args:
+        most_on_loan: Sessions up to which a first trial is on loan.
+
     Attributes:
         loads: By the logarithm of their sessions to the base 2.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_on_loan: float = MOST_ON_LOAN) -> None:
+        self._most_on_loan = most_on_loan
         self.loads: dict[int, Load] = {}
         self._at = 0
         self._load: Load | None = None
@@ -282,7 +286,7 @@ class DraftingMode:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - ratio))
         if 2**at <= BEGIN_DRAFTING:
             return Load(Mode.DRAFTING)
-        return Load(Mode.PLAIN, on_loan=True)
+        return Load(Mode.PLAIN, on_loan=2**at <= self._most_on_loan)
 
     def learned(self) -> list[float]:
         """Of each load its logarithm and both rates, 0 for one that is not known; see `resume`."""
@@ -304,5 +308,5 @@ class DraftingMode:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
-            loads[int(at)] = Load(mode, on_loan=not values[1], rates=rates)
+            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= self._most_on_loan, rates=rates)
         self.loads = loads

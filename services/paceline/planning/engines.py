@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -10,6 +11,7 @@ import numpy as np
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftEvent, VerifierMessages
+from paceline.core.drafting_mode import DraftingMode
 from paceline.core.errors import PacelineError
 from paceline.core.messages import (
     CommittedTokens,
@@ -222,6 +224,9 @@ class VerifierAtWork:
         self._addresses: dict[int, str] = {}
         self._engine: EngineAtWork[TargetEvent, TargetOutput] = EngineAtWork(events, self._deliver)
         self.policy = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
+        if policy is None:
+            # Minutes are simulated of a verifier that has served for days: it has long tried to draft at each load.
+            self.policy.mode = DraftingMode(most_on_loan=math.inf)
         self.engine = target_engine(self._engine, profile, self.policy, seed, colocated=colocated)
         self._engine.stepper = self.engine
         if colocated:

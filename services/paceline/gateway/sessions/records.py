@@ -30,8 +30,9 @@ MAX_CHANGED = 10_000
 MAX_WRITES = 256
 # New sessions within this time, in seconds, are written together.
 LEAST_PAUSE_S = 0.02
-# A record is renewed when this share of its life has passed without news.
-RENEWAL_SHARE = 1 / 3
+# A record is renewed when this share of its life, or this time in seconds, has passed without news: its gateway learns
+# so of a session that was cancelled, or goes on elsewhere, while it waits for a token.
+RENEWAL_SHARE, RENEWAL_S = 1 / 3, 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class RecordWriter:
                 trail.on_taken_over()
 
     def _renew(self) -> None:
-        stale_s = self._clock() - self._ttl_s * RENEWAL_SHARE
+        stale_s = self._clock() - min(self._ttl_s * RENEWAL_SHARE, RENEWAL_S)
         for trail, written_s in self._open.items():
             if written_s < stale_s and trail.record.verifier_id:
                 self._changed.setdefault(trail)

@@ -25,8 +25,8 @@ from paceline.store.base import LoggedSession, SessionState, Store
 MAX_SESSION_ID_CHARS = 128
 # A session goes on that often without counting against the rate of its key: more often than gateways die under one.
 FREE_RESUMPTIONS = 4
-# A record is written some hundredths of a second after its session begins.
-LOOK_AGAIN_S = 0.2
+# Pauses before looks for a record, which is written some hundredths of a second after its session begins.
+PAUSES_S = (0.0, 0.05, 0.2, 0.5)
 
 
 class Resumption:
@@ -87,7 +87,7 @@ class Resumption:
 
     async def _logged(self, session_id: str, api_key: str) -> LoggedSession | None:
         """What is recorded of a session; None under another key, as a caller does not learn that it exists there."""
-        for pause_s in (0.0, LOOK_AGAIN_S):
+        for pause_s in PAUSES_S:
             # Its gateway may be about to write: a client that lost its connection early comes back at once.
             await asyncio.sleep(pause_s)
             logged = await self._store.session(session_id)

@@ -15,7 +15,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
-from paceline.gateway.sessions.records import RecordWriter, session_record
+from paceline.gateway.sessions.records import RENEWAL_S, RecordWriter, session_record
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.store.base import LoggedSession, PutSession, Replica, SessionState, SessionWrite, Written
@@ -186,6 +186,20 @@ async def test_a_gateway_that_lost_a_session_is_told_and_writes_no_more(
     trail.end(SessionState.FAILED)
     await writer.flush()
     assert await store.session("s") == claimed
+
+
+async def test_a_gateway_learns_of_a_session_that_was_taken_while_it_waits_for_a_token(
+    writer: RecordWriter, store: CountingStore
+) -> None:
+    taken_over: list[str] = []
+    opened(writer, taken_over)
+    await writer.flush()
+    await store.claim_session("s", "g2")
+    await writer.flush()
+    assert not taken_over
+    store.now_s += RENEWAL_S + 1
+    await writer.flush()
+    assert taken_over == ["s"]
 
 
 async def test_a_session_without_news_is_renewed_before_its_record_expires_until_it_ends(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -41,8 +40,6 @@ from paceline.store.documents import FINAL
 Json = dict[str, Any]
 
 MAX_DIGITS = 12
-# A second in all.
-NUM_CLAIMS, CLAIM_PAUSE_S = 21, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,11 +308,7 @@ class KeptResponses:
         return await self._shelf.find(call.request.path_params["response_id"], current_caller().name)
 
     async def _claim(self, kept: KeptResponse) -> SessionRequest:
-        """Takes the session of a response, whose record may be written a moment after its first event is sent."""
-        for _ in range(NUM_CLAIMS - 1 if kept.at_work else 0):
-            with suppress(SessionNotFoundError):
-                return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
-            await asyncio.sleep(CLAIM_PAUSE_S)
+        """Takes the session of a response."""
         return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
 
 
