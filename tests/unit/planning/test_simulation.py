@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,6 +151,21 @@ def test_what_is_simulated_is_the_engine_that_serves() -> None:
     verifier = VerifierAtWork(profile(), Events(), colocated=False, on_end=lambda _: None)
     assert type(verifier.engine) is TargetEngine
     assert type(verifier.policy) is Goodput
+
+
+def test_a_simulated_verifier_tries_drafting_at_once_however_many_sessions_it_has() -> None:
+    outcome = simulated_loop(profile(sure_guesses(right=True)), TIER, equal(16, 1, 60), streams=16)
+    assert outcome.gamma > 1.0
+
+
+def test_drafters_at_work_lengthen_the_steps_of_their_target() -> None:
+    rates = [
+        simulated_loop(
+            replace(profile(sure_guesses(right=True)), drafting_overhead=share), TIER, equal(2, 1, 100), streams=1
+        )
+        for share in (0.0, 1.0)
+    ]
+    assert rates[0].tokens_per_s > 1.2 * rates[1].tokens_per_s
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
