@@ -12,10 +12,12 @@ import pytest
 from paceline.core import draft_policy
 from paceline.core.draft_policy import Goodput
 from paceline.core.errors import ConfigError
+from paceline.core.messages import OpenSession
+from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import Request, VerifierAtWork
+from paceline.planning.engines import DrafterAtWork, Request, VerifierAtWork
 from paceline.planning.events import Events
 from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way, run_open
 from paceline.simulated.profile import Profile
@@ -166,6 +168,26 @@ def test_drafters_at_work_lengthen_the_steps_of_their_target() -> None:
         for share in (0.0, 1.0)
     ]
     assert rates[0].tokens_per_s > 1.2 * rates[1].tokens_per_s
+
+
+def test_messages_take_their_time_to_a_drafter_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, events, arrived = profile(sure_guesses(right=True), link_s=0.2), Events(), list[float]()
+    monkeypatch.setattr(VerifierAtWork, "receive", lambda *_: arrived.append(events.now_s))
+    verifier = VerifierAtWork(facts, events, colocated=False, on_end=lambda _: None)
+    opened = OpenSession(
+        session_id="0",
+        epoch=1,
+        number=1,
+        token_ids=(1, 2, 3),
+        prompt_len=3,
+        sampling=SamplingParams(max_tokens=50),
+        price=0.1,
+        room=8,
+    )
+    DrafterAtWork("drafter", facts, events, 0).send([opened], verifier)
+    events.run(1.0)
+    step_s = facts.drafter.step_s(3, num_sessions=1)
+    assert arrived[0] == pytest.approx(2 * 0.2 + step_s)
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
