@@ -41,7 +41,7 @@ LAW = TextLaw(words=np.arange(VOCAB_SIZE), eos_token_id=None, mean_length=0.0)
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
 IDENTITY = ModelIdentity(name="simulated", vocab_hash="", vocab_size=VOCAB_SIZE, context_len=CONTEXT_LEN)
-# A drafter, and a device of it, has another seed than a verifier.
+# Drafters' devices have other seeds than verifiers'.
 OF_DRAFTERS = 1 << 16
 
 _Event = TypeVar("_Event")
@@ -220,8 +220,8 @@ class VerifierAtWork:
         self._drafters = {drafter.address: drafter for drafter in drafters}
         self._own = LOCAL if colocated else ""
         self._pairing = Pairing()
-        self._requests: dict[int, Request] = {}
-        self._addresses: dict[int, str] = {}
+        # With the addresses of their drafters, by number.
+        self._requests: dict[int, tuple[Request, str]] = {}
         self._engine: EngineAtWork[TargetEvent, TargetOutput] = EngineAtWork(events, self._deliver)
         self.policy = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
         if policy is None:
@@ -239,7 +239,7 @@ class VerifierAtWork:
         """A request arrives, and is paired with a drafter if there is one."""
         self._pairing.know(each.known() for each in self._drafters.values())
         address = self._own or self._pairing.choose((DRAFT_MODEL,))
-        self._requests[asked.number], self._addresses[asked.number] = asked, address
+        self._requests[asked.number] = asked, address
         self._count(address, +1)
         request = GenerateRequest(
             session_id=str(asked.number),
@@ -267,14 +267,14 @@ class VerifierAtWork:
     def _hand_on(self, serial: int, committed: CommittedTokens | PacelineError) -> None:
         if isinstance(committed, PacelineError):
             raise committed
-        asked = self._requests[serial]
+        asked, address = self._requests[serial]
         if committed.token_ids:
             asked.pieces.append((self._events.now_s, len(committed.token_ids)))
         if committed.speculation is not None:
             asked.record = committed.speculation
         if committed.result is not None:
             del self._requests[serial]
-            self._count(self._addresses.pop(serial), -1)
+            self._count(address, -1)
             self._on_end(asked)
 
     def _count(self, address: str, change: int) -> None:
