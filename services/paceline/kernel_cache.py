@@ -1,26 +1,31 @@
-"""numba's decorator for kernels, with what it compiles kept in a folder for each state of all their sources.
+"""Compiles kernels and keeps them on disk, in a folder for each state of all their sources.
 
-numba asks only whether a kernel's own file has changed; but kernels call those of other files, and after a change there
-they would go on as they were. And it asks where that file lies, so that each checkout would compile the same once more.
+numba's own cache asks only whether a kernel's own file has changed; but kernels call those of other files, and after a
+change there they would go on as they were. It asks where that file lies, so that each checkout would compile the same
+once more. And it numbers what it keeps in an index that two processes may write at once: then one finds the code that
+the other compiled for arguments of other types, and computes something else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import secrets
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numba
-from numba import njit
-from numba.core import caching
+from numba.core import caching, compiler, serialize
 
 from paceline.user_cache import NothingWritableError, user_cache, writable
 
-__all__ = ["ARITHMETIC", "FOREST", "PACKAGE", "cache_folder", "kept_with", "njit", "sources_hash", "take_shipped"]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # What compiled code is made of.
 PACKAGE = Path(__file__).parent
@@ -105,38 +110,71 @@ except NothingWritableError as error:
     raise SystemExit(f"paceline: error: {error}") from None
 for _folder in _FOLDERS.values():
     take_shipped(SHIPPED, _folder)
-numba.config.CACHE_DIR = str(_FOLDERS[ARITHMETIC])
 
 
-# Older ones keep kernels by the whole path.
-if hasattr(caching, "UserProvidedCacheLocator"):
+class KernelCache(caching.NullCache):  # type: ignore[misc]
+    """A kernel's compiled code: a file for each signature, named after it, so that any number of processes may write.
 
-    class KernelPlace(caching.UserProvidedCacheLocator):  # type: ignore[misc]
-        """Where a kernel is kept: by its place in the package, wherever that lies."""
+    Args:
+        function: Lies in the package; the kernel as it is written.
+        folder: See `cache_folder`.
+    """
 
-        @classmethod
-        def get_suitable_cache_subpath(cls, file: str) -> str:
-            """Names the folder of a file's kernels."""
-            return "_".join(Path(file).parent.relative_to(PACKAGE).parts)
+    def __init__(self, function: Callable[..., Any], folder: Path):
+        code = function.__code__
+        place = "_".join(Path(code.co_filename).with_suffix("").relative_to(PACKAGE).parts)
+        self._stem = folder / f"{place}.{function.__name__}-{code.co_firstlineno}"
 
-        def get_source_stamp(self) -> str:
-            """Returns the same for every file: the folder is named after what all of them hold."""
-            return ""
+    def load_overload(self, sig: object, target_context: Any) -> Any:
+        """Returns what was compiled for a signature on a processor like this one, or none."""
+        target_context.refresh()
+        key = self._key(sig, target_context.codegen())
+        with suppress(FileNotFoundError):
+            kept, payload = pickle.loads(self._path(key).read_bytes())
+            if kept == key:
+                return compiler.CompileResult._rebuild(target_context, *payload)  # noqa: SLF001 - as numba keeps it
+        return None
 
-        @classmethod
-        def from_function(cls, function: Callable[..., object], file: str) -> KernelPlace | None:
-            """Returns none for a function of another package."""
-            place: KernelPlace | None = None
-            if Path(file).is_relative_to(PACKAGE):
-                place = super().from_function(function, file)
-            return place
+    def save_overload(self, sig: object, cres: Any) -> None:
+        """Keeps what was compiled for a signature, whole or not at all.
 
-    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.KernelPlace,UserProvidedCacheLocator,IPythonCacheLocator"
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        key = self._key(sig, cres.codegen)
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        written.write_bytes(serialize.dumps((key, cres._reduce())))  # noqa: SLF001 - as numba keeps it
+        written.replace(path)
+
+    @staticmethod
+    def _key(sig: object, codegen: Any) -> tuple[object, ...]:
+        return sig, codegen.magic_tuple(), numba.__version__, sys.version_info[:2]
+
+    def _path(self, key: tuple[object, ...]) -> Path:
+        return self._stem.with_name(f"{self._stem.name}.{hashlib.sha256(str(key).encode()).hexdigest()[:16]}")
 
 
-@contextmanager
-def kept_with(sources: tuple[str, ...]) -> Iterator[None]:
-    """What is decorated in a block is kept in the folder of these sources."""
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_FOLDERS[sources])
-    yield
-    numba.config.CACHE_DIR = before
+def compiled(function: FunctionT, sources: tuple[str, ...], **options: Any) -> FunctionT:
+    """Compiles a loop on its first call, to run without the GIL; with NUMBA_DISABLE_JIT=1 it runs as Python.
+
+    Args:
+        function: Lies in the package.
+        sources: Whose compiled code is kept together.
+        options: Of numba's decorator.
+    """
+    dispatcher = numba.njit(nogil=True, **options)(function)
+    if dispatcher is not function:
+        dispatcher._cache = KernelCache(function, _FOLDERS[sources])  # noqa: SLF001 - there is no other way
+    return cast(FunctionT, dispatcher)
+
+
+def kernel(function: FunctionT) -> FunctionT:
+    """Compiles a loop of `ARITHMETIC`: IEEE arithmetic as written, division by zero as numpy has it."""
+    return compiled(function, ARITHMETIC, error_model="numpy")
+
+
+def inlined(function: FunctionT) -> FunctionT:
+    """Compiles a step of a loop into the loop, which LLVM vectorises only then."""
+    return compiled(function, ARITHMETIC, error_model="numpy", forceinline=True)

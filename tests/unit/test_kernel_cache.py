@@ -11,10 +11,11 @@ from typing import Any
 
 import numba
 import pytest
+from numba.core import serialize
 
 import paceline
-from paceline.forest.committing import judge
-from paceline.kernel_cache import ARITHMETIC, FOREST, KernelPlace, cache_folder, take_shipped
+from paceline.forest.calibrating import sigmoid
+from paceline.kernel_cache import ARITHMETIC, FOREST, KernelCache, cache_folder, take_shipped
 
 PACKAGE = Path(paceline.__file__).parent
 
@@ -39,7 +40,7 @@ def test_a_change_in_any_source_leads_to_another_folder(tmp_path, sources):
 
 def test_every_file_that_has_kernels_is_named():
     """A kernel of any other file would be kept after it has changed: nothing but the folder's name tells."""
-    decorated = re.compile(r"^@(njit|kernel|inlined|intrinsic)\b", re.MULTILINE)
+    decorated = re.compile(r"^@(kernel|inlined|intrinsic)\b", re.MULTILINE)
     found = {
         path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if decorated.search(path.read_text())
     }
@@ -53,14 +54,54 @@ def test_kernels_are_kept_in_the_users_cache_or_where_the_environment_says(tmp_p
     assert cached.parent == tmp_path / "c" / "paceline"
     elsewhere = cache_folder({"NUMBA_CACHE_DIR": str(tmp_path / "d")}, package, ARITHMETIC)
     assert elsewhere == tmp_path / "d" / cached.name
-    assert Path(numba.config.CACHE_DIR).name == cached.name, "this very code runs from there"
 
 
-def test_checkouts_with_equal_sources_share_their_kernels():
-    """A kernel's folder says where in the package it stands, and not where the package lies."""
-    kept: Any = judge
-    assert Path(kept._cache.cache_path) == cache_folder(os.environ, PACKAGE, FOREST) / "forest"
-    assert KernelPlace.from_function(copy_of_sources, __file__) is None
+def as_another_process_has_it(folder: Path) -> Any:
+    """A kernel that was not called yet, and what any process has kept of it."""
+    loop: Any = getattr(sigmoid, "py_func", sigmoid)
+    kernel: Any = numba.njit(loop)
+    kernel._cache = KernelCache(loop, folder)
+    return kernel
+
+
+def test_a_kernel_is_compiled_once_for_all_processes_and_checkouts(tmp_path):
+    first, second = as_another_process_has_it(tmp_path), as_another_process_has_it(tmp_path)
+    assert first(0.5) == second(0.5)
+    assert [sum(each.stats.cache_hits.values()) for each in (first, second)] == [0, 1]
+    (kept,) = tmp_path.iterdir()
+    assert kept.name.startswith("forest_calibrating.sigmoid-"), "where in the package, not where the package lies"
+
+
+def test_processes_that_compile_at_once_keep_their_signatures_apart(tmp_path, monkeypatch):
+    """One keeps its code for whole numbers while another is about to keep its own for fractions."""
+    one, other = as_another_process_has_it(tmp_path), as_another_process_has_it(tmp_path)
+    dumps = serialize.dumps
+
+    def keep_another_first(value: object) -> Any:
+        monkeypatch.setattr(serialize, "dumps", dumps)
+        other(1)
+        return dumps(value)
+
+    monkeypatch.setattr(serialize, "dumps", keep_another_first)
+    one(1.0)
+    third = as_another_process_has_it(tmp_path)
+    assert third(1) == third(1.0) == pytest.approx(0.731, abs=1e-3)
+    assert sum(third.stats.cache_hits.values()) == 2
+    assert {arguments: each.signature.args for arguments, each in third.overloads.items()} == {
+        (numba.int64,): (numba.int64,),
+        (numba.float64,): (numba.float64,),
+    }
+
+
+def test_code_of_another_signature_is_not_run_whatever_the_name_of_its_file(tmp_path):
+    as_another_process_has_it(tmp_path)(1)
+    (whole,) = tmp_path.iterdir()
+    as_another_process_has_it(tmp_path)(1.0)
+    (fraction,) = set(tmp_path.iterdir()) - {whole}
+    whole.replace(fraction)
+    kernel = as_another_process_has_it(tmp_path)
+    assert kernel(0.5) == pytest.approx(0.622, abs=1e-3)
+    assert not kernel.stats.cache_hits
 
 
 def test_an_empty_cache_begins_with_the_kernels_that_an_image_brings(tmp_path):
@@ -92,7 +133,8 @@ def test_help_writes_nothing_beside_the_sources(tmp_path):
 
 def test_every_module_that_makes_compiled_code_is_a_source():
     makes_code = re.compile(
-        r"^(from|import) numba|kernel_cache import .*njit|row_kernels import|@intrinsic", re.MULTILINE
+        r"^(from|import) numba|kernel_cache import .*(compiled|kernel|inlined)\b|row_kernels import|@intrinsic",
+        re.MULTILINE,
     )
     found = {path for path in PACKAGE.rglob("*.py") if makes_code.search(path.read_text())}
     assert found <= {PACKAGE / name for name in (*ARITHMETIC, *FOREST)}

@@ -17,13 +17,13 @@ from paceline.engine.backends.cpu.layer_kernels import exp32
 from paceline.engine.backends.cpu.openmp import in_parallel
 from paceline.engine.backends.cpu.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32
 from paceline.engine.batch import Batch
-from paceline.kernel_cache import njit
+from paceline.kernel_cache import inlined, kernel
 
 _MOST_ROWS = 4
 """Rows that go through their context side by side: with more, sums and scores would not stay in registers."""
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _score_context(query: Any, row: Any, group: Any, keys: Any, prefix: Any, context: Any, scores: Any) -> None:
     """Fills scores[group, H, :context]; lanes of the last block past the context are unused.
 
@@ -57,7 +57,7 @@ def _score_context(query: Any, row: Any, group: Any, keys: Any, prefix: Any, con
             )
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _score_nodes(query: Any, keys: Any, context: Any, nodes: Any, scores: Any) -> None:
     """Fills scores[H, context : context + len(nodes)] of one row's query[H, D]."""
     heads, head_dim = query.shape
@@ -74,7 +74,7 @@ def _score_nodes(query: Any, keys: Any, context: Any, nodes: Any, scores: Any) -
             scores[head, context + index] = total
 
 
-@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)  # type: ignore[untyped-decorator]
+@inlined
 def _softmax(scores: Any, scale: Any, lanes: Any) -> Any:
     """Replaces scores by exp(scale * (score - max)); returns 1 / their sum, summed in 16 interleaved lanes."""
     count = scores.shape[0]
@@ -104,7 +104,7 @@ def _softmax(scores: Any, scale: Any, lanes: Any) -> Any:
     return np.float32(1.0) / total
 
 
-@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)  # type: ignore[untyped-decorator]
+@inlined
 def _add_tokens(
     weights: Any,
     weights_at: Any,
@@ -153,7 +153,7 @@ def _add_tokens(
                     total[to] = fma(weights[weights_at + row * weights_step + token], value, total[to])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _add_context(scores: Any, group: Any, values: Any, prefix: Any, context: Any, total: Any) -> None:
     """Fills total[group, H, D] with the sums of the context's values weighted by scores[group, H, :context]."""
     heads, head_dim = total.shape[1:]
@@ -182,7 +182,7 @@ def _add_context(scores: Any, group: Any, values: Any, prefix: Any, context: Any
             )
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _add_nodes(scores: Any, row: Any, values: Any, context: Any, nodes: Any, total: Any) -> None:
     """Adds the values of one row's nodes to total[row, H, D]."""
     heads, head_dim = total.shape[1:]
@@ -196,7 +196,7 @@ def _add_nodes(scores: Any, row: Any, values: Any, context: Any, nodes: Any, tot
             _add_tokens(weights, weights_at, (0,), 0, flat, at, 1, head_dim, flat_total, into, 0)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _attend_group(
     query: Any, row: Any, group: Any, keys: Any, values: Any, arrays: Any, scale: Any, scores: Any, total: Any, out: Any
 ) -> None:
@@ -222,7 +222,7 @@ def _attend_group(
                 out[row + each, head * head_dim + dim] = encode(value, out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _group_size(row: Any, sequences: Any, context_lens: Any) -> Any:
     """How many rows from this one on attend the same context: 4, 2 or 1."""
     size = 1
@@ -233,7 +233,7 @@ def _group_size(row: Any, sequences: Any, context_lens: Any) -> Any:
     return size - size % 2 if size > 1 else 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _attend_share(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any, first: Any, step: Any) -> None:
     sequences, context_lens, ancestors, _, block_tables = arrays
     rows, heads, head_dim = query.shape
@@ -253,7 +253,7 @@ def _attend_share(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, o
         row, number = row + size, number + 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any) -> None:
     """Fills out[rows, H * D] from query[rows, H, D] and one layer's cache.
 
@@ -263,7 +263,7 @@ def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out
     in_parallel(_attend_share, (query, keys, values, arrays, scale, out))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _write_rows(keys: Any, values: Any, slots: Any, new_keys: Any, new_values: Any) -> None:
     block_size = values.shape[2]
     for row in range(slots.shape[0]):

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from paceline.engine.backends.cpu.openmp import in_parallel
 from paceline.engine.backends.cpu.simd import LANES, array_data, fused_multiply_add, load_vector, splat, store_vector
-from paceline.kernel_cache import njit
+from paceline.kernel_cache import kernel
 
 OUTPUTS = 2 * LANES
 """Outputs that are computed side by side."""
@@ -272,7 +272,7 @@ def _take(typing: Any, counter: Any, count: Any) -> Any:
     return signature, codegen
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
     """Adds the products with the weights of 32 outputs to totals[rows * OUTPUTS]."""
     rows, row_step = inputs.shape
@@ -298,7 +298,7 @@ def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
                 )
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _store_group(totals: Any, group: Any, out: Any) -> None:
     """Rounds totals[rows * OUTPUTS] into out[:, group * OUTPUTS : (group + 1) * OUTPUTS]."""
     rows, outputs = out.shape
@@ -315,7 +315,7 @@ def _store_group(totals: Any, group: Any, out: Any) -> None:
             flat[place : place + wanted] = rounded[:wanted]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _multiply_share(inputs: Any, weights: Any, bias: Any, out: Any, taken: Any, _index: Any, num_threads: Any) -> None:
     rows = len(inputs)
     groups, pairs = weights.shape[:2]
@@ -332,7 +332,7 @@ def _multiply_share(inputs: Any, weights: Any, bias: Any, out: Any, taken: Any, 
         start = _take(taken, at_once)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _as_floats(words: Any) -> Any:
     """The inputs of words [rows, pairs] as float32 [rows, 2 * pairs]."""
     rows, pairs = words.shape
@@ -345,7 +345,7 @@ def _as_floats(words: Any) -> Any:
     return bits.view(np.float32)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def multiply(inputs: Any, weights: Any, bias: Any, out: Any) -> None:
     """Fills out[rows, out] with the bfloat16 bits of inputs W^T + bias.
 

@@ -28,7 +28,7 @@ from paceline.engine.backends.cpu.linear import PackedLinear
 from paceline.engine.backends.cpu.simd import LANES
 from paceline.engine.batch import Batch
 from paceline.engine.llama import LlamaLayer
-from paceline.kernel_cache import njit
+from paceline.kernel_cache import kernel
 
 # Columns of a layer's addresses: four norms, then weight and bias of four products.
 _INPUT_NORM, _QUERY_NORM, _KEY_NORM, _POST_NORM, _QKV, _OUT, _GATE_UP, _DOWN = 0, 1, 2, 3, 4, 6, 8, 10
@@ -44,7 +44,7 @@ def _pointer(typing: Any, address: Any) -> Any:
     return signature, codegen
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _multiply_at(addresses: Any, product: Any, inputs: Any, out: Any) -> None:
     groups, pairs = (out.shape[1] + OUTPUTS - 1) // OUTPUTS, inputs.shape[1] // 2
     words = carray(_pointer(addresses[product]), (groups, pairs, 2, LANES), np.uint32)
@@ -52,7 +52,7 @@ def _multiply_at(addresses: Any, product: Any, inputs: Any, out: Any) -> None:
     multiply(inputs.view(np.uint32), words, bias, out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _run_layers(
     wanted: Any,
     addresses: Any,

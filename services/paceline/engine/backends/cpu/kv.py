@@ -14,10 +14,10 @@ import torch
 
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.kv import KVCache
-from paceline.kernel_cache import njit
+from paceline.kernel_cache import kernel
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _copy_slots(keys: Any, values: Any, sources: Any, targets: Any) -> None:
     layers, _, kv_heads, head_dim, block_size = keys.shape
     count = sources.shape[0]

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.engine.backends.cpu.openmp import in_parallel
 from paceline.engine.backends.cpu.simd import LANES, encode, to_float32
-from paceline.kernel_cache import njit
+from paceline.kernel_cache import kernel
 
 _LOG2_E = np.float32(1.4426950408889634)
 # Adding and taking away 1.5 * 2**23 rounds to the nearest integer in plain float32 additions.
@@ -24,7 +24,7 @@ _EXP_MIN = np.float32(-87.0)
 _EXP_MAX = np.float32(88.0)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def exp32(value: Any) -> Any:
     """e**value in float32 to 2 ulp, clamped to [-87, 88]; IEEE operations only (Cephes expf's polynomial)."""
     bounded = min(max(value, _EXP_MIN), _EXP_MAX)
@@ -42,7 +42,7 @@ def exp32(value: Any) -> Any:
     return series * scale
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def inverse_rms(values: Any, start: Any, size: Any, eps: Any) -> Any:
     """1 / sqrt(mean of squares + eps) of `size` values from `start`, summed in 16 interleaved lanes."""
     lanes = np.zeros(LANES, np.float32)
@@ -58,7 +58,7 @@ def inverse_rms(values: Any, start: Any, size: Any, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def rms_norm_rows(residual: Any, weight: Any, eps: Any, out: Any) -> None:
     """out[rows, hidden] = RMSNorm(residual[rows, hidden]) * weight (Zhang and Sennrich 2019, eq. 4)."""
     hidden = residual.shape[1]
@@ -69,7 +69,7 @@ def rms_norm_rows(residual: Any, weight: Any, eps: Any, out: Any) -> None:
             out[row, index] = encode(residual[row, index] * scale * weight[index], out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def add_rms_norm_rows(residual: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     """Adds delta[rows, hidden] to the residual in place, then normalises it into out."""
     for row in range(residual.shape[0]):
@@ -78,7 +78,7 @@ def add_rms_norm_rows(residual: Any, delta: Any, weight: Any, eps: Any, out: Any
     rms_norm_rows(residual, weight, eps, out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _silu_mul_share(gate_up: Any, out: Any, first: Any, step: Any) -> None:
     inner = out.shape[1]
     for row in range(first, out.shape[0], step):
@@ -88,13 +88,13 @@ def _silu_mul_share(gate_up: Any, out: Any, first: Any, step: Any) -> None:
             out[row, index] = encode(gate / (np.float32(1.0) + exp32(-gate)) * up, out)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def silu_mul_rows(gate_up: Any, out: Any) -> None:
     """out[rows, inner] = silu(gate) * up, with gate_up[rows, 2 * inner] = [gate, up]."""
     in_parallel(_silu_mul_share, (gate_up, out))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _rotate(head: Any, cos: Any, sin: Any) -> None:
     half = cos.shape[0]
     for index in range(half):
@@ -103,7 +103,7 @@ def _rotate(head: Any, cos: Any, sin: Any) -> None:
         head[half + index] = high * cos[index] + low * sin[index]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def _load_head(source: Any, start: Any, norm: Any, eps: Any, head: Any) -> None:
     """Copies a head out of a row and normalises it when `norm` is not empty (Qwen3's q/k norms)."""
     size = head.shape[0]
@@ -115,7 +115,7 @@ def _load_head(source: Any, start: Any, norm: Any, eps: Any, head: Any) -> None:
             head[index] = head[index] * scale * norm[index]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@kernel
 def project_rows(
     qkv: Any,
     query_norm: Any,

@@ -20,9 +20,8 @@ from paceline.engine.backends.cpu.row_kernels import (
     Words,
     exact_exp,
     first_of,
-    inlined,
-    kernel,
 )
+from paceline.kernel_cache import inlined, kernel
 
 _BLOCKS = CHUNK // 4
 _TWO_52 = 2.0**52

@@ -8,14 +8,13 @@ equal to `cut` with ids up to `last_id`. The loops release the GIL and know no r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core import noise
-from paceline.kernel_cache import njit
+from paceline.kernel_cache import inlined, kernel
 
 CHUNK = 128
 """Ids a chunk holds: 32 Philox blocks of 4 ids."""
@@ -33,19 +32,6 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Bits = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def kernel(function: _F) -> _F:
-    """Compiles a loop on first call: IEEE arithmetic as written, division by zero as numpy has it."""
-    return cast(_F, njit(cache=True, nogil=True, error_model="numpy")(function))
-
-
-def inlined(function: _F) -> _F:
-    """Compiles a step of a loop into the loop, which LLVM vectorises only then."""
-    return cast(_F, njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function))
-
 
 exact_exp = inlined(noise.exact_exp)
 
