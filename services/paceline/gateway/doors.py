@@ -29,6 +29,9 @@ from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.service.process import GrpcServer, start_grpc_server
 
 BACKLOG = 2048
+# Longer than clients and load balancers keep an idle connection (5 to 60 s): of two that close it at once, the client
+# loses a request. Idle ones make room for new ones all the same.
+KEEP_ALIVE_S = 75
 # Time to deliver the error that ends a session at the deadline.
 FAREWELL_S = 2.0
 # Connections beyond two for every session that may run: health checks, scrapers, clients about to get status 429.
@@ -208,6 +211,7 @@ async def _http_server(
         http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
         ws="none",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=KEEP_ALIVE_S,
         # uvicorn believes all of this machine otherwise.
         proxy_headers=bool(config.forwarded_allow_ips),
         forwarded_allow_ips=list(config.forwarded_allow_ips),
