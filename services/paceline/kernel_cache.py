@@ -44,10 +44,12 @@ ARITHMETIC = (
     f"{_CPU}/openmp.py",
     f"{_CPU}/row_kernels.py",
     f"{_CPU}/simd.py",
+    f"{_CPU}/verdict_kernels.py",
     "kernel_cache.py",
 )
-# Of the draft trees.
+# Of the draft trees, and of what they are in a step.
 FOREST = (
+    "engine/packing_kernels.py",
     "forest/calibrating.py",
     "forest/choosing.py",
     "forest/committing.py",

@@ -29,13 +29,13 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
-from paceline.core.planned_step import Part, StepPlan
+from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
-from paceline.core.tree import walk
-from paceline.forest import NONE, ROOT, Forest
+from paceline.core.tree import verified_nodes, walk
+from paceline.forest import NONE, ROOT, Forest, Guesses
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_drafts
 
 DRAFTER = "drafter:1"
@@ -141,12 +141,15 @@ class VerifierLoop:
         self._hear(self.scheduler.take_outcomes())
         self._pass_on()
         self.now_s += seconds
-        batch_size = plan.batch_size
         for part in [part for part in plan.parts if part.judged]:
             told = [PositionLogprobs(token_id=position + 1, logprob=-1.0) for position in part.judged]
             self._hear([(part.session.serial, part.session.hand_out_prompt(told))])
-        judged = [(part, self._judge(part)) for part in plan.parts if part.commits]
-        self._hear(self.scheduler.commit(judged, batch_size=batch_size, now_s=self.now_s))
+        judged = [
+            (part, self._judge(part.session, plan.guesses_of(place)))
+            for place, part in enumerate(plan.parts)
+            if part.commits
+        ]
+        self._hear(self.scheduler.commit(plan, judged, self.now_s))
         self.scheduler.moves.clear()
         self.scheduler.end_step(plan, self.now_s)
         self.report = self.scheduler.take_report(plan)
@@ -154,12 +157,10 @@ class VerifierLoop:
         return plan
 
     @staticmethod
-    def _judge(part: Part[ScheduledSession]) -> Verdict:
-        tokens = walk(part.root, part.nodes, lambda node: node.position + 1)
-        for count, token in enumerate(tokens, start=1):
-            if part.session.ends_with(token):
-                return Verdict(token_ids=tokens[:count])
-        return Verdict(token_ids=tokens)
+    def _judge(session: ScheduledSession, guesses: Guesses) -> Verdict:
+        root, nodes = verified_nodes(session.tokens, guesses, session.tree.drafts)
+        tokens = walk(root, nodes, lambda node: node.position + 1)
+        return Verdict(token_ids=tuple(session.until_end(tokens)))
 
     def run(self) -> None:
         """Steps until every session has ended."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.tree import Node
+from paceline.forest import NO_GUESSES, Guesses
 
 SessionT = TypeVar("SessionT", bound=ScheduledSession)
 
@@ -19,16 +19,14 @@ class Part(Generic[SessionT]):
         session: Whose rows these are.
         start: First committed position whose row is computed.
         stop: One more than the last.
-        root: Stands for its last committed token.
-        nodes: Guesses beyond the committed tokens that are verified, parents before children.
-        decodes: Whether only its last committed token is computed besides its nodes, and a first token is out.
+        num_guesses: Beyond the committed tokens that are verified.
+        decodes: Whether only its last committed token is computed besides its guesses, and a first token is out.
     """
 
     session: SessionT
     start: int
     stop: int
-    root: Node
-    nodes: tuple[Node, ...]
+    num_guesses: int
     decodes: bool
 
     @property
@@ -39,7 +37,7 @@ class Part(Generic[SessionT]):
     @property
     def num_rows(self) -> int:
         """Rows of the step."""
-        return self.stop - self.start + len(self.nodes)
+        return self.stop - self.start + self.num_guesses
 
     @property
     def judged(self) -> range:
@@ -59,6 +57,7 @@ class StepPlan(Generic[SessionT]):
         drafters_work: Whether drafters are at work meanwhile.
         decoding: Sessions that verify guesses, or decode plainly.
         reading: Sessions whose prompts are computed.
+        guesses: Of those that decode.
         num_rows: Rows to compute; 0: there is nothing to do.
         num_prefill_rows: Those of prompts.
     """
@@ -67,18 +66,23 @@ class StepPlan(Generic[SessionT]):
     drafters_work: bool
     decoding: list[Part[SessionT]]
     reading: list[Part[SessionT]]
+    guesses: Guesses
     num_rows: int = field(init=False)
     num_prefill_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Counts rows."""
         self.num_prefill_rows = sum(part.num_rows for part in self.reading)
-        self.num_rows = sum(part.num_rows for part in self.decoding) + self.num_prefill_rows
+        self.num_rows = len(self.decoding) + len(self.guesses.tokens) + self.num_prefill_rows
 
     @property
     def parts(self) -> list[Part[SessionT]]:
         """All sessions of the step."""
         return self.decoding + self.reading
+
+    def guesses_of(self, place: int) -> Guesses:
+        """Those of one of the `parts`."""
+        return self.guesses.of(place) if place < len(self.decoding) else NO_GUESSES
 
     @property
     def is_mostly_prefill(self) -> bool:

@@ -177,6 +177,13 @@ class ScheduledSession(VerifierSession):
             self._finish = FinishReason.LENGTH
         return self._finish is not None
 
+    def until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The target has chosen some tokens; those that count."""
+        for count, token_id in enumerate(token_ids, start=1):
+            if self.ends_with(token_id):
+                return token_ids[:count]
+        return token_ids
+
     def hand_out_prompt(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
         """The log probabilities of further tokens of the prompt."""
         first = self.num_judged + 1

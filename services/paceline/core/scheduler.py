@@ -7,8 +7,7 @@ what the step took. It runs no model and reads no clock; the engine, and the pla
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Generic
 
@@ -18,13 +17,11 @@ from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import CommittedTokens
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.planned_step import Part, SessionT, StepPlan
-from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
-from paceline.core.tree import Node
-from paceline.forest import NONE, ROOT, Calls, rows_of
+from paceline.forest import Calls, Guesses, rows_of
 
 _ORDER = attrgetter("order")
 
@@ -162,9 +159,13 @@ class Scheduler(Generic[SessionT]):
         drafters_work = self._drafts.drafters_work(self._running)
         self._admit(now_s)
         ready, joining = self._with_pages(self._turns.next(self._running, now_s))
-        decoding = self._plan_decoding(ready, joining, now_s)
-        reading = self._plan_reading(joining, sum(part.num_rows for part in decoding))
-        plan = StepPlan(now_s, drafters_work, decoding, reading)
+        guesses = self._plan_guesses(ready, joining, now_s)
+        decoding = [
+            Part(session, session.committed_len - 1, session.committed_len, count, decodes=True)
+            for session, count in zip(ready, guesses.counts.tolist(), strict=True)
+        ]
+        reading = self._plan_reading(joining, len(decoding) + len(guesses.tokens))
+        plan = StepPlan(now_s, drafters_work, decoding, reading, guesses)
         self._announce(plan)
         return plan
 
@@ -212,9 +213,7 @@ class Scheduler(Generic[SessionT]):
     def _wait(self, session: SessionT) -> None:
         insort(self._waiting, session, key=_ORDER)
 
-    def _plan_decoding(
-        self, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float
-    ) -> list[Part[SessionT]]:
+    def _plan_guesses(self, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float) -> Guesses:
         backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
@@ -223,24 +222,22 @@ class Scheduler(Generic[SessionT]):
         choice = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
         self.report.price = self._policy.price
         self.tier.update([session for session in joining if not session.link.sent_len], now_s)
-        return self._verify(decoding, choice)
+        return self._with_kv(decoding, choice)
 
-    def _verify(self, sessions: Sequence[SessionT], choice: Choice) -> list[Part[SessionT]]:
+    def _with_kv(self, sessions: Sequence[SessionT], choice: Choice) -> Guesses:
         """Takes scratch slots for the chosen nodes, and pages of the positions that they may be moved to."""
-        kv = self._scratch.take_many(sum(choice.counts))
+        kv = self._scratch.take_many(len(choice.rows))
         self.forest.set_kv(Calls(choice.rows, choice.taken.slots), rows_of(kv))
-        columns = zip(*(each.tolist() for each in choice.taken[1:]), kv, strict=True)
-        parts = []
-        for session, count in zip(sessions, choice.counts, strict=True):
-            length = session.committed_len
-            root = Node(None, session.tokens[-1], length - 1)
-            nodes = _verified(root, [*islice(columns, count)], session.tree.drafts)
-            if nodes and not session.pages.reserve(1 + max(node.position for node in nodes)):
-                self._scratch.give_back(*(node.kv for node in nodes))
-                self.forest.drop_kv(session.tree.row)
-                nodes = ()
-            parts.append(Part(session, length - 1, length, root, nodes, decodes=True))
-        return parts
+        guesses = Guesses(choice.counts, *choice.taken[1:], rows_of(kv))
+        short = [
+            place
+            for place, (session, deepest) in enumerate(zip(sessions, guesses.deepest, strict=True))
+            if deepest and not session.pages.reserve(1 + deepest)
+        ]
+        for place in short:
+            self._scratch.give_back(*guesses.of(place).kv.tolist())
+            self.forest.drop_kv(sessions[place].tree.row)
+        return guesses.without(short) if short else guesses
 
     def _plan_reading(self, sessions: Sequence[SessionT], num_rows: int) -> list[Part[SessionT]]:
         """Chunks of prompts, while the step has room."""
@@ -251,8 +248,7 @@ class Scheduler(Generic[SessionT]):
                 break
             start = session.pages.num_computed
             stop = min(start + room, session.committed_len)
-            root = Node(None, session.tokens[-1], session.committed_len - 1)
-            part = Part(session, start, stop, root, (), decodes=False)
+            part = Part(session, start, stop, 0, decodes=False)
             session.prefilled_to = part.stop
             room -= part.num_rows
             reading.append(part)
@@ -262,26 +258,27 @@ class Scheduler(Generic[SessionT]):
     # Committing
 
     def commit(
-        self, judged: Sequence[tuple[Part[SessionT], Verdict]], *, batch_size: int, now_s: float
+        self, plan: StepPlan[SessionT], judged: Sequence[tuple[Part[SessionT], Verdict]], now_s: float
     ) -> list[Outcome]:
         """Takes in what the target chose for sessions of the step.
 
         Args:
-            judged: The sessions in the step, and what this round commits to each, up to the token that ends the text.
-            batch_size: Sessions that got tokens in the step.
+            plan: The step.
+            judged: Its sessions, and what this round commits to each, up to the token that ends the text.
             now_s: The time.
 
         Returns:
             What goes to their clients.
         """
+        batch_size = plan.batch_size
         done = commit(
             self.forest, [NewTokens(part.session, verdict.token_ids, verdict.chances) for part, verdict in judged]
         )
         self.report.count_nodes(self.forest.sources, done.counts)
         moves, start, outcomes = done.moves.tolist(), 0, list[Outcome]()
-        self._scratch.give_back(*(node.kv for part, _ in judged for node in part.nodes))
+        self._scratch.give_back(*plan.guesses.kv.tolist())
         for (part, verdict), num_matched, hit in zip(judged, done.accepted.tolist(), done.hits.tolist(), strict=True):
-            session, num_verified = part.session, len(part.nodes)
+            session, num_verified = part.session, part.num_guesses
             self.moves += [(kv, session.pages.slot(position)) for kv, position in moves[start : start + num_matched]]
             start += num_matched
             base_len = session.committed_len - len(verdict.token_ids)
@@ -316,12 +313,7 @@ class Scheduler(Generic[SessionT]):
         for each in self._running:
             if not doubtful.isdisjoint(each.pages.blocks):
                 each.pages.forget()
-        self.free_scratch(part)
         self.drop(part.session)
-
-    def free_scratch(self, part: Part[SessionT]) -> None:
-        """Gives back the slots of a part's nodes."""
-        self._scratch.give_back(*(node.kv for node in part.nodes))
 
     def end_step(self, plan: StepPlan[SessionT], now_s: float) -> None:
         """The step is over; the policy learns the time of the whole cycle, since events and waiting cost time too."""
@@ -364,20 +356,3 @@ class Scheduler(Generic[SessionT]):
         """What goes to clients now."""
         outcomes, self.outcomes = self.outcomes, []
         return outcomes
-
-
-def _verified(
-    root: Node, guesses: Sequence[tuple[int, int, int, int]], drafts: Mapping[int, SparseDraft]
-) -> tuple[Node, ...]:
-    """Nodes as rules see them, of a session's `(token, position, parent, scratch slot)`; parents come first.
-
-    Of a chain the guess behind the last one is there, too, below it: how likely it was accepted is known all the same.
-    """
-    nodes: list[Node] = []
-    for token_id, position, parent, kv in guesses:
-        above = root if parent == ROOT else nodes[parent]
-        nodes.append(Node(above, token_id, position, kv, drafts.get(position)))
-    last = nodes[-1] if nodes else root
-    if (draft := drafts.get(last.position + 1)) is not None:
-        Node(last, NONE, last.position + 1, draft=draft)
-    return tuple(nodes)

@@ -48,12 +48,12 @@ class Choice(NamedTuple):
     """What a step verifies.
 
     Attributes:
-        counts: Nodes of each decoding session.
+        counts: int32 `[sessions]`, nodes of each that decodes.
         rows: int32 `[nodes]`, rows of the forest.
         taken: The nodes, session by session.
     """
 
-    counts: list[int]
+    counts: Ints
     rows: Ints
     taken: Taken
 
@@ -117,14 +117,14 @@ class StepDrafts:
         speculate = drafted.any() or any(cap and each.has_sources for cap, each in zip(caps, sessions, strict=True))
         if not self._policy.enter(len(sessions) if speculate else 0):
             links.idle(rows)
-            return Choice([0] * len(decoding), *_NOTHING)
+            return Choice(np.zeros(len(decoding), np.int32), *_NOTHING)
         mine = slice(len(decoding))
         most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
         picked = self._forest.best(rows[mine], most, _chains_of(decoding))
         answered = links.answered(rows[mine])[drafted[mine] & (most > 0)]
         counts = self._policy.allocate(picked, answered=answered, other_rows=other_rows)
         links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
-        return Choice(counts.tolist(), rows[mine].repeat(counts), self._forest.take(rows[mine], picked.slots, counts))
+        return Choice(counts, rows[mine].repeat(counts), self._forest.take(rows[mine], picked.slots, counts))
 
     def num_silenced(self, sessions: Sequence[SpeculatingSession], now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.messages import Drafts
 from paceline.core.rejection_sampling import SparseDraft
-from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
+from paceline.forest import NONE, ROOT, Forest, Guesses, Picked, rows_of
 
 
 class Node:
@@ -19,40 +19,54 @@ class Node:
         parent: The node it hangs below; None: it is the root.
         token_id: The guess.
         position: The absolute index that the token would take.
-        kv: Its scratch slot.
         draft: The distribution that it was sampled from, where the acceptance rule asks for it.
 
     Attributes:
         children: By their tokens.
     """
 
-    __slots__ = ("children", "draft", "kv", "parent", "position", "token_id")
+    __slots__ = ("children", "draft", "parent", "position", "token_id")
 
-    def __init__(
-        self, parent: Node | None, token_id: int, position: int, kv: int = NONE, draft: SparseDraft | None = None
-    ) -> None:
+    def __init__(self, parent: Node | None, token_id: int, position: int, draft: SparseDraft | None = None) -> None:
         self.parent = parent
         self.token_id = token_id
         self.position = position
-        self.kv = kv
         self.draft = draft
         self.children: dict[int, Node] = {}
         if parent is not None:
             parent.children[token_id] = self
 
 
-def path_to(node: Node) -> list[Node]:
-    """The nodes from below the root down to a node; none for the root itself."""
-    nodes: list[Node] = []
-    while node.parent is not None:
-        nodes.append(node)
-        node = node.parent
-    return nodes[::-1]
-
-
 def path_tokens(node: Node) -> list[int]:
     """Tokens from below the root down to a node."""
-    return [step.token_id for step in path_to(node)]
+    tokens: list[int] = []
+    while node.parent is not None:
+        tokens.append(node.token_id)
+        node = node.parent
+    return tokens[::-1]
+
+
+def verified_nodes(
+    tokens: Sequence[int], guesses: Guesses, drafts: Mapping[int, SparseDraft]
+) -> tuple[Node, tuple[Node, ...]]:
+    """The root and the guesses of one session as rules see them.
+
+    Of a chain the guess behind the last one is there, too, below it: how likely it was accepted is known all the same.
+
+    Args:
+        tokens: Committed ones.
+        guesses: Of this session alone.
+        drafts: Distributions that guesses were sampled from, by position.
+    """
+    root = Node(None, tokens[-1], len(tokens) - 1)
+    nodes: list[Node] = []
+    for token_id, position, parent in zip(*(each.tolist() for each in guesses[1:4]), strict=True):
+        above = root if parent == ROOT else nodes[parent]
+        nodes.append(Node(above, token_id, position, drafts.get(position)))
+    last = nodes[-1] if nodes else root
+    if (draft := drafts.get(last.position + 1)) is not None:
+        Node(last, NONE, last.position + 1, draft)
+    return root, tuple(nodes)
 
 
 def walk(root: Node, verified: Sequence[Node], choose: Callable[[Node], int]) -> tuple[int, ...]:

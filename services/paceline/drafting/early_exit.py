@@ -19,7 +19,7 @@ from paceline.core.params import LAYER_SKIP
 from paceline.drafting.growing import StatelessFollower, best_guesses
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.engine.source_interface import Followed, LocalSource, Turn
 from paceline.forest.linking import CHILD_SHARE
 
@@ -157,7 +157,7 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         for growth, leaf in leaves:
             pages, length = growth.session.pages, len(growth.session.tokens)
             if leaf is None:
-                builder.add_prefix(pages, length - 1, length, wants_logits=True)
+                builder.add_prefixes([PrefixRows(pages, length - 1, length, wants_logits=True)])
             else:
                 slot = scratch.take()
                 if slot is None:
@@ -165,7 +165,7 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
                 slots.append(slot)
                 ancestors = () if leaf.above is None else leaf.above.slots
                 position = length + len(leaf.path) - 1
-                builder.add_node(pages, token_id=leaf.path[-1], position=position, slot=slot, ancestors=ancestors)
+                builder.add_nodes([TreeRow(pages, leaf.path[-1], position, (*ancestors, slot))])
                 leaf.slots = (*ancestors, slot)
             computed.append((growth, leaf))
         if computed:

@@ -21,7 +21,7 @@ from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.model import Model
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.forest import ROOT, warm_up
 
 logger = logging.getLogger(__name__)
@@ -122,33 +122,26 @@ class DraftEngine:
         return self._output(report, started_s)
 
     def _run(self, plan: DraftPlan[DraftSession]) -> None:
-        builder = BatchBuilder()
-        computed: list[_Computed] = []
-        for part in plan.catching_up:
-            features = part.session.prefix_features(part.start, part.stop)
-            index = builder.add_prefix(
-                part.session.pages, part.start, part.stop, wants_logits=part.expands, features=features
-            )
-            if index is not None:
-                computed.append(_Computed(part.session, ROOT, (), index))
-        growing = list(plan.growing)
-        features = self._features_of(growing)
-        for row, each in enumerate(growing):
-            index = builder.add_node(
-                each.session.pages,
-                token_id=each.path[-1],
-                position=each.position - each.session.first_position,
-                slot=each.kv[-1],
-                ancestors=each.kv[:-1],
-                features=None if features is None else features[row : row + 1],
-            )
-            computed.append(_Computed(each.session, each.slot, each.path, index))
+        builder, computed, growing = BatchBuilder(), list[_Computed](), list(plan.growing)
+        if plan.catching_up:
+            prefixes = [
+                PrefixRows(each.session.pages, each.start, each.stop, each.expands) for each in plan.catching_up
+            ]
+            features = [each.session.prefix_features(each.start, each.stop) for each in plan.catching_up]
+            known = [each for each in features if each is not None]
+            roots = builder.add_prefixes(prefixes, np.concatenate(known) if known else None)
+            read = zip(plan.catching_up, roots, strict=True)
+            computed += [_Computed(part.session, ROOT, (), row) for part, row in read if part.expands]
+        if growing:
+            rows = builder.add_nodes([_row_of(each) for each in growing], self._features_of(growing))
+            grown = zip(growing, rows, strict=True)
+            computed += [_Computed(each.session, each.slot, each.path, row) for each, row in grown]
         logits = self._decoder.logits(builder.build(), self._cache)
         self._grow(computed, logits)
 
     def _features_of(self, growing: Sequence[Expansion[DraftSession]]) -> Features | None:
         """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
-        if not self._decoder.feature_width or not growing:
+        if not self._decoder.feature_width:
             return None
         states: Features = self._cache.features([_parent_slot(each) for each in growing])
         return states
@@ -194,6 +187,12 @@ class _Computed(NamedTuple):
     slot: int
     path: Sequence[int]
     row: int
+
+
+def _row_of(each: Expansion[DraftSession]) -> TreeRow:
+    session = each.session
+    position = each.position - session.first_position
+    return TreeRow(session.pages, each.path[-1], position, each.kv)
 
 
 def _parent_slot(each: Expansion[DraftSession]) -> int:

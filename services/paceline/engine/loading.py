@@ -22,7 +22,7 @@ from paceline.engine.config import (
 )
 from paceline.engine.decoder import Decoder
 from paceline.engine.llama_reader import LlamaReader
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, TreeRow
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,7 @@ def warm_up(decoder: Decoder) -> None:
     """Runs one row and one copy, so that no request waits for compilation (0.2 s, 15 s the first time ever)."""
     builder, width = BatchBuilder(), decoder.feature_width
     features = np.zeros((1, width), np.float32) if width else None
-    pages = SessionPages([], BlockPool(0))
-    builder.add_node(pages, token_id=0, position=0, slot=0, ancestors=(), features=features)
+    builder.add_nodes([TreeRow(SessionPages([], BlockPool(0)), 0, 0, (0,))], features)
     cache = decoder.new_cache(1)
     decoder.forward(builder.build(), cache)
     cache.copy_slots(np.zeros(1, np.int64), np.ones(1, np.int64))

@@ -2,121 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.core.pages import SessionPages
 from paceline.engine.batch import Batch
+from paceline.engine.packing_kernels import Columns, fill_nodes, fill_prefixes, fill_tables, fill_trees
+from paceline.forest import Guesses, rows_of
+
+
+class PrefixRows(NamedTuple):
+    """Committed tokens in a row, whose slots are reserved.
+
+    Attributes:
+        sequence: Whose.
+        start: First position.
+        stop: One more than the last.
+        wants_logits: Whether the last row's logits are wanted.
+        judged: Positions whose logits are wanted before; in a row, as they are.
+    """
+
+    sequence: SessionPages
+    start: int
+    stop: int
+    wants_logits: bool = False
+    judged: range = range(0)
+
+
+class TreeRow(NamedTuple):
+    """A tree node that attends all committed positions, its ancestors and itself.
+
+    Attributes:
+        sequence: Whose tree it is.
+        token_id: The guess.
+        position: Absolute position of the guess.
+        slots: Scratch slots from below the root down to it, the last for its own KV.
+    """
+
+    sequence: SessionPages
+    token_id: int
+    position: int
+    slots: Sequence[int]
 
 
 class BatchBuilder:
     """Collects rows of many sequences; `build` turns them into one `Batch`."""
 
     def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._positions: list[int] = []
-        self._slots: list[int] = []
-        self._sequences: list[int] = []
-        self._context_lens: list[int] = []
-        self._ancestors: list[Sequence[int]] = []
+        # Loops to fill rows, how many of them, and what they take besides.
+        self._fills: list[tuple[Callable[..., None], int, tuple[Any, ...]]] = []
+        self._depth = 1
         self._tables: list[list[int]] = []
         self._table_of: dict[int, int] = {}
-        self._logit_rows: list[int] = []
+        self._num_wanted = 0
         self._features: list[np.ndarray] = []
 
-    @property
-    def num_rows(self) -> int:
-        """Rows so far."""
-        return len(self._token_ids)
-
-    @property
-    def num_wanted(self) -> int:
-        """Rows so far whose logits are wanted."""
-        return len(self._logit_rows)
-
-    def add_prefix(
-        self,
-        sequence: SessionPages,
-        start: int,
-        stop: int,
-        *,
-        wants_logits: bool,
-        judged: range = range(0),
-        features: np.ndarray | None = None,
-    ) -> int | None:
-        """Adds the committed tokens at positions `start` to `stop` - 1, whose slots are reserved.
+    def add_prefixes(self, prefixes: Sequence[PrefixRows], features: np.ndarray | None = None) -> list[int]:
+        """Adds rows of committed tokens.
 
         Args:
-            sequence: Whose tokens.
-            start: First position.
-            stop: One more than the last.
-            wants_logits: Whether the last row's logits are wanted.
-            judged: Positions whose logits are wanted before; in a row, as they are.
-            features: [stop - start, width], for decoders that take them; all rows of a batch have them, or none.
+            prefixes: At least one.
+            features: [rows, width], for decoders that take them; all rows of a batch have them, or none.
 
         Returns:
-            Index of the last row's logits, if they are wanted.
+            Index of the logits of each one's last row, if they are wanted; of those judged, too, they are the last.
         """
-        table = self._table(sequence)
-        for position in range(start, stop):
-            self._add(sequence.tokens[position], position, sequence.slot(position), table, position + 1, ())
-            if position in judged:
-                self._want_logits()
-        if features is not None:
-            self._features.append(features)
-        return self._want_logits() if wants_logits else None
+        spans, tokens, last = list[tuple[int, ...]](), list[int](), list[int]()
+        for sequence, start, stop, wants_logits, judged in prefixes:
+            spans.append((self._table(sequence), start, stop, wants_logits, judged.start, judged.stop))
+            tokens += sequence.tokens[start:stop]
+            self._num_wanted += wants_logits + len(judged)
+            last.append(self._num_wanted - 1)
+        self._fills.append((fill_prefixes, len(tokens), (np.array(spans, np.int32), rows_of(tokens))))
+        self._add_features(features)
+        return last
 
-    def add_node(
-        self,
-        sequence: SessionPages,
-        *,
-        token_id: int,
-        position: int,
-        slot: int,
-        ancestors: Sequence[int],
-        features: np.ndarray | None = None,
-    ) -> int:
-        """Adds a tree node that attends all committed positions, its ancestors' slots and itself.
+    def add_nodes(self, nodes: Sequence[TreeRow], features: np.ndarray | None = None) -> range:
+        """Adds tree nodes.
 
         Args:
-            sequence: Whose tree it is.
-            token_id: The guess.
-            position: Absolute position of the guess.
-            slot: Scratch slot for its KV.
-            ancestors: Scratch slots of its ancestors, oldest first.
-            features: [1, width], as in `add_prefix`.
+            nodes: At least one.
+            features: [nodes, width], as in `add_prefixes`.
 
         Returns:
-            Index of its logits.
+            Indices of their logits.
         """
-        context_len = position - len(ancestors)
-        self._add(token_id, position, slot, self._table(sequence), context_len, (*ancestors, slot))
-        if features is not None:
-            self._features.append(features)
-        return self._want_logits()
+        spans, slots = list[tuple[int, ...]](), list[int]()
+        for sequence, token_id, position, path in nodes:
+            slots += path
+            spans.append((self._table(sequence), token_id, position, len(slots)))
+            self._depth = max(self._depth, len(path))
+        self._fills.append((fill_nodes, len(nodes), (np.array(spans, np.int32), rows_of(slots))))
+        self._add_features(features)
+        self._num_wanted += len(nodes)
+        return range(self._num_wanted - len(nodes), self._num_wanted)
+
+    def add_trees(self, sequences: Sequence[SessionPages], guesses: Guesses) -> list[int]:
+        """Adds the last committed token of each sequence, whose slot is reserved, and the guesses beyond it.
+
+        Args:
+            sequences: At least one.
+            guesses: Of each.
+
+        Returns:
+            Index of the logits of each one's last committed token; those of its guesses follow.
+        """
+        roots = [(self._table(each), len(each.tokens), each.tokens[-1]) for each in sequences]
+        firsts = list(accumulate((1 + count for count in guesses.counts.tolist()), initial=self._num_wanted))
+        lengths = (length for _, length, _ in roots)
+        self._depth = max(
+            self._depth, *(last + 1 - length for last, length in zip(guesses.deepest, lengths, strict=True))
+        )
+        self._fills.append((fill_trees, len(roots) + len(guesses.tokens), (np.array(roots, np.int32), guesses)))
+        self._num_wanted = firsts.pop()
+        return firsts
 
     def build(self) -> Batch:
-        """The finished batch."""
-        depth = max(map(len, self._ancestors), default=0)
-        ancestors = np.zeros((self.num_rows, max(depth, 1)), np.int32)
-        for row, slots in enumerate(self._ancestors):
-            ancestors[row, : len(slots)] = slots
-        width = max(map(len, self._tables), default=1)
-        tables = np.zeros((len(self._tables), width), np.int32)
-        for row, blocks in enumerate(self._tables):
-            tables[row, : len(blocks)] = blocks
+        """The finished batch, of at least one row."""
+        num_rows, lengths = sum(size for _, size, _ in self._fills), rows_of(map(len, self._tables))
+        longs, ints = np.empty((3, num_rows), np.int64), np.empty((3, num_rows), np.int32)
+        columns = Columns(
+            token_ids=longs[0],
+            positions=longs[1],
+            slots=longs[2],
+            sequences=ints[0],
+            context_lens=ints[1],
+            ancestors=np.zeros((num_rows, self._depth), np.int32),
+            num_ancestors=ints[2],
+            block_tables=np.zeros((len(lengths), lengths.max()), np.int32),
+            wanted=np.empty(num_rows, np.bool_),
+        )
+        fill_tables(columns.block_tables, lengths, rows_of(chain.from_iterable(self._tables)))
+        row = 0
+        for fill, size, rows in self._fills:
+            fill(columns, row, *rows)
+            row += size
+        filled: dict[str, Any] = columns._asdict()
+        logit_rows = np.flatnonzero(filled.pop("wanted"))
         return Batch(
-            token_ids=np.array(self._token_ids, np.int64),
-            positions=np.array(self._positions, np.int64),
-            slots=np.array(self._slots, np.int64),
-            sequences=np.array(self._sequences, np.int32),
-            context_lens=np.array(self._context_lens, np.int32),
-            ancestors=ancestors,
-            num_ancestors=np.array([len(slots) for slots in self._ancestors], np.int32),
-            block_tables=tables,
-            logit_rows=np.array(self._logit_rows, np.int64),
-            features=np.concatenate(self._features) if self._features else None,
+            **filled, logit_rows=logit_rows, features=np.concatenate(self._features) if self._features else None
         )
 
     def _table(self, sequence: SessionPages) -> int:
@@ -125,16 +152,6 @@ class BatchBuilder:
             self._tables.append(sequence.blocks)
         return known
 
-    def _add(
-        self, token_id: int, position: int, slot: int, table: int, context_len: int, ancestors: Sequence[int]
-    ) -> None:
-        self._token_ids.append(token_id)
-        self._positions.append(position)
-        self._slots.append(slot)
-        self._sequences.append(table)
-        self._context_lens.append(context_len)
-        self._ancestors.append(ancestors)
-
-    def _want_logits(self) -> int:
-        self._logit_rows.append(self.num_rows - 1)
-        return len(self._logit_rows) - 1
+    def _add_features(self, features: np.ndarray | None) -> None:
+        if features is not None:
+            self._features.append(features)

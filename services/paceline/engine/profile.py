@@ -9,7 +9,7 @@ import numpy as np
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, StepCost
 from paceline.engine.model import Cache, Model
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, TreeRow
 
 # A profile of a large model on few cores ends here, and is drawn out from what was measured.
 PROFILE_S = 3.0
@@ -35,8 +35,7 @@ def profile_steps(
         builder = BatchBuilder()
         slots = [slot for _ in range(count) if (slot := scratch.take()) is not None]
         assert len(slots) == count, "scratch holds as many slots as a step has rows"
-        for slot in slots:
-            builder.add_node(nowhere, token_id=0, position=0, slot=slot, ancestors=())
+        builder.add_nodes([TreeRow(nowhere, 0, 0, (slot,)) for slot in slots])
         started_s = clock()
         decoder.logits(builder.build(), cache)
         seconds = clock() - started_s

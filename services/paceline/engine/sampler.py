@@ -31,7 +31,7 @@ from paceline.core.processors import (
     masked_until_min_tokens,
     require_usable,
 )
-from paceline.engine.backends.cpu import noise_kernels, row_kernels
+from paceline.engine.backends.cpu import noise_kernels, row_kernels, verdict_kernels
 
 Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -74,6 +74,12 @@ class _ThreadBuffers(threading.local):
 
 
 _BUFFERS = _ThreadBuffers()
+
+
+def working_space(vocab_size: int) -> tuple[Floats, Floats, tuple[Floats, Ints, Ints]]:
+    """This thread's scores, largest of each chunk, and what filters gather; see `row_kernels`."""
+    buffers = _BUFFERS.of(vocab_size)
+    return buffers.scores, buffers.chunk_max, buffers.gathered
 
 
 class _SeenTokens:
@@ -171,6 +177,20 @@ class RowSampler:
             # Only the repetition penalty looks at the prompt.
             prompt = prompt_token_ids if params.repetition_penalty != 1.0 else ()
             self._seen = _SeenTokens(vocab_size, prompt, output_token_ids)
+
+    @property
+    def choice(self) -> bytes | None:
+        """How it chooses, a `CHOICE`; None where anything but the logits has a part in it."""
+        if self._has_history:
+            return None
+        rule = self._truncation
+        numbers = (rule.greedy, rule.inverse_temperature, rule.log_min_p, rule.top_k, rule.top_p, *self._key)
+        return np.array(numbers, verdict_kernels.CHOICE).tobytes()
+
+    @property
+    def _has_history(self) -> bool:
+        ids = (self._bias_ids, self._barred_at_first, self._bad_words)
+        return self._grammar is not None or self._seen is not None or any(len(each) for each in ids)
 
     def push(self, token_id: int) -> None:
         """Appends one output token to the history."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,14 +36,15 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.core.tree import path_to
+from paceline.core.tree import verified_nodes
 from paceline.engine.model import Model
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
-from paceline.forest import Forest, warm_up
+from paceline.engine.verdicts import follow
+from paceline.forest import Forest, Guesses, warm_up
 from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
@@ -270,14 +270,17 @@ class TargetEngine:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
-        rows = [_pack(builder, part) for part in plan.parts]
+        firsts = _pack(builder, plan)
         logits = self._decoder.logits(builder.build(), self._cache)
+        followed = follow(plan, logits, firsts)
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part[TargetSession], Verdict]] = []
-        for part, its in zip(plan.parts, rows, strict=True):
-            if its.judged or part.commits:
-                outcomes += self._judge(part, logits, its, verdicts)
-        outcomes += self.scheduler.commit(verdicts, batch_size=plan.batch_size, now_s=self._clock())
+        for place, part in enumerate(plan.parts):
+            if place in followed and not part.judged:
+                verdicts.append((part, part.session.accept(*followed[place])))
+            elif part.commits or part.judged:
+                outcomes += self._judge(part, plan.guesses_of(place), logits, firsts[place], verdicts)
+        outcomes += self.scheduler.commit(plan, verdicts, self._clock())
         for part, _ in verdicts:
             if not part.session.ended:
                 self._sources.add(part.session)
@@ -286,19 +289,22 @@ class TargetEngine:
     def _judge(
         self,
         part: Part[TargetSession],
+        guesses: Guesses,
         logits: np.ndarray,
-        rows: _Rows,
+        first: int,
         verdicts: list[tuple[Part[TargetSession], Verdict]],
     ) -> list[Outcome]:
         """Adds what a session commits to the verdicts; returns what goes to its client besides."""
-        session = part.session
-        outcomes: list[Outcome] = []
+        session, outcomes = part.session, list[Outcome]()
         try:
-            if rows.judged:
-                judged = logits[rows.first_judged : rows.first_judged + len(rows.judged)]
-                outcomes.append((session.serial, session.judge_prompt(rows.judged, judged)))
+            if part.judged:
+                stop = first if part.commits else first + 1
+                judged = session.judge_prompt(part.judged, logits[stop - len(part.judged) : stop])
+                outcomes.append((session.serial, judged))
             if part.commits:
-                verdicts.append((part, session.judge(part.root, part.nodes, lambda node: logits[rows.index[id(node)]])))
+                root, nodes = verified_nodes(session.tokens, guesses, session.tree.drafts)
+                rows = {id(node): row for row, node in enumerate((root, *nodes), first)}
+                verdicts.append((part, session.judge(root, nodes, lambda node: logits[rows[id(node)]])))
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
             self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
             return [(session.serial, _shown_error(session.session_id, error))]
@@ -324,38 +330,14 @@ class TargetEngine:
         return TargetOutput(committed=outcomes, to_drafters=to_drafters, broken_links=broken, report=report)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Where a session's logits are in a step.
-
-    Attributes:
-        index: Of its root and nodes, by `id` of the node.
-        judged: Positions of the prompt whose logits are there, too.
-        first_judged: Where they begin.
-    """
-
-    index: dict[int, int]
-    judged: range
-    first_judged: int
-
-
-def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> _Rows:
-    """Adds the rows of a session; returns where their logits will be."""
-    pages, judged = part.session.pages, part.judged
-    rows = _Rows({}, judged, builder.num_wanted)
-    root_index = builder.add_prefix(pages, part.start, part.stop, wants_logits=part.commits, judged=judged)
-    if root_index is None:
-        return rows
-    rows.index[id(part.root)] = root_index
-    for node in part.nodes:
-        rows.index[id(node)] = builder.add_node(
-            pages,
-            token_id=node.token_id,
-            position=node.position,
-            slot=node.kv,
-            ancestors=[above.kv for above in path_to(node)[:-1]],
-        )
-    return rows
+def _pack(builder: BatchBuilder, plan: StepPlan[TargetSession]) -> list[int]:
+    """Adds the rows of a step; returns for each part where the logits of its last committed token will be."""
+    decoding = [part.session.pages for part in plan.decoding]
+    reading = [
+        PrefixRows(part.session.pages, part.start, part.stop, part.commits, part.judged) for part in plan.reading
+    ]
+    firsts = builder.add_trees(decoding, plan.guesses) if decoding else []
+    return firsts + (builder.add_prefixes(reading) if reading else [])
 
 
 def _shown_error(session_id: str, error: Exception) -> PacelineError:

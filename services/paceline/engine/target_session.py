@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.core.acceptance_rules import Rule, Verdict, token_fates
+from paceline.core.acceptance_rules import Coupled, Rule, Verdict, token_fates
 from paceline.core.grammar import GrammarState, OutputGrammar
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, TokenFate
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.scheduled_session import ScheduledSession
@@ -63,6 +63,7 @@ class TargetSession(ScheduledSession):
         grammar: Of its sampling parameters, before the first token of the output; None: it has none.
 
     Attributes:
+        choice: How the target chooses its tokens, a `CHOICE`; None: by more than logits, so by `judge`.
         gains: What costly sources add to its steps, by source.
         followers: Sources at work on it, by name.
     """
@@ -115,6 +116,8 @@ class TargetSession(ScheduledSession):
             request.committed_token_ids,
             self.grammar,
         )
+        alone = sampling.logprobs is not None or not isinstance(rule, Coupled)
+        self.choice = None if alone else self._sampler.choice
         self.gains: dict[str, Gain] = {}
         self.followers: dict[str, Follower] = {
             source.name: follower for source in sources if (follower := source.follow(self)) is not None
@@ -155,6 +158,18 @@ class TargetSession(ScheduledSession):
             node = node.children.get(token_id)
         self._fates = token_fates(root, verified, kept)
         return verdict if len(kept) == len(verdict.token_ids) else replace(verdict, token_ids=tuple(kept))
+
+    def accept(self, token_ids: Sequence[int], last: TokenFate) -> Verdict:
+        """What this round commits of the target's own tokens, up to the one that ends the text.
+
+        Args:
+            token_ids: Accepted guesses, and one more.
+            last: How that one came about.
+        """
+        kept = tuple(self.until_end(token_ids))
+        fates = (TokenFate.ACCEPTED,) * (len(token_ids) - 1) + (last,)
+        self._fates = fates[: len(kept)]
+        return Verdict(token_ids=kept)
 
     def judge_prompt(self, positions: range, logits: np.ndarray) -> CommittedTokens:
         """Returns log probabilities of the tokens of the prompt that stand after some of its positions.

@@ -1,6 +1,6 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
-from paceline.forest.columns import Calls, Committed, Grafts, Picked, Taken, rows_of
+from paceline.forest.columns import NO_GUESSES, Calls, Committed, Grafts, Guesses, Picked, Taken, rows_of
 from paceline.forest.forest import Forest
 from paceline.forest.links import NOTHING, Links
 from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
@@ -9,6 +9,7 @@ from paceline.forest.warming import warm_up
 __all__ = [
     "NONE",
     "NOTHING",
+    "NO_GUESSES",
     "ROOT",
     "Bools",
     "Calls",
@@ -16,6 +17,7 @@ __all__ = [
     "Floats",
     "Forest",
     "Grafts",
+    "Guesses",
     "Ints",
     "Links",
     "Picked",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,47 @@ class Taken(NamedTuple):
     tokens: Ints
     positions: Ints
     parents: Ints
+
+
+class Guesses(NamedTuple):
+    """Guesses that a step verifies, session by session, parents before children, in columns.
+
+    Attributes:
+        counts: int32 `[sessions]`, how many each session has.
+        tokens: int32 `[guesses]`.
+        positions: int32 `[guesses]`, absolute.
+        parents: int32 `[guesses]`, which of its session's guesses each one hangs below; ROOT: the root.
+        kv: int32 `[guesses]`, scratch slots.
+    """
+
+    counts: Ints
+    tokens: Ints
+    positions: Ints
+    parents: Ints
+    kv: Ints
+
+    @property
+    def deepest(self) -> list[int]:
+        """The last position of each session, 0 of one without guesses."""
+        last = np.zeros(len(self.counts), np.int32)
+        np.maximum.at(last, np.repeat(np.arange(len(last)), self.counts), self.positions)
+        return last.tolist()
+
+    def of(self, place: int) -> Guesses:
+        """Those of one session."""
+        stop = int(self.counts[: place + 1].sum())
+        mine = slice(stop - int(self.counts[place]), stop)
+        return Guesses(self.counts[place : place + 1], *(column[mine] for column in self[1:]))
+
+    def without(self, places: Sequence[int]) -> Guesses:
+        """All but those of some sessions."""
+        counts = self.counts.copy()
+        counts[places] = 0
+        left = np.repeat(counts > 0, self.counts)
+        return Guesses(counts, *(column[left] for column in self[1:]))
+
+
+NO_GUESSES = Guesses(*np.zeros((5, 0), np.int32))
 
 
 class Calls(NamedTuple):

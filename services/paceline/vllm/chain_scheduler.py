@@ -232,7 +232,7 @@ class ChainScheduler:
             self._forest.drop_kv(session.tree.row)
         self._forest.set_kv(Calls(choice.rows, taken.slots), taken.positions)
         tokens = iter(taken.tokens.tolist())
-        for session, count in zip(decoding, choice.counts, strict=True):
+        for session, count in zip(decoding, choice.counts.tolist(), strict=True):
             session.verifies = [*islice(tokens, count)]
         return [session.verifies for session in self._rows]
 

@@ -133,7 +133,7 @@ def test_right_guesses_are_committed_with_the_token_after_them() -> None:
     loop.draft(session, right=2, wrong=2)
     plan = loop.step()
     assert plan.drafters_work
-    assert [len(part.nodes) for part in plan.decoding] == [4]
+    assert [part.num_guesses for part in plan.decoding] == [4]
     assert loop.heard["s"][-1].token_ids == (6, 7, 8)
     assert (loop.report.gammas, loop.report.accepted, loop.report.num_misses) == ([4], [2], 1)
     assert loop.scratch.num_used == 0
@@ -307,7 +307,7 @@ def test_a_step_waits_for_drafts_until_it_has_as_many_as_it_may_verify() -> None
     loop.draft(session, right=0, wrong=1)
     assert loop.scheduler.patience_s(loop.now_s) == 0.0
     (part,) = loop.step().decoding
-    assert len(part.nodes) == 4
+    assert part.num_guesses == 4
 
 
 def test_a_step_does_not_wait_for_drafts_that_are_overdue() -> None:
@@ -376,7 +376,7 @@ def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are
     for part in plan.decoding:
         tokens = (part.session.committed_len,)
         part.session.ends_with(tokens[0])
-        loop.scheduler.commit([(part, Verdict(token_ids=tokens))], batch_size=2, now_s=loop.now_s)
+        loop.scheduler.commit(plan, [(part, Verdict(token_ids=tokens))], loop.now_s)
     loop.scheduler.end_step(plan, loop.now_s)
     assert [each.session_id for each in loop.scheduler.running] == ["good"]
     assert not loop.pool._block_of, "nobody else finds what it was computed from"

@@ -14,7 +14,7 @@ from paceline.core.tree import DraftTree
 from paceline.drafting.early_exit import EarlyExitSource
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import Turn
 from tests.support.trees import new_tree, nodes_of, seen
@@ -54,7 +54,7 @@ class Bench:
         pages = SessionPages(tokens, self.pool)
         assert pages.reserve(len(tokens) - 1)
         builder = BatchBuilder()
-        builder.add_prefix(pages, 0, len(tokens) - 1, wants_logits=False)
+        builder.add_prefixes([PrefixRows(pages, 0, len(tokens) - 1)])
         self.decoder.forward(builder.build(), self.cache)
         pages.mark_computed(len(tokens) - 1)
         return Session(tokens, pages)
@@ -116,10 +116,10 @@ def test_siblings_and_their_children_see_their_own_path(tiny):
         builder = BatchBuilder()
         chain = SessionPages([*session.tokens, *path], bench.pool)
         assert chain.reserve(len(chain.tokens))
-        builder.add_prefix(chain, 0, len(session.tokens) - 1, wants_logits=False)
+        builder.add_prefixes([PrefixRows(chain, 0, len(session.tokens) - 1)])
         bench.decoder.forward(builder.build(), bench.cache)
         builder = BatchBuilder()
-        builder.add_prefix(chain, len(session.tokens) - 1, len(chain.tokens), wants_logits=True)
+        builder.add_prefixes([PrefixRows(chain, len(session.tokens) - 1, len(chain.tokens), wants_logits=True)])
         assert int(bench.decoder.forward(builder.build(), bench.cache, (0, 1))[0].argmax()) == best
         chain.release()
 

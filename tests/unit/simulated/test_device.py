@@ -12,7 +12,7 @@ from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
 from paceline.engine.batch import Batch
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.simulated.device import DigestCache, Pace
 from paceline.simulated.guesses import guesses_at
 from paceline.simulated.model import Simulation, find_profile
@@ -32,7 +32,7 @@ def pages_of(tokens: list[int], pool: BlockPool) -> SessionPages:
 
 def prefix(pages: SessionPages, start: int, stop: int) -> Batch:
     builder = BatchBuilder()
-    builder.add_prefix(pages, start, stop, wants_logits=True)
+    builder.add_prefixes([PrefixRows(pages, start, stop, wants_logits=True)])
     return builder.build()
 
 
@@ -59,8 +59,8 @@ def test_sequences_of_one_step_do_not_mix() -> None:
     first, second = pages_of(TOKENS, pool), pages_of(TOKENS[::-1], pool)
     cache.write(prefix(second, 0, 7))
     builder = BatchBuilder()
-    builder.add_prefix(first, 0, 20, wants_logits=True)
-    builder.add_prefix(second, 7, 20, wants_logits=True)
+    builder.add_prefixes([PrefixRows(first, 0, 20, wants_logits=True)])
+    builder.add_prefixes([PrefixRows(second, 7, 20, wants_logits=True)])
     batch = builder.build()
     found = cache.write(batch)[batch.logit_rows]
     assert [int(each) for each in found] == [digest_of(TOKENS), digest_of(TOKENS[::-1])]
@@ -70,10 +70,15 @@ def test_a_guess_has_the_digest_of_its_path_also_after_it_was_accepted() -> None
     pages, cache = pages_of(TOKENS, BlockPool(32)), DigestCache(64)
     cache.write(prefix(pages, 0, 19))
     builder = BatchBuilder()
-    builder.add_prefix(pages, 19, 20, wants_logits=True)
-    builder.add_node(pages, token_id=61, position=20, slot=SCRATCH, ancestors=())
-    builder.add_node(pages, token_id=62, position=21, slot=SCRATCH + 1, ancestors=(SCRATCH,))
-    builder.add_node(pages, token_id=63, position=21, slot=SCRATCH + 2, ancestors=(SCRATCH,))
+    builder.add_prefixes([PrefixRows(pages, 19, 20, wants_logits=True)])
+    root, child, sibling = SCRATCH, SCRATCH + 1, SCRATCH + 2
+    builder.add_nodes(
+        [
+            TreeRow(pages, 61, 20, (root,)),
+            TreeRow(pages, 62, 21, (root, child)),
+            TreeRow(pages, 63, 21, (root, sibling)),
+        ]
+    )
     found = [int(each) for each in cache.write(builder.build())]
     texts = [TOKENS, [*TOKENS, 61], [*TOKENS, 61, 62], [*TOKENS, 61, 63]]
     assert found == [digest_of(text) for text in texts]

@@ -29,7 +29,7 @@ from paceline.engine.config import DecoderConfig
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.linear import Head, Linear
-from paceline.engine.packing import BatchBuilder
+from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 
 # What models may hand to an attention function without changing what it computes. A sliding window changes
 # nothing, because DecoderConfig.context_len never exceeds it.
@@ -222,13 +222,11 @@ class GenericBackend(Backend):
         pages, other = SessionPages(tokens, BlockPool(0)), SessionPages(tokens, BlockPool(0))
         pages.blocks, other.blocks = [4, 1], [0, 3]
         chunk, tree = BatchBuilder(), BatchBuilder()
-        chunk.add_prefix(pages, 0, first, wants_logits=False)
-        tree.add_node(pages, token_id=tokens[1], position=first, slot=5 * BLOCK_SIZE, ancestors=())
+        chunk.add_prefixes([PrefixRows(pages, 0, first)])
         slots = range(2 * BLOCK_SIZE, 2 * BLOCK_SIZE + len(tokens) - first)
-        for depth, slot in enumerate(slots):
-            position = first + depth
-            tree.add_node(pages, token_id=tokens[position], position=position, slot=slot, ancestors=slots[:depth])
-        tree.add_prefix(other, 0, 1, wants_logits=False)
+        path = [TreeRow(pages, tokens[first + depth], first + depth, slots[: depth + 1]) for depth in range(len(slots))]
+        tree.add_nodes([TreeRow(pages, tokens[1], first, (5 * BLOCK_SIZE,)), *path])
+        tree.add_prefixes([PrefixRows(other, 0, 1)])
         prompt = self.forward(replace(chunk.build(), logit_rows=np.arange(first)), cache, NO_STATES)
         logits = torch.cat([prompt, self.forward(tree.build(), cache, NO_STATES)[1:]])
         unused = [layer for layer in range(self.config.num_layers) if not cache.keys[layer].any()]
