@@ -44,7 +44,7 @@ ARITHMETIC = (
     f"{_CPU}/openmp.py",
     f"{_CPU}/row_kernels.py",
     f"{_CPU}/simd.py",
-    f"{_CPU}/verdict_kernels.py",
+    f"{_CPU}/step_kernels.py",
     "kernel_cache.py",
 )
 # Of the draft trees, and of what they are in a step.

@@ -47,7 +47,7 @@ def best_guesses(
         token_ids, shares = session.rank(logits, position, NUM_RANKED, path)
     except UnusableLogitsError:
         return []
-    sure = confidences(shares, greedy=session.greedy)
+    sure = confidences(np.array(shares), greedy=session.greedy).tolist()
     return list(zip(token_ids, sure, strict=True))[:count]
 
 

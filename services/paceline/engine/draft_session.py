@@ -26,6 +26,9 @@ class DraftSession(ScheduledDraftSession):
         pool: Pages for committed tokens.
         feature_width: Of the features that the draft model takes; 0: it takes tokens alone.
 
+    Attributes:
+        choice: How it ranks guesses, a `CHOICE`; None: by more than logits, or it draws them, so by `offer`.
+
     Raises:
         LocalProtocolError: Its parameters name ids that the draft model lacks.
     """
@@ -46,6 +49,7 @@ class DraftSession(ScheduledDraftSession):
             tokens[:prompt_len],
             tokens[prompt_len:],
         )
+        self.choice = None if self.chain else self._sampler.choice
 
     def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
         """Applies a commit; the sampler learns its tokens, too."""
@@ -74,8 +78,8 @@ class DraftSession(ScheduledDraftSession):
         """
         if not self.chain:
             token_ids, shares = self._sampler.rank(row, len(self.tokens) + len(path), NUM_RANKED, path)
-            sure = confidences(shares, greedy=self.sampling.temperature == 0.0)
-            return Offer(self, slot, token_ids[:width], sure[:width])
+            sure = confidences(np.array(shares), greedy=self.sampling.temperature == 0.0)
+            return Offer(self, slot, token_ids[:width], sure[:width].tolist())
         if not trees.wants_guesses(self, slot):
             return Offer(self, slot)
         return self._draw(slot, path, row, trees.node_id(self, slot))

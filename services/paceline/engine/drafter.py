@@ -22,7 +22,8 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
-from paceline.forest import ROOT, warm_up
+from paceline.engine.together import rank
+from paceline.forest import ROOT, rows_of, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -148,19 +149,38 @@ class DraftEngine:
 
     def _grow(self, computed: Sequence[_Computed], logits: np.ndarray) -> None:
         """Hangs guesses below what was computed; a session whose logits are unusable goes on without drafts."""
-        trees, offers = self.scheduler.trees, list[Offer]()
-        lost: set[DraftSession] = set()
+        trees, width, offers = self.scheduler.trees, self._limits.width, list[Offer]()
+        ranked = [each for each in computed if each.session.choice is not None]
+        lost = self._grow_ranked(ranked, logits) if ranked else set()
         for each in computed:
             try:
-                row = logits[each.row]
-                offers.append(each.session.offer(trees, each.slot, each.path, row, self._limits.width))
+                if each.session.choice is None:
+                    offers.append(each.session.offer(trees, each.slot, each.path, logits[each.row], width))
             except UnusableLogitsError:
-                logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
                 lost.add(each.session)
         trees.grow([offer for offer in offers if offer.session not in lost])
         for session in lost:
+            logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
             self.scheduler.give_up(session)
             session.given_up = True
+
+    def _grow_ranked(self, computed: Sequence[_Computed], logits: np.ndarray) -> set[DraftSession]:
+        """Hangs guesses of sessions that choose by logits alone; returns those whose logits are unusable."""
+        guesses = rank(
+            logits,
+            [each.row for each in computed],
+            [len(each.session.tokens) + len(each.path) for each in computed],
+            [each.session.choice or b"" for each in computed],
+        )
+        lost = {computed[place].session for place in np.flatnonzero(~guesses.usable).tolist()}
+        kept = np.array([each.session not in lost for each in computed], np.bool_)
+        self.scheduler.trees.forest.grow(
+            rows_of(each.session.row for each in computed)[kept],
+            rows_of(each.slot for each in computed)[kept],
+            guesses.token_ids[kept, : self._limits.width],
+            guesses.confidences[kept, : self._limits.width],
+        )
+        return lost
 
     def _output(self, report: DraftReport, started_s: float) -> DraftOutput:
         report.seconds = self._clock() - started_s

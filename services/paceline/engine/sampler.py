@@ -31,7 +31,7 @@ from paceline.core.processors import (
     masked_until_min_tokens,
     require_usable,
 )
-from paceline.engine.backends.cpu import noise_kernels, row_kernels, verdict_kernels
+from paceline.engine.backends.cpu import noise_kernels, row_kernels, step_kernels
 
 Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -185,7 +185,7 @@ class RowSampler:
             return None
         rule = self._truncation
         numbers = (rule.greedy, rule.inverse_temperature, rule.log_min_p, rule.top_k, rule.top_p, *self._key)
-        return np.array(numbers, verdict_kernels.CHOICE).tobytes()
+        return np.array(numbers, step_kernels.CHOICE).tobytes()
 
     @property
     def _has_history(self) -> bool:

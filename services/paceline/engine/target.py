@@ -43,7 +43,7 @@ from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
-from paceline.engine.verdicts import follow
+from paceline.engine.together import follow
 from paceline.forest import Forest, Guesses, warm_up
 from paceline.service.learned import Learned
 

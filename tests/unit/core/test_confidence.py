@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,8 @@ def test_it_is_the_softmax_at_a_lower_temperature(scores, greedy):
     sharpness = GREEDY_SHARPNESS if greedy else SAMPLED_SHARPNESS
     sharp = [math.exp(score / sharpness) for score in scores]
     expected = [value / sum(sharp) for value in sharp]
-    assert confidences(shares, greedy=greedy) == pytest.approx(expected, abs=1e-9)
+    assert confidences(np.array(shares), greedy=greedy) == pytest.approx(expected, abs=1e-9)
 
 
 def test_nothing_to_share_is_no_confidence():
-    assert confidences([0.0, 0.0], greedy=True) == [0.0, 0.0]
+    assert confidences(np.zeros(2), greedy=True).tolist() == [0.0, 0.0]

@@ -124,7 +124,7 @@ def test_a_drafter_guesses_right_as_often_as_it_is_told_and_is_as_sure_as_that(c
     assert np.mean(best == truth) == pytest.approx(chance, abs=0.03)
     row = np.sort(logits[0])[::-1].astype(np.float64)
     shares = np.exp(row) / np.exp(row).sum()
-    assert confidences(shares[:NUM_RANKED].tolist(), greedy=True)[0] == pytest.approx(chance, abs=0.01)
+    assert confidences(shares[:NUM_RANKED], greedy=True)[0] == pytest.approx(chance, abs=0.01)
 
 
 def test_guesses_of_one_chance_have_it_on_average() -> None:

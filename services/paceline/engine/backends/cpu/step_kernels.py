@@ -1,7 +1,7 @@
-"""Compiled loops over the sessions of a step: the target's own tokens, followed down the guesses of each.
+"""Compiled loops over all rows of a step: the target's own tokens, followed down guesses, and a draft model's guesses.
 
-They choose what `RowSampler.choose` chooses, for sessions that ask for no more than temperature, top-k, top-p and
-min-p. They release the GIL.
+They choose and rank what `RowSampler` does, for sessions that ask for no more than temperature, top-k, top-p and min-p.
+They release the GIL.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.backends.cpu.noise_kernels import best_perturbed
+from paceline.engine.backends.cpu.noise_kernels import best_perturbed, rank_perturbed, rank_plain
 from paceline.engine.backends.cpu.row_kernels import Ints, Logits, filter_row, load_row
 from paceline.kernel_cache import inlined, kernel
 
@@ -67,22 +67,33 @@ def _argmax(row: Logits) -> int:
 
 
 @kernel
+def _load(row: Logits, choice: Any, space: Any) -> float:
+    """Fills the working space with the scores of a row and returns the largest."""
+    scores, chunk_max, _ = space
+    no_ids, no_values, all_allowed = np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint8)
+    return load_row(
+        row, no_ids, no_values, no_ids, all_allowed, no_ids, no_ids, _NO_PENALTIES, choice.inverse_temperature,
+        scores, chunk_max,
+    )  # fmt: skip
+
+
+@inlined
+def _noise_at(choice: Any, position: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    place = np.uint64(position)
+    return (choice.seed_low, choice.seed_high), (place & _MASK32, place >> _SHIFT32)
+
+
+@kernel
 def _choose(row: Logits, choice: Any, position: int, space: Any) -> int:
     """Returns the token for an absolute position; NOTHING where the logits leave none."""
     if choice.greedy:
         return _argmax(row)
     scores, chunk_max, gathered = space
-    no_ids, no_values, all_allowed = np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint8)
-    largest = load_row(
-        row, no_ids, no_values, no_ids, all_allowed, no_ids, no_ids, _NO_PENALTIES, choice.inverse_temperature,
-        scores, chunk_max,
-    )  # fmt: skip
+    largest = _load(row, choice, space)
     if not np.isfinite(largest):
         return NOTHING
     cut, last_id = filter_row(scores, chunk_max, largest, choice.log_min_p, choice.top_k, choice.top_p, gathered)
-    place = np.uint64(position)
-    key = (choice.seed_low, choice.seed_high)
-    return best_perturbed(scores, chunk_max, largest, cut, last_id, key, (place & _MASK32, place >> _SHIFT32))
+    return best_perturbed(scores, chunk_max, largest, cut, last_id, *_noise_at(choice, position))
 
 
 @inlined
@@ -143,3 +154,43 @@ def follow(
             if at == NOTHING:
                 break
         counts[session] = count
+
+
+@kernel
+def rank(
+    logits: Logits,
+    rows: Ints,
+    positions: Ints,
+    choices: Any,
+    space: Any,
+    top_ids: Ints,
+    top_scores: Any,
+    largest: Any,
+    totals: Any,
+) -> None:
+    """Finds the best ids of each row, as `RowSampler.rank`.
+
+    Args:
+        logits: float32 `[rows, vocab]`.
+        rows: int64 `[n]`, which of them.
+        positions: int64 `[n]`, absolute, of the tokens to guess.
+        choices: `CHOICE` `[n]`.
+        space: See `follow`.
+        top_ids: int64 `[n, count]`, filled, best first; it comes as NOTHING.
+        top_scores: float64 `[n, count]`, filled; it comes as -inf.
+        largest: float64 `[n]`, filled with the largest score without noise; NaN or infinite where there is none.
+        totals: float64 `[n]`, filled with the sum of exp(score - largest).
+    """
+    scores, chunk_max, gathered = space
+    for each in range(len(rows)):
+        choice = choices[each]
+        most = largest[each] = _load(logits[rows[each]], choice, space)
+        if not np.isfinite(most):
+            continue
+        ids, best = top_ids[each], top_scores[each]
+        if choice.greedy:
+            _, totals[each] = rank_plain(scores, chunk_max, most, ids, best)
+        else:
+            cut, last_id = filter_row(scores, chunk_max, most, choice.log_min_p, choice.top_k, choice.top_p, gathered)
+            noise_at = _noise_at(choice, positions[each])
+            _, totals[each] = rank_perturbed(scores, chunk_max, most, cut, last_id, *noise_at, ids, best)

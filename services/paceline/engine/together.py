@@ -1,6 +1,7 @@
-"""What the target chooses in a step, at once for all sessions that ask for nothing but its own tokens.
+"""What a step's rows give all sessions at once that choose by logits alone.
 
-The others, with penalties, grammars, log probabilities or another rule, are judged one by one: `TargetSession.judge`.
+The others, with penalties, grammars, log probabilities or another rule, are served one by one: `TargetSession.judge`,
+`DraftSession.offer`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.messages import TokenFate
 from paceline.core.planned_step import StepPlan
-from paceline.engine.backends.cpu import verdict_kernels
+from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.sampler import Logits, working_space
 from paceline.engine.target_session import TargetSession
+from paceline.forest import Bools, Floats, Ints
+
+_CHOICES = step_kernels.CHOICE
 
 
 class Followed(NamedTuple):
@@ -53,11 +58,11 @@ def follow(plan: StepPlan[TargetSession], logits: Logits, firsts: Sequence[int])
     rows = np.array(firsts, np.int64)[places]
     chosen = np.empty(len(logits), np.int64)
     counts, rivals = np.empty(len(places), np.int64), np.empty(len(places), np.bool_)
-    verdict_kernels.follow(
+    step_kernels.follow(
         logits,
         rows,
         np.array([parts[place].session.committed_len for place in places], np.int64),
-        np.frombuffer(b"".join(choices.values()), verdict_kernels.CHOICE),
+        np.frombuffer(b"".join(choices.values()), _CHOICES),
         (stops - sizes)[places],
         stops[places],
         plan.guesses.tokens,
@@ -74,3 +79,45 @@ def follow(plan: StepPlan[TargetSession], logits: Logits, firsts: Sequence[int])
             last = own if parts[place].num_guesses else TokenFate.PLAIN
             followed[place] = Followed(tokens[row : row + count], last)
     return followed
+
+
+class Rankings(NamedTuple):
+    """The best guesses at some rows, best first.
+
+    Attributes:
+        token_ids: int32 `[rows, NUM_RANKED]`, below 0 behind the last.
+        confidences: float64 `[rows, NUM_RANKED]`.
+        usable: bool `[rows]`, whether the logits leave something to choose.
+    """
+
+    token_ids: Ints
+    confidences: Floats
+    usable: Bools
+
+
+def rank(logits: Logits, rows: Sequence[int], positions: Sequence[int], choices: Sequence[bytes]) -> Rankings:
+    """Ranks guesses as each session's sampler would, and says how sure they are.
+
+    Args:
+        logits: float32 `[rows, vocab]`.
+        rows: Which of them.
+        positions: Absolute, of the tokens to guess.
+        choices: A `CHOICE` for each.
+    """
+    how = np.frombuffer(b"".join(choices), _CHOICES)
+    token_ids = np.full((len(rows), NUM_RANKED), step_kernels.NOTHING, np.int64)
+    scores, largest, totals = np.full(token_ids.shape, -np.inf), np.empty(len(rows)), np.ones(len(rows))
+    step_kernels.rank(
+        logits,
+        np.array(rows, np.int64),
+        np.array(positions, np.int64),
+        how,
+        working_space(logits.shape[1]),
+        token_ids,
+        scores,
+        largest,
+        totals,
+    )
+    usable = np.isfinite(largest)
+    shares = np.exp(scores - np.where(usable, largest, 0.0)[:, None]) / totals[:, None]
+    return Rankings(token_ids.astype(np.int32), confidences(shares, greedy=how["greedy"]), usable)

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, verified_nodes, walk
-from paceline.engine.backends.cpu import verdict_kernels
-from paceline.engine.backends.cpu.verdict_kernels import CHOICE
+from paceline.engine.backends.cpu import step_kernels
+from paceline.engine.backends.cpu.step_kernels import CHOICE
 from paceline.engine.sampler import RowSampler, working_space
+from paceline.engine.together import rank
 from paceline.forest import Guesses
 
 VOCAB, MOST_GUESSES = 700, 6
@@ -45,7 +47,7 @@ def followed(
     chosen, counts = np.full(len(logits), -7), np.zeros(len(samplers), np.int64)
     rivals = np.zeros(len(samplers), np.bool_)
     choices = np.frombuffer(b"".join(each.choice or b"" for each in samplers), CHOICE)
-    verdict_kernels.follow(
+    step_kernels.follow(
         logits, firsts, np.array(lengths), choices, starts, stops, guesses.tokens, guesses.parents,
         working_space(VOCAB), chosen, counts, rivals,
     )  # fmt: skip
@@ -114,7 +116,7 @@ def test_all_sessions_at_once_get_what_each_gets_alone() -> None:
 )
 def test_of_the_largest_logits_the_first_is_chosen(row: np.ndarray) -> None:
     row = row.astype(np.float32)
-    assert verdict_kernels._argmax(row) == np.argmax(row)
+    assert step_kernels._argmax(row) == np.argmax(row)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf], ids=["nan", "negative-nan", "infinity"])
@@ -145,3 +147,24 @@ def test_a_session_whose_logits_leave_nothing_is_left_to_its_own_judgement(way: 
 def test_who_asks_for_more_than_logits_is_judged_alone(special: dict[str, object]) -> None:
     assert sampler_of(1, **special).choice is None
     assert sampler_of(1, top_k=3).choice is not None
+
+
+def test_guesses_of_many_rows_are_ranked_as_each_sampler_ranks_them() -> None:
+    rng = np.random.default_rng(8)
+    logits = (3.0 * rng.normal(size=(12, VOCAB))).astype(np.float32)
+    logits[5, 3] = np.nan
+    samplers = [sampler_of(place, **WAYS[place % len(WAYS)]) for place in range(12)]
+    rows, positions = rng.permutation(12).tolist(), rng.integers(1, 99, 12).tolist()
+    choices = [each.choice or b"" for each in samplers]
+    found = rank(logits, rows, positions, choices)
+    for place, sampler in enumerate(samplers):
+        if rows[place] == 5:
+            assert not found.usable[place]
+            continue
+        token_ids, shares = sampler.rank(logits[rows[place]], positions[place], NUM_RANKED)
+        sure = confidences(np.array(shares), greedy=place % len(WAYS) == 0)
+        count = len(token_ids)
+        assert found.token_ids[place, :count].tolist() == token_ids
+        assert found.confidences[place, :count] == pytest.approx(sure)
+        assert (found.token_ids[place, count:] < 0).all()
+    assert any((row < 0).any() for row in found.token_ids), "a filter leaves fewer than are ranked"
