@@ -13,7 +13,6 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.draft_warm_up import warm_up
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.identity import model_identity
@@ -73,7 +72,7 @@ class Colocated:
         self.draft = DraftEngine(
             decoder=head, identity=checkpoint.identity(), num_blocks=256, limits=DraftLimits(), clock=clock
         )
-        warm_up(self.draft, head.feature_width)
+        self.draft.warm_up()
         self.engine = ColocatedEngine(self.target, self.draft, wants_states=bool(head.feature_width), clock=clock)
         self.token_ids: dict[int, list[int]] = {}
         self.results = {}

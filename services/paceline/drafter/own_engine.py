@@ -13,7 +13,6 @@ from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
 from paceline.drafter.config import DrafterConfig
 from paceline.drafting.checkpoint import DraftCheckpoint
-from paceline.engine.draft_warm_up import warm_up
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, yield_cpus
@@ -83,7 +82,7 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
         clock=time.monotonic,
     )
     decoder.prepare(config.max_num_batched_tokens)
-    warm_up(engine, decoder.feature_width)
+    engine.warm_up()
     logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
     log_memory(
         decoder,

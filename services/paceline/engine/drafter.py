@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.core.draft_plan import DraftPlan, Expansion, Offer
-from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler
+from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import Features
-from paceline.core.messages import Drafts, ModelIdentity, ToVerifier
+from paceline.core.messages import CommittedStates, Drafts, ModelIdentity, OpenSession, ToVerifier
 from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
+from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.model import Model
@@ -26,6 +27,14 @@ from paceline.engine.together import rank
 from paceline.forest import ROOT, rows_of, warm_up
 
 logger = logging.getLogger(__name__)
+
+# Those that loops serve together, greedy or not, and those that are served one by one.
+FIRST_SAMPLINGS = (
+    SamplingParams(max_tokens=8, temperature=0.0),
+    SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9),
+    SamplingParams(max_tokens=8, temperature=0.0, presence_penalty=0.1),
+    SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, presence_penalty=0.1),
+)
 
 
 @dataclass(slots=True)
@@ -99,6 +108,20 @@ class DraftEngine:
         self.scheduler.handle(event, self._clock())
         # Committed nodes go to their places before anything else is written to their slots.
         self._cache.apply_moves(self.scheduler.moves)
+
+    def warm_up(self) -> None:
+        """Grows a few trees in a step or two, so that the first session finds everything compiled."""
+        width = self._decoder.feature_width
+        for index, sampling in enumerate(FIRST_SAMPLINGS):
+            opened = OpenSession(
+                session_id=str(index), epoch=0, token_ids=(0, 0), prompt_len=2, sampling=sampling, price=0.0, room=8
+            )
+            # For a head, a feature of zeros.
+            state = CommittedStates(session_id=str(index), epoch=0, start=0, width=width, values=bytes(2 * width))
+            self.handle(VerifierMessages(link=0, messages=[opened, state] if width else [opened]))
+        while self.has_work():
+            self.step()
+        self.handle(VerifierLeft(link=0))
 
     def has_work(self) -> bool:
         """True while there is something to compute, to send or to report."""

@@ -365,16 +365,3 @@ class RowSampler:
             buffers.gathered,
         )
         return cut, last_id
-
-
-def warm_up(vocab_size: int) -> None:
-    """Compiles every loop, or loads it from the cache, so that no request waits for it."""
-    row = np.zeros(vocab_size, np.float32)
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(
-            max_tokens=1, temperature=temperature, top_k=vocab_size, top_p=0.5, presence_penalty=1.0
-        )
-        sampler = RowSampler(params, vocab_size, (), ())
-        sampler.choose(row, 0)
-        sampler.rank(row, 0, 1)
-    sampler.logprobs(row, 0, 1)

@@ -14,7 +14,6 @@ from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
-from paceline.engine.draft_warm_up import warm_up
 from paceline.engine.drafter import DraftEngine
 from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import RecordedGuesses, drawn, guesses_at
@@ -156,5 +155,5 @@ class Simulation:
     ) -> DraftEngine:
         """Makes an engine with the draft model, and runs its first steps; the arguments are those of the pair's."""
         engine = self._pair.draft_engine(facts, Pace(facts), identity, num_blocks=num_blocks)
-        warm_up(engine, 0)
+        engine.warm_up()
         return engine

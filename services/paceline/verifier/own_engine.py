@@ -19,7 +19,6 @@ from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.draft_warm_up import warm_up as warm_up_draft
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars
@@ -32,7 +31,7 @@ from paceline.model_service import HOST_PAGES
 from paceline.service.learned import LearnedFile, kept_in
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
-from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
+from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +162,7 @@ def make_engine(
         clock=time.monotonic,
     )
     decoder.prepare(config.max_num_batched_tokens)
-    warm_up_draft(draft, decoder.feature_width)
+    draft.warm_up()
     wants_states = draft_identity.draft_method == EAGLE3
     return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
 
@@ -188,7 +187,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     decoder.prepare(config.max_num_batched_tokens)
-    warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
+    warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
     drafting = engine.profile(drafters_work=True)
     plain = engine.profile(drafters_work=False) if config.spare_cpus else drafting
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.core.acceptance_rules import Rules
@@ -17,11 +17,10 @@ from paceline.service.learned import FORGOTTEN, Learned, LearnedFile
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
-# Parameters of the first sessions of an engine.
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
-SAMPLED = SamplingParams(
-    max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, frequency_penalty=0.1, ignore_eos=True
-)
+# Parameters of the first sessions of an engine: those that loops serve together, and those that are served one by one.
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, ignore_eos=True)
+ALONE = (replace(GREEDY, logprobs=1), replace(SAMPLED, frequency_penalty=0.1))
 
 
 class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):

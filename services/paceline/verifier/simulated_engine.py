@@ -21,7 +21,7 @@ from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.simulated.model import Simulation, find_profile
 from paceline.verifier.config import NAME, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
+from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _make(
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
         rules=speculation.rules,
     )
-    warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
+    warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
     policy.start_from(facts.starting_cost())
     if speculation.own_draft is None:
         return engine

@@ -23,7 +23,7 @@ from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
 from paceline.engine.process import prepare_process
 from paceline.verifier.config import VerifierConfig
-from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
+from paceline.verifier.served import ALONE, SAMPLED, ServedEngine, warm_up
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from paceline.verifier.vllm.guard import start_guard
 from paceline.verifier.vllm.identity import checkpoint_folder, vllm_identity
@@ -170,7 +170,7 @@ def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity,
         clock=time.monotonic,
     )
     sampled = replace(SAMPLED, min_p=0.0) if drafts else SAMPLED
-    warm_up(engine, (GREEDY, sampled), SpeculationParams())
+    warm_up(engine, (ALONE[0], replace(sampled, frequency_penalty=0.1)), SpeculationParams())
     logger.info("model is ready", extra={"model": identity.name})
     return engine
 
