@@ -7,6 +7,8 @@ verify the guesses that pay. The better mode is the one whose steps commit more 
 
 The other mode is tried now and then, by one rule: trials may lose a small share of the time. A trial begins when what
 it is expected to lose has been saved up, so at once where it is expected to win, and ends early when it loses clearly.
+What drafting is expected to lose at a load that was never seen, a look shows: a few of the sessions draft, until their
+drafters answer.
 
 Tokens count by session, and seconds in plain steps of the start-up profile, so that steps over five sessions and over
 eight compare: a rate of 1 is that of plain decoding as the profile has it.
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.core.goodput import EXPLORATION
+from paceline.core.goodput import EXPLORATION, TRIED_OF
 
 # Steps after which an observation counts half.
 HALF_LIFE = 200
@@ -34,9 +36,11 @@ MOST_UNCOUNTED = 64
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
-# Sessions up to which the first trial is on loan. With more a step that drafts may take as long as nine plain ones on a
-# CPU, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
+# Sessions up to which the first trial is on loan. With more there is a look first: on a CPU a step that drafts may take
+# as long as nine plain ones, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
 MOST_ON_LOAN = 4
+# Plain steps that the first trial may lose after a look, before they have been saved up.
+LOAN = 8.0
 # Share by which drafting is taken to be slower while nothing is known of it.
 UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
@@ -107,6 +111,9 @@ class Rate:
 class Trial:
     """The other mode at work for a few steps.
 
+    Args:
+        look: Few of the sessions draft; its steps count for neither mode.
+
     Attributes:
         counted: Steps that count.
         steps: All of them.
@@ -114,6 +121,7 @@ class Trial:
         warm_up: The part of that which was lost before its first counted step.
     """
 
+    look: bool = False
     counted: int = 0
     steps: int = 0
     lost: float = 0.0
@@ -128,6 +136,7 @@ class Load:
         mode: That in use, trials apart.
         loss: Share that drafting is taken to be slower by, before it was tried.
         on_loan: The first trial need not be saved up for: it is paid off later.
+        looks: A look comes before the first trial.
 
     Attributes:
         rates: Of both modes.
@@ -139,6 +148,7 @@ class Load:
     mode: Mode
     loss: float = UNKNOWN_LOSS
     on_loan: bool = False
+    looks: bool = False
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     saved: float = 0.0
     trial: Trial | None = None
@@ -157,11 +167,17 @@ class Load:
         """Takes in a step of the mode at work; see `DraftingMode.observe`."""
         if not reads:
             self.saved += EXPLORATION * time
-            if answered:
+            if answered and (self.trial is None or not self.trial.look):
                 self._count(tokens, time)
         if self.trial is not None:
             self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
-        elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
+        elif self.rates[self.mode].steps >= LEAST_STEPS:
+            self._try()
+
+    def _try(self) -> None:
+        if self.looks:
+            self.trial = Trial(look=True)
+        elif self.on_loan or self._expected_loss() <= self.saved:
             self.trial = Trial()
             other = self.rates[self.mode.other]
             if other.steps > LEAST_STEPS:
@@ -182,6 +198,10 @@ class Load:
             trial.counted += answered
             trial.lost += time - tokens / ours.value
             trial.warm_up = trial.warm_up if trial.counted else trial.lost
+        if trial.look:
+            if trial.counted or trial.steps >= MOST_UNCOUNTED:
+                self._end_look(trial)
+            return
         over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
         if trial.counted < LEAST_STEPS:
             if over:
@@ -191,9 +211,19 @@ class Load:
         if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
             self.end_trial(won=gain > 0.0)
 
+    def _end_look(self, look: Trial) -> None:
+        """What the few have lost, all would have lost as many times; drafters that never answer earn no loan."""
+        self.trial, self.looks = None, False
+        self.warm_up = TRIED_OF * max(0.0, look.lost)
+        self.saved += (LOAN if look.counted else 0.0) - max(0.0, look.lost)
+
     def end_trial(self, *, won: bool = False) -> None:
         """Ends a trial, if there is one, and pays for it."""
         if self.trial is None:
+            return
+        if self.trial.look:
+            # The load has changed: it is for another time.
+            self.trial = None
             return
         # Nothing is saved up for several trials in a row.
         self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
@@ -235,6 +265,12 @@ class DraftingMode:
     def mode(self) -> Mode:
         """That of the next step."""
         return Mode.PLAIN if self._load is None else self._load.at_work
+
+    @property
+    def looks(self) -> bool:
+        """Whether few of the sessions draft in the next step, and the others decode plainly."""
+        trial = None if self._load is None else self._load.trial
+        return trial is not None and trial.look
 
     def enter(self, num_sessions: int) -> Mode:
         """The next step is to be over so many sessions; 0: none of them may speculate. Returns its mode."""
@@ -286,7 +322,11 @@ class DraftingMode:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - ratio))
         if 2**at <= BEGIN_DRAFTING:
             return Load(Mode.DRAFTING)
-        return Load(Mode.PLAIN, on_loan=2**at <= self._most_on_loan)
+        return self._untried(at)
+
+    def _untried(self, at: int) -> Load:
+        on_loan = 2**at <= self._most_on_loan
+        return Load(Mode.PLAIN, on_loan=on_loan, looks=not on_loan)
 
     def learned(self) -> list[float]:
         """Of each load its logarithm and both rates, 0 for one that is not known; see `resume`."""
@@ -308,5 +348,6 @@ class DraftingMode:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
-            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= self._most_on_loan, rates=rates)
+            load = loads[int(at)] = Load(mode) if values[1] else self._untried(int(at))
+            load.rates = rates
         self.loads = loads

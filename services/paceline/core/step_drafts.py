@@ -118,6 +118,8 @@ class StepDrafts:
         if not self._policy.enter(len(sessions) if speculate else 0):
             links.idle(rows)
             return Choice(np.zeros(len(decoding), np.int32), *_NOTHING)
+        able = np.flatnonzero(caps)
+        caps[able[self._policy.num_drafting(len(able)) :]] = 0
         mine = slice(len(decoding))
         most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
         picked = self._forest.best(rows[mine], most, _chains_of(decoding))
