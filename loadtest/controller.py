@@ -25,7 +25,7 @@ from loadtest.bench import bench_parser, report, show
 from paceline.core.draft_policy import FixedGamma, Goodput, best_each
 from paceline.core.goodput import best_prefix
 from paceline.engine.target_session import TargetSession
-from paceline.forest import NONE, ROOT, Bools, Ints, Picked
+from paceline.forest import NONE, ROOT, Bools, Ints, Picked, rows_of
 from paceline.planning.engines import LAW, DrafterAtWork, Request, VerifierAtWork
 from paceline.planning.events import Events
 from paceline.planning.simulation import Outcome
@@ -117,7 +117,8 @@ class Oracle(Goodput):
         decoding = [each for each in self.sessions().values() if each.is_decoding]
         num_sessions = len(picked.slots)
         for index, session in enumerate(decoding):
-            ranked = self._ranked_of(session)[: min(session.cap, picked.slots.shape[1])]
+            cap = session.tree.forest.links.caps(rows_of([session.tree.row]), picked.slots.shape[1])[0]
+            ranked = self._ranked_of(session)[:cap]
             picked.slots[index], picked.survivals[index] = NONE, 0.0
             for rank, (survival, slot) in enumerate(ranked):
                 picked.slots[index, rank], picked.survivals[index, rank] = slot, survival

@@ -194,7 +194,7 @@ class Drafter:
         scheduler = self._engine.scheduler
         for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
             watch.watch(scheduler, method, name)
-        watch.watch(scheduler.trees, "grow", "grow")
+        watch.watch(scheduler.trees.forest, "grow", "grow")
 
     def draft(self, received: Sequence[bytes]) -> list[bytes]:
         """Takes in commits and computes some levels; returns messages for the verifier."""

@@ -221,7 +221,7 @@ class ToyFleet:
             case Drafts() if message.numbers[0] == self.told.number:
                 base_len = int(message.base_lens[0])
                 self.session.check(base_len, has_distributions=False)
-                grafts = graft(self.session.tree.forest, DRAFT_MODEL, [self.session], message)
+                grafts = graft(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
                 self._links.took_in(self._rows, message.base_lens, message.sizes, grafts.firsts, 0.0)
             case LaggingSession():
                 answer = self.told.catch_up(message)

@@ -30,7 +30,7 @@ from paceline.core.tree import Node
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.target_session import TargetSession
-from paceline.forest import ROOT
+from paceline.forest import ROOT, rows_of
 from tests.support.trees import nodes_of, verified
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
 
@@ -195,7 +195,8 @@ class Play:
             received = wire.draft_response_from_pb(wire.draft_response_to_pb([message]))[1][0]
             assert isinstance(received, Drafts)
             self.session.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
-            graft(self.session.tree.forest, DRAFT_MODEL, [self.session], received)
+            tree = self.session.tree
+            graft(tree.forest, DRAFT_MODEL, rows_of([tree.row]), received, looks=tree)
         self.under_way.clear()
 
     def verify(self, gamma: int) -> None:

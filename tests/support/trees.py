@@ -99,12 +99,8 @@ def new_tree(committed: int | Sequence[int], **options: Any) -> DraftTree:
 
 def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, source: str = DRAFT_MODEL) -> list[int]:
     """A drafter's guesses come; how many were added, late and stale."""
-
-    @dataclass
-    class Session:
-        tree: DraftTree
-
-    grafts = graft(tree.forest, source, [Session(tree)], to_drafts(SessionDrafts(1, base_len, guesses)))
+    drafts = to_drafts(SessionDrafts(1, base_len, guesses))
+    grafts = graft(tree.forest, source, rows_of([tree.row]), drafts, looks=tree if tree.looks_at_guesses else None)
     return grafts.counts[0].tolist()
 
 

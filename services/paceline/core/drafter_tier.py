@@ -7,6 +7,7 @@ from itertools import count
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink
@@ -15,7 +16,7 @@ from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.session import graft
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
-from paceline.forest import NONE, NOTHING, Forest, rows_of
+from paceline.forest import NONE, NOTHING, Forest, Ints, rows_of
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
@@ -53,6 +54,10 @@ class DrafterTier:
         # By their numbers, which are never used again.
         self._sessions: dict[int, LinkedSession] = {}
         self._numbers = count(1)
+        # The numbers, and the rows of their sessions; None: there are others now.
+        self._index: tuple[npt.NDArray[np.int64], Ints] | None = None
+        # Numbers of sessions that look at each guess.
+        self._looking: set[int] = set()
 
     @property
     def has_work(self) -> bool:
@@ -64,6 +69,9 @@ class DrafterTier:
         assert session.tree.forest is self.forest, "links stand in the rows of one forest"
         session.link.number = next(self._numbers)
         self._sessions[session.link.number] = session
+        self._index = None
+        if session.tree.looks_at_guesses:
+            self._looking.add(session.link.number)
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
@@ -76,6 +84,8 @@ class DrafterTier:
     def part(self, session: LinkedSession) -> None:
         """A session ends, at its drafter too."""
         self._sessions.pop(session.link.number, None)
+        self._looking.discard(session.link.number)
+        self._index = None
         self.queue(session.link.address, session.link.close())
 
     def change(self, event: LinkChanged, sessions: Mapping[str, LinkedSession], now_s: float) -> None:
@@ -126,31 +136,53 @@ class DrafterTier:
 
     def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
         """Takes in guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
-        found = [self._sessions.get(number) for number in drafts.numbers.tolist()]
-        sessions = [each for each in found if each is not None and each.link.drafter is drafter]
-        if len(sessions) < len(found):
-            served = [each is not None and each.link.drafter is drafter for each in found]
-            drafts = drafts.only(np.array(served, np.bool_))
-        self._check(sessions, drafts)
+        rows = self._rows_of(drafts.numbers)
+        served = self._links.drafted_by(rows, drafter.number)
+        if not served.all():
+            rows, drafts = rows[served], drafts.only(served)
+        self._check(rows, drafts)
         num_nodes = drafts.num_nodes
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
-        for batch, guesses in _batches(sessions, drafts):
-            grafts = graft(batch[0].tree.forest, drafter.source, batch, guesses)
+        for mine, guesses, looks in self._batches(rows, drafts):
+            grafts = graft(self.forest, drafter.source, mine, guesses, looks=looks)
             num_lost += int(grafts.counts[:, 1:].sum())
-            rows = rows_of(each.tree.row for each in batch)
             report.round_trips_s += self._links.took_in(
-                rows, guesses.base_lens, guesses.sizes, grafts.firsts, arrived_s
+                mine, guesses.base_lens, guesses.sizes, grafts.firsts, arrived_s
             )
         if num_lost:
             report.late_by[drafter.source] += num_lost
 
-    def _check(self, sessions: Sequence[LinkedSession], drafts: Drafts) -> None:
+    def _rows_of(self, numbers: Ints) -> Ints:
+        """Rows of numbered sessions, `[sessions]`; NONE: there is no such one."""
+        if self._index is None:
+            rows = rows_of(session.tree.row for session in self._sessions.values())
+            self._index = np.array([*self._sessions], np.int64), rows
+        known, rows = self._index
+        if not len(known):
+            return np.full(len(numbers), NONE, np.int32)
+        # Numbers grow, so they stand in their order.
+        places = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+        return np.where(known[places] == numbers, rows[places], np.int32(NONE))
+
+    def _batches(self, rows: Ints, drafts: Drafts) -> Iterator[tuple[Ints, Drafts, DraftTree | None]]:
+        """Rows and guesses that are taken in at once: all, but for sessions that look at each guess."""
+        looking = np.isin(drafts.numbers, [*self._looking]) if self._looking else np.zeros(0, np.bool_)
+        if not looking.any():
+            yield rows, drafts, None
+            return
+        yield rows[~looking], drafts.only(~looking), None
+        for place in np.flatnonzero(looking).tolist():
+            alone = np.arange(len(rows)) == place
+            yield rows[alone], drafts.only(alone), self._sessions[int(drafts.numbers[place])].tree
+
+    def _check(self, rows: Ints, drafts: Drafts) -> None:
         """Checks what the drafter says of itself with its guesses; see `VerifierSession.check`."""
-        has, rows = bool(drafts.distributions), rows_of(each.tree.row for each in sessions)
+        has = bool(drafts.distributions)
         doubtful = self._links.first_doubtful(rows, drafts.base_lens, has_distributions=has)
         if doubtful != NONE:
-            sessions[doubtful].check(int(drafts.base_lens[doubtful]), has_distributions=has)
+            session = self._sessions[int(drafts.numbers[doubtful])]
+            session.check(int(drafts.base_lens[doubtful]), has_distributions=has)
 
     def _within_vocabulary(self, drafts: Drafts) -> Drafts:
         """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""
@@ -191,23 +223,6 @@ class DrafterTier:
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return to_drafters, broken
-
-
-def _batches(sessions: Sequence[LinkedSession], drafts: Drafts) -> Iterator[tuple[Sequence[LinkedSession], Drafts]]:
-    """What is taken in at once: all, but for sessions that look at each guess."""
-    if not sessions:
-        return
-    alone = np.array([each.tree.looks_at_guesses for each in sessions], np.bool_)
-    if not alone.any():
-        yield sessions, drafts
-        return
-    groups = [[index] for index in np.flatnonzero(alone).tolist()]
-    if not alone.all():
-        groups.append(np.flatnonzero(~alone).tolist())
-    for group in groups:
-        mine = np.zeros(len(sessions), np.bool_)
-        mine[group] = True
-        yield [sessions[index] for index in group], drafts.only(mine)
 
 
 def _of(address: str, sessions: Mapping[str, LinkedSession]) -> list[LinkedSession]:

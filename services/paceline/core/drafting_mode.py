@@ -39,6 +39,8 @@ BEGIN_DRAFTING = 2
 # Sessions up to which the first trial is on loan. With more there is a look first: on a CPU a step that drafts may take
 # as long as nine plain ones, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
 MOST_ON_LOAN = 4
+# Steps of a look after drafters have answered: one alone shows more of the machine's noise than of its own cost.
+LOOK_STEPS = 3
 # Plain steps that the first trial may lose after a look, before they have been saved up.
 LOAN = 8.0
 # Share by which drafting is taken to be slower while nothing is known of it.
@@ -199,7 +201,7 @@ class Load:
             trial.lost += time - tokens / ours.value
             trial.warm_up = trial.warm_up if trial.counted else trial.lost
         if trial.look:
-            if trial.counted or trial.steps >= MOST_UNCOUNTED:
+            if trial.counted >= LOOK_STEPS or trial.steps >= MOST_UNCOUNTED:
                 self._end_look(trial)
             return
         over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED

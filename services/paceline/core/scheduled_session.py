@@ -49,7 +49,6 @@ class ScheduledSession(VerifierSession):
         grammar: What its output follows; None: none.
 
     Attributes:
-        has_sources: Whether sources inside the verifier guess for it.
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
         called_up_s: Of a suspect: when its turn came; None before.
         heard: Of a suspect: whether its gateway knows that its turn has come.
@@ -78,7 +77,6 @@ class ScheduledSession(VerifierSession):
         self.serial = serial
         self.traced = bool(request.traceparent)
         self.lossy = lossy
-        self.has_sources = False
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
         self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0
@@ -86,6 +84,12 @@ class ScheduledSession(VerifierSession):
         self.heard = False
         self._stop_ids = stop_ids
         self._last_len = min(self.prompt_len + request.sampling.max_tokens, max_model_len)
+        self.tree.forest.links.bound(
+            self.tree.row,
+            most_guesses=request.speculation.cap,
+            last_len=self._last_len,
+            waits_up_to=self._last_len - SHORT_REMAINDER,
+        )
         self._resumed_len = self.committed_len
         # Tokens chosen so far: those committed, and those of the verdict that is being passed.
         self._num_chosen = self.committed_len
@@ -114,21 +118,6 @@ class ScheduledSession(VerifierSession):
     def is_suspect(self) -> bool:
         """True while it may be what ended an engine before: it has not got through its prompt here."""
         return self.request.suspect and self.committed_len == self._resumed_len
-
-    @property
-    def cap(self) -> int:
-        """Most nodes that may be verified now; a node beyond the last token would be wasted."""
-        return max(0, min(self.request.speculation.cap, self._last_len - self.committed_len - 1))
-
-    @property
-    def may_wait(self) -> bool:
-        """False for sessions that must not be delayed for drafts."""
-        return self._last_len - self.committed_len >= SHORT_REMAINDER
-
-    @property
-    def takes_chains(self) -> bool:
-        """False: the engine verifies trees."""
-        return False
 
     @property
     def cache_salt(self) -> str:
@@ -200,13 +189,14 @@ class ScheduledSession(VerifierSession):
         self._committed_s = now_s
         logprobs, self._logprobs = tuple(self._logprobs), []
         record = self.tally.record(lossy=self.lossy)
+        result = None if self._finish is None else self._result(self._finish, record, now_s)
         return CommittedTokens(
-            token_ids=tuple(self.tokens[base_len:]),
-            offset=base_len - self.prompt_len,
-            fates=self._fates,
-            logprobs=logprobs,
-            result=self._result(record, now_s),
-            lossy=self.lossy,
+            tuple(self.tokens[base_len:]),
+            self._fates,
+            logprobs,
+            result,
+            self.lossy,
+            base_len - self.prompt_len,
             speculation=record,
         )
 
@@ -237,13 +227,11 @@ class ScheduledSession(VerifierSession):
             price=self.link.price,
         )
 
-    def _result(self, record: SpeculationRecord, now_s: float) -> GenerateResult | None:
-        if self._finish is None:
-            return None
+    def _result(self, finish: FinishReason, record: SpeculationRecord, now_s: float) -> GenerateResult:
         admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
         first_s = now_s if self._first_token_s is None else self._first_token_s
         return GenerateResult(
-            finish_reason=self._finish,
+            finish_reason=finish,
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self._num_cached,
             num_generated_tokens=self.committed_len - self._resumed_len,

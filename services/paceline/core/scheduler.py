@@ -21,9 +21,10 @@ from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
-from paceline.forest import Calls, Guesses, rows_of
+from paceline.forest import Calls, Guesses, Ints, rows_of
 
 _ORDER = attrgetter("order")
+NO_ROWS = rows_of(())
 
 
 class Scheduler(Generic[SessionT]):
@@ -120,7 +121,7 @@ class Scheduler(Generic[SessionT]):
 
     def mark_silent_drafters(self, now_s: float) -> None:
         """Marks drafters whose answers are overdue: no step waits for them until they send nodes again."""
-        self.report.num_silenced += self._drafts.num_silenced(self._running, now_s)
+        self.report.num_silenced += self._drafts.num_silenced(self._rows, now_s)
 
     # Waiting
 
@@ -135,28 +136,32 @@ class Scheduler(Generic[SessionT]):
         """Seconds for which the next drafts are worth waiting for; 0: step now."""
         if (pause := self.pause_s(now_s)) > 0.0:
             return pause
-        sessions = self._delayable()
-        return self._drafts.worth_waiting(sessions, self._drafts.waits(sessions, now_s), idle_s=self._idle_s(now_s))
+        rows = self._delayable()
+        return self._drafts.worth_waiting(rows, self._drafts.waits(rows, now_s), idle_s=self._idle_s(now_s))
 
     def drafts_pay(self, draft_s: float, now_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay; the same objective."""
-        sessions = self._delayable()
-        return self._drafts.pays(sessions, draft_s, idle_s=self._idle_s(now_s))
+        return self._drafts.pays(self._delayable(), draft_s, idle_s=self._idle_s(now_s))
 
     def _idle_s(self, now_s: float) -> float:
         return 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
 
-    def _delayable(self) -> Sequence[SessionT]:
-        """The decoding sessions; none when something else waits for the next step, or no drafts are expected."""
-        if self.tier.has_work or self._waiting or not self._drafts.drafters_work(self._running):
-            return []
-        return self._running if all(session.is_decoding for session in self._running) else []
+    @property
+    def _rows(self) -> Ints:
+        return rows_of(session.tree.row for session in self._running)
+
+    def _delayable(self) -> Ints:
+        """Rows of decoding sessions; none when something else waits for the next step, or no drafts are expected."""
+        rows = self._rows
+        if self.tier.has_work or self._waiting or not self._drafts.drafters_work(rows):
+            return NO_ROWS
+        return rows if all(session.is_decoding for session in self._running) else NO_ROWS
 
     # Planning
 
     def plan(self, now_s: float) -> StepPlan[SessionT]:
         """What the next step computes, of all sessions that have something to compute."""
-        drafters_work = self._drafts.drafters_work(self._running)
+        drafters_work = self._drafts.drafters_work(self._rows)
         self._admit(now_s)
         ready, joining = self._with_pages(self._turns.next(self._running, now_s))
         guesses = self._plan_guesses(ready, joining, now_s)
@@ -219,7 +224,8 @@ class Scheduler(Generic[SessionT]):
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        choice = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
+        rows, joining_rows = (rows_of(each.tree.row for each in part) for part in (decoding, joining))
+        choice = self._drafts.choose(rows, joining_rows, other_rows=other_rows, most_each=share)
         self.report.price = self._policy.price
         self.tier.update([session for session in joining if not session.link.sent_len], now_s)
         return self._with_kv(decoding, choice)
@@ -348,7 +354,7 @@ class Scheduler(Generic[SessionT]):
         """Adds the present state to a report."""
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
-        report.lag_tokens = self._drafts.lag_tokens(self._running)
+        report.lag_tokens = self._drafts.lag_tokens(self._rows)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         return report
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from paceline.core.messages import (
 )
 from paceline.core.params import CHAIN_RULES, COUPLED, METHODS
 from paceline.core.tree import DraftTree
-from paceline.forest import Committed, Forest, Grafts, rows_of
+from paceline.forest import Committed, Forest, Grafts, Ints, rows_of
 
 
 @dataclass(slots=True)
@@ -57,16 +57,17 @@ class SpeculationTally:
 
     def record(self, *, lossy: bool = False) -> SpeculationRecord:
         """The counts so far, of a session that a lossy rule had a part in or not."""
+        # By place: it is made for each session in each step.
         return SpeculationRecord(
-            num_steps=self.num_steps,
-            num_spec_steps=self.num_spec_steps,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_draft_tokens=self.num_accepted,
-            acceptance_histogram=tuple(self.histogram),
-            mean_batch_size=self.batch_size_sum / max(1, self.num_steps),
-            num_hits=self.num_hits,
-            num_misses=self.num_misses,
-            lossy=lossy,
+            self.num_steps,
+            self.num_spec_steps,
+            self.num_draft_tokens,
+            self.num_accepted,
+            tuple(self.histogram),
+            self.batch_size_sum / max(1, self.num_steps),
+            self.num_hits,
+            self.num_misses,
+            lossy,
         )
 
 
@@ -189,26 +190,20 @@ class VerifierSession:
             )
 
 
-class Grafted(Protocol):
-    """A session that guesses are made for."""
-
-    tree: DraftTree
-
-
-def graft(forest: Forest, source: str, sessions: Sequence[Grafted], drafts: Drafts) -> Grafts:
+def graft(forest: Forest, source: str, rows: Ints, drafts: Drafts, *, looks: DraftTree | None = None) -> Grafts:
     """Takes in a drafter's guesses that were found right, `VerifierSession.check`.
 
     Args:
         forest: Of the sessions.
         source: The drafter's method.
-        sessions: Whose they are, in their order; one that looks at its guesses is the only one.
+        rows: Theirs, in the order of the guesses.
         drafts: The guesses.
+        looks: The tree of the only session, which looks at its guesses; None: there is none that does.
     """
-    looking = [each.tree for each in sessions if each.tree.looks_at_guesses]
-    before = [tree.num_nodes for tree in looking]
+    before = 0 if looks is None else looks.num_nodes
     grafts = forest.graft(
         forest.number_of[source],
-        rows_of(each.tree.row for each in sessions),
+        rows,
         drafts.base_lens,
         drafts.ends,
         drafts.ids,
@@ -216,8 +211,8 @@ def graft(forest: Forest, source: str, sessions: Sequence[Grafted], drafts: Draf
         drafts.tokens,
         drafts.confidences,
     )
-    for tree, first in zip(looking, before, strict=True):
-        num_barred = tree.took_in(first, drafts)
+    if looks is not None:
+        num_barred = looks.took_in(before, drafts)
         grafts.counts[0] += np.array((-num_barred, 0, num_barred), np.int32)
     return grafts
 

@@ -16,9 +16,9 @@ from paceline.core.moving_average import MovingAverage
 from paceline.core.params import CHAIN_RULES
 from paceline.core.source_record import Gain, SourceRecord
 from paceline.core.target_events import StepReport
-from paceline.engine.source_interface import AnySource, Follower, Turn
+from paceline.engine.source_interface import AnySource, Turn
 from paceline.engine.target_session import TargetSession
-from paceline.forest import Forest, rows_of
+from paceline.forest import Forest, Ints, rows_of
 
 _gain_of = attrgetter("gain")
 
@@ -93,17 +93,13 @@ class SourceCalls:
             self._ask_where_it_pays(source, sessions, self._usual_step.value, report)
 
     def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
-        turns = [self._turn(source, session) for session in sessions]
+        least, caps = self._policy.least_survival, self._caps(sessions).tolist()
+        turns = [
+            Turn(follower=session.followers[source.name], tree=session.tree, limit=cap, least=least)
+            for session, cap in zip(sessions, caps, strict=True)
+        ]
         if turns:
             source.grow(turns)
-
-    def _turn(self, source: AnySource, session: TargetSession) -> Turn[Follower]:
-        return Turn(
-            follower=session.followers[source.name],
-            tree=session.tree,
-            limit=self._cap(session),
-            least=self._policy.least_survival,
-        )
 
     def _ask_where_it_pays(
         self, source: AnySource, sessions: Sequence[TargetSession], step_s: float, report: StepReport
@@ -112,10 +108,11 @@ class SourceCalls:
         if not record.begin_step():
             return
         held = self._in_hand(sessions)
+        served = (self._caps(sessions) > 0) & self._forest.links.may_wait(_rows_of(sessions))
         candidates = [
             self._candidate(source, record, session, in_hand_now)
-            for session, in_hand_now in zip(sessions, held, strict=True)
-            if source.name in session.followers and self._cap(session) and session.may_wait
+            for session, in_hand_now, is_served in zip(sessions, held, served.tolist(), strict=True)
+            if source.name in session.followers and is_served
         ]
         if not candidates:
             return
@@ -156,9 +153,13 @@ class SourceCalls:
     def _in_hand(self, sessions: Sequence[TargetSession]) -> list[float]:
         """Draft tokens that trees are worth: what their best survivals are above the price of their rows."""
         price = max(LEAST_SURVIVAL, self._policy.least_survival)
-        rows, caps = rows_of(each.tree.row for each in sessions), rows_of(map(self._cap, sessions))
-        worth: list[float] = np.maximum(self._forest.best(rows, caps).survivals - price, 0.0).sum(axis=1).tolist()
+        best = self._forest.best(_rows_of(sessions), self._caps(sessions))
+        worth: list[float] = np.maximum(best.survivals - price, 0.0).sum(axis=1).tolist()
         return worth
 
-    def _cap(self, session: TargetSession) -> int:
-        return min(session.cap, self._policy.max_nodes)
+    def _caps(self, sessions: Sequence[TargetSession]) -> Ints:
+        return self._forest.links.caps(_rows_of(sessions), self._policy.max_nodes)
+
+
+def _rows_of(sessions: Sequence[TargetSession]) -> Ints:
+    return rows_of(session.tree.row for session in sessions)

@@ -122,7 +122,8 @@ class TargetSession(ScheduledSession):
         self.followers: dict[str, Follower] = {
             source.name: follower for source in sources if (follower := source.follow(self)) is not None
         }
-        self.has_sources = bool(self.followers)
+        if self.followers:
+            self.tree.forest.links.guess_inside(self.tree.row)
 
     def rank(self, logits: np.ndarray, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
         """The best guesses at a position; see `RowSampler.rank`."""

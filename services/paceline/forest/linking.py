@@ -184,6 +184,22 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, since: Ints) -> Non
 
 
 @kernel
+def caps(a: LinkArrays, trees: Any, rows: Ints, most: int, filled: Ints) -> None:
+    """Most guesses of a step over each session; one beyond the last token would be wasted."""
+    for index in range(len(rows)):
+        link = a.links[rows[index]]
+        left = link.last_len - trees[rows[index]].committed_len - 1
+        filled[index] = max(0, min(link.most_guesses, most, left))
+
+
+@kernel
+def drafted_by(a: LinkArrays, rows: Ints, drafter: int, served: Bools) -> None:
+    """Which of the sessions a drafter drafts for; a row may be NONE."""
+    for index in range(len(rows)):
+        served[index] = rows[index] != NONE and a.links[rows[index]].drafter == drafter
+
+
+@kernel
 def at_work(a: LinkArrays, rows: Ints, works: Bools) -> None:
     """Which of the sessions have a drafter that works for them."""
     for index in range(len(rows)):

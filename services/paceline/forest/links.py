@@ -73,6 +73,26 @@ class Links:
         link["price"], link["sent_price"] = price, 1.0
         link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
 
+    def bound(
+        self, row: int, *, most_guesses: int, last_len: int, waits_up_to: int, takes_chains: bool = False
+    ) -> None:
+        """What a session's guesses are bounded by.
+
+        Args:
+            row: Of the session.
+            most_guesses: Of a step.
+            last_len: Tokens with which its text ends at the latest.
+            waits_up_to: Committed tokens up to which it may be delayed for drafts.
+            takes_chains: Whether a step verifies one chain of it instead of a tree.
+        """
+        link = self.arrays.links[row]
+        link["most_guesses"], link["last_len"], link["waits_up_to"] = most_guesses, last_len, waits_up_to
+        link["takes_chains"], link["has_sources"] = takes_chains, False
+
+    def guess_inside(self, row: int) -> None:
+        """Sources inside the verifier guess for a session."""
+        self.arrays.links["has_sources"][row] = True
+
     def connect(self, row: int, drafter: int) -> None:
         """The stream to its drafter is up, anew, so that it knows nothing of the session; NONE: the stream is lost."""
         link = self.arrays.links[row]
@@ -96,9 +116,33 @@ class Links:
 
     # Many sessions
 
+    def caps(self, rows: Ints, most: int) -> Ints:
+        """Most guesses of a step over sessions, `[sessions]`; one beyond the last token would be wasted."""
+        filled = np.empty(len(rows), np.int32)
+        linking.caps(self.arrays, self._trees(), rows, most, filled)
+        return filled
+
+    def may_wait(self, rows: Ints) -> Bools:
+        """Which of the sessions `[sessions]` may be delayed for drafts."""
+        return np.asarray(self._trees()["committed_len"][rows] <= self.arrays.links["waits_up_to"][rows])
+
+    def takes_chains(self, rows: Ints) -> Bools:
+        """Of which of the sessions `[sessions]` a step verifies one chain instead of a tree."""
+        return np.asarray(self.arrays.links["takes_chains"][rows], np.bool_)
+
+    def has_sources(self, rows: Ints) -> Bools:
+        """For which of the sessions `[sessions]` sources inside the verifier guess."""
+        return np.asarray(self.arrays.links["has_sources"][rows], np.bool_)
+
     def drafted(self, rows: Ints) -> Bools:
         """Which of the sessions `[sessions]` have a drafter whose stream is up."""
         return np.asarray(self.arrays.links["drafter"][rows] != NONE)
+
+    def drafted_by(self, rows: Ints, drafter: int) -> Bools:
+        """Which of the sessions `[sessions]` a drafter drafts for; none of those without a row, NONE."""
+        served = np.empty(len(rows), np.bool_)
+        linking.drafted_by(self.arrays, rows, drafter, served)
+        return served
 
     def at_work(self, rows: Ints) -> Bools:
         """Which of the sessions `[sessions]` have a drafter that works for them."""

@@ -88,6 +88,13 @@ LINK = np.dtype(
         ("sent_price", "f8"),
         # When nodes last came from a drafter that knew of the last commit; NaN: they have not.
         ("received_s", "f8"),
+        # Most guesses of a step; how long the text may become, and up to which length it may wait for drafts.
+        ("most_guesses", "i4"),
+        ("last_len", "i4"),
+        ("waits_up_to", "i4"),
+        # Whether a step verifies one chain instead of a tree, and whether sources inside the verifier guess, too.
+        ("takes_chains", "i1"),
+        ("has_sources", "i1"),
     ],
     align=True,
 )

@@ -52,6 +52,8 @@ def _link(forest: Forest, row: int) -> None:
     links.connect(row, drafter)
     links.look_ahead(rows, one, price=0.5, step_s=1.0)
     links.due(rows, 0.0)
+    links.caps(rows, 1)
+    links.drafted_by(rows, drafter)
     links.at_work(rows)
     links.first_doubtful(rows, one, has_distributions=False)
     links.answered(rows)

@@ -20,7 +20,7 @@ from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
-from paceline.forest import Calls, Forest, warm_up
+from paceline.forest import Calls, Forest, Ints, rows_of, warm_up
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
@@ -93,7 +93,7 @@ class ChainScheduler:
     @property
     def drafts(self) -> bool:
         """Whether drafters are active; if not, the proposer need not wait for chains."""
-        return self._drafts.drafters_work(self._rows)
+        return self._drafts.drafters_work(_forest_rows(self._rows))
 
     # What happens
 
@@ -212,11 +212,12 @@ class ChainScheduler:
     def patience_s(self, now_s: float) -> float:
         """Seconds for which it pays to wait for guesses; see `StepDrafts.worth_waiting`."""
         sessions = [session for session in self._rows if not session.reads]
-        self.report.num_silenced += self._drafts.num_silenced(sessions, now_s)
+        rows = _forest_rows(sessions)
+        self.report.num_silenced += self._drafts.num_silenced(rows, now_s)
         if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
             return 0.0
-        waits = self._drafts.waits(sessions, now_s)
-        return self._drafts.worth_waiting(sessions, waits, idle_s=now_s - self._committed_s)
+        waits = self._drafts.waits(rows, now_s)
+        return self._drafts.worth_waiting(rows, waits, idle_s=now_s - self._committed_s)
 
     def chains(self) -> list[list[int]]:
         """Returns guesses for the next step, a list for each row; also decides which sessions are drafted for."""
@@ -224,7 +225,7 @@ class ChainScheduler:
             return [[] for _ in self._rows]
         decoding = [session for session in self._rows if not session.reads]
         joining = [session for session in self._rows if session.reads]
-        choice = self._drafts.choose(decoding, joining)
+        choice = self._drafts.choose(_forest_rows(decoding), _forest_rows(joining))
         self.report.price = self._policy.price
         taken = choice.taken
         # vLLM may have asked before and verified nothing since.
@@ -244,7 +245,7 @@ class ChainScheduler:
         """Returns what was done since the last report."""
         report, self.report = self.report, StepReport()
         report.num_running = len(self._rows)
-        report.lag_tokens = self._drafts.lag_tokens(self._rows)
+        report.lag_tokens = self._drafts.lag_tokens(_forest_rows(self._rows))
         return report
 
     # What is learned
@@ -278,3 +279,7 @@ class ChainScheduler:
 
     def _id(self, number: int) -> str:
         return f"{self._name}/{number}"
+
+
+def _forest_rows(sessions: Sequence[ChainSession]) -> Ints:
+    return rows_of(session.tree.row for session in sessions)

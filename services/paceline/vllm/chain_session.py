@@ -31,7 +31,6 @@ class ChainSession(VerifierSession):
     Attributes:
         verifies: The guesses that the step under way verifies.
         reads: Its prompt is being read.
-        has_sources: No: vLLM's own guesses, if any, are not known here.
     """
 
     def __init__(
@@ -56,24 +55,14 @@ class ChainSession(VerifierSession):
         )
         super().__init__(request, forest, calibrations)
         self.link = SessionLink(self, drafter_address, price=price)
-        self.has_sources = False
         self.verifies: list[int] = []
         self.reads = False
         self.methods = methods
-        self._max_model_len = max_model_len
-        self._max_chain = max_chain
-
-    @property
-    def cap(self) -> int:
-        """Most guesses in the next step; guesses beyond the last token would be wasted."""
-        return max(0, min(self._max_chain, self._max_model_len - self.committed_len - 1))
-
-    @property
-    def may_wait(self) -> bool:
-        """Always true: its end is not known."""
-        return True
-
-    @property
-    def takes_chains(self) -> bool:
-        """True: vLLM verifies no trees."""
-        return True
+        # Its end is not known, and vLLM verifies no trees.
+        forest.links.bound(
+            self.tree.row,
+            most_guesses=max_chain,
+            last_len=max_model_len,
+            waits_up_to=max_model_len,
+            takes_chains=True,
+        )

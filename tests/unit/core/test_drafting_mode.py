@@ -11,6 +11,7 @@ import pytest
 from paceline.core.drafting_mode import (
     BEGIN_DRAFTING,
     LEAST_STEPS,
+    LOOK_STEPS,
     MOST_ON_LOAN,
     MOST_STEPS,
     MOST_UNCOUNTED,
@@ -122,7 +123,7 @@ def test_with_more_sessions_a_few_draft_first_and_all_at_once_where_that_costs_n
 
 def test_where_drafters_cost_much_before_they_answer_the_first_trial_of_more_sessions_is_saved_up_for() -> None:
     verifier = Verifier(lambda _: 1.5, lag=2, warm_up=9.0)
-    verifier.steps(LEAST_STEPS + 2 + 3, 2 * MOST_ON_LOAN)
+    verifier.steps(LEAST_STEPS + 1 + 2 + LOOK_STEPS, 2 * MOST_ON_LOAN)
     assert verifier.lost_s < 4 * PLAIN_S + 0.5 * verifier.total_s
     assert verifier.steps(1_000, 2 * MOST_ON_LOAN).count(DRAFTING) == 0
     verifier.steps(4_000, 2 * MOST_ON_LOAN)

@@ -10,13 +10,11 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
-from paceline.forest import Floats, Forest
+from paceline.forest import Floats, Forest, Ints, rows_of
 
 
 class Session(VerifierSession):
     """A session with an empty tree, and a drafter if it has one."""
-
-    cap, may_wait, takes_chains = 4, True, False
 
     def __init__(self, name: str, forest: Forest, *, drafted: bool) -> None:
         super().__init__(
@@ -29,10 +27,14 @@ class Session(VerifierSession):
             ),
             forest,
         )
-        self.has_sources = False
+        forest.links.bound(self.tree.row, most_guesses=4, last_len=52, waits_up_to=52)
         self.link = SessionLink(self, "d" if drafted else "")
         if drafted:
             self.link.connect(ConnectedDrafter(forest.links))
+
+
+def rows_of_all(sessions: list[Session]) -> Ints:
+    return rows_of(session.tree.row for session in sessions)
 
 
 class Watched:
@@ -57,7 +59,9 @@ def policy() -> Watched:
 def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watched) -> None:
     forest = Forest(METHODS)
     sessions = [Session("a", forest, drafted=True), Session("b", forest, drafted=False)]
-    assert StepDrafts(policy, forest).worth_waiting(sessions, np.array([0.002, np.nan]), idle_s=0.0) == 0.002
+    assert (
+        StepDrafts(policy, forest).worth_waiting(rows_of_all(sessions), np.array([0.002, np.nan]), idle_s=0.0) == 0.002
+    )
     assert policy.gains[0] > 0.0
     assert policy.gains[1] == 0.0
 
@@ -65,6 +69,6 @@ def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watc
 def test_nobody_waits_longer_than_a_step_in_all(policy: Watched) -> None:
     forest = Forest(METHODS)
     drafts, sessions = StepDrafts(policy, forest), [Session("a", forest, drafted=True)]
-    assert drafts.worth_waiting(sessions, np.array([1.0]), idle_s=0.0) == FIRST_STEP_S
-    assert drafts.worth_waiting(sessions, np.array([1.0]), idle_s=FIRST_STEP_S) == 0.0
-    assert drafts.worth_waiting(sessions, np.array([np.nan]), idle_s=0.0) == 0.0
+    assert drafts.worth_waiting(rows_of_all(sessions), np.array([1.0]), idle_s=0.0) == FIRST_STEP_S
+    assert drafts.worth_waiting(rows_of_all(sessions), np.array([1.0]), idle_s=FIRST_STEP_S) == 0.0
+    assert drafts.worth_waiting(rows_of_all(sessions), np.array([np.nan]), idle_s=0.0) == 0.0
