@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paceline.core.drafting_mode import DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth, num_tried
+from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth
 from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.forest import Bools, Ints, Picked
@@ -100,10 +100,6 @@ class Goodput:
         if not drafts:
             self._price, self._answered = None, True
         return drafts
-
-    def num_drafting(self, num_sessions: int) -> int:
-        """For how many of the sessions that may speculate the step that `enter` announced drafts."""
-        return num_tried(num_sessions) if self.mode.looks else num_sessions
 
     def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput, for a step that drafts.

@@ -7,8 +7,6 @@ verify the guesses that pay. The better mode is the one whose steps commit more 
 
 The other mode is tried now and then, by one rule: trials may lose a small share of the time. A trial begins when what
 it is expected to lose has been saved up, so at once where it is expected to win, and ends early when it loses clearly.
-What drafting is expected to lose at a load that was never seen, a look shows: a few of the sessions draft, until their
-drafters answer.
 
 Tokens count by session, and seconds in plain steps of the start-up profile, so that steps over five sessions and over
 eight compare: a rate of 1 is that of plain decoding as the profile has it.
@@ -23,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.core.goodput import EXPLORATION, TRIED_OF
+from paceline.core.goodput import EXPLORATION
 
 # Steps after which an observation counts half.
 HALF_LIFE = 200
@@ -36,13 +34,9 @@ MOST_UNCOUNTED = 64
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
-# Sessions up to which the first trial is on loan. With more there is a look first: on a CPU a step that drafts may take
-# as long as nine plain ones, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
+# Sessions up to which the first trial is on loan. With more a step that drafts may take as long as nine plain ones on a
+# CPU, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
 MOST_ON_LOAN = 4
-# Steps of a look after drafters have answered: one alone shows more of the machine's noise than of its own cost.
-LOOK_STEPS = 3
-# Plain steps that the first trial may lose after a look, before they have been saved up.
-LOAN = 8.0
 # Share by which drafting is taken to be slower while nothing is known of it.
 UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
@@ -113,9 +107,6 @@ class Rate:
 class Trial:
     """The other mode at work for a few steps.
 
-    Args:
-        look: Few of the sessions draft; its steps count for neither mode.
-
     Attributes:
         counted: Steps that count.
         steps: All of them.
@@ -123,7 +114,6 @@ class Trial:
         warm_up: The part of that which was lost before its first counted step.
     """
 
-    look: bool = False
     counted: int = 0
     steps: int = 0
     lost: float = 0.0
@@ -138,7 +128,6 @@ class Load:
         mode: That in use, trials apart.
         loss: Share that drafting is taken to be slower by, before it was tried.
         on_loan: The first trial need not be saved up for: it is paid off later.
-        looks: A look comes before the first trial.
 
     Attributes:
         rates: Of both modes.
@@ -150,7 +139,6 @@ class Load:
     mode: Mode
     loss: float = UNKNOWN_LOSS
     on_loan: bool = False
-    looks: bool = False
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     saved: float = 0.0
     trial: Trial | None = None
@@ -169,17 +157,11 @@ class Load:
         """Takes in a step of the mode at work; see `DraftingMode.observe`."""
         if not reads:
             self.saved += EXPLORATION * time
-            if answered and (self.trial is None or not self.trial.look):
+            if answered:
                 self._count(tokens, time)
         if self.trial is not None:
             self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
-        elif self.rates[self.mode].steps >= LEAST_STEPS:
-            self._try()
-
-    def _try(self) -> None:
-        if self.looks:
-            self.trial = Trial(look=True)
-        elif self.on_loan or self._expected_loss() <= self.saved:
+        elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
             self.trial = Trial()
             other = self.rates[self.mode.other]
             if other.steps > LEAST_STEPS:
@@ -200,10 +182,6 @@ class Load:
             trial.counted += answered
             trial.lost += time - tokens / ours.value
             trial.warm_up = trial.warm_up if trial.counted else trial.lost
-        if trial.look:
-            if trial.counted >= LOOK_STEPS or trial.steps >= MOST_UNCOUNTED:
-                self._end_look(trial)
-            return
         over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
         if trial.counted < LEAST_STEPS:
             if over:
@@ -213,19 +191,9 @@ class Load:
         if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
             self.end_trial(won=gain > 0.0)
 
-    def _end_look(self, look: Trial) -> None:
-        """What the few have lost, all would have lost as many times; drafters that never answer earn no loan."""
-        self.trial, self.looks = None, False
-        self.warm_up = TRIED_OF * max(0.0, look.lost)
-        self.saved += (LOAN if look.counted else 0.0) - max(0.0, look.lost)
-
     def end_trial(self, *, won: bool = False) -> None:
         """Ends a trial, if there is one, and pays for it."""
         if self.trial is None:
-            return
-        if self.trial.look:
-            # The load has changed: it is for another time.
-            self.trial = None
             return
         # Nothing is saved up for several trials in a row.
         self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
@@ -267,12 +235,6 @@ class DraftingMode:
     def mode(self) -> Mode:
         """That of the next step."""
         return Mode.PLAIN if self._load is None else self._load.at_work
-
-    @property
-    def looks(self) -> bool:
-        """Whether few of the sessions draft in the next step, and the others decode plainly."""
-        trial = None if self._load is None else self._load.trial
-        return trial is not None and trial.look
 
     def enter(self, num_sessions: int) -> Mode:
         """The next step is to be over so many sessions; 0: none of them may speculate. Returns its mode."""
@@ -324,11 +286,7 @@ class DraftingMode:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - ratio))
         if 2**at <= BEGIN_DRAFTING:
             return Load(Mode.DRAFTING)
-        return self._untried(at)
-
-    def _untried(self, at: int) -> Load:
-        on_loan = 2**at <= self._most_on_loan
-        return Load(Mode.PLAIN, on_loan=on_loan, looks=not on_loan)
+        return Load(Mode.PLAIN, on_loan=2**at <= self._most_on_loan)
 
     def learned(self) -> list[float]:
         """Of each load its logarithm and both rates, 0 for one that is not known; see `resume`."""
@@ -350,6 +308,5 @@ class DraftingMode:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
-            load = loads[int(at)] = Load(mode) if values[1] else self._untried(int(at))
-            load.rates = rates
+            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= self._most_on_loan, rates=rates)
         self.loads = loads

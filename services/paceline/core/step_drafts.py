@@ -94,8 +94,6 @@ class StepDrafts:
         if not self._policy.enter(len(rows) if speculate else 0):
             links.idle(rows)
             return Choice(np.zeros(len(decoding), np.int32), *_NOTHING)
-        able = np.flatnonzero(caps)
-        caps[able[self._policy.num_drafting(len(able)) :]] = 0
         mine = slice(len(decoding))
         most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
         picked = self._forest.best(decoding, most, links.takes_chains(decoding))
