@@ -1,14 +1,14 @@
 """What verifier and drafter compute beside their models, in microseconds a step: `make bench NAME=core`.
 
 The engines that serve, on simulated devices, with the controller and the messages on the wire, by turns in one process.
-What devices, packing and judging take is left out. All sessions decode, none ends, and all steps draft. The drafter
+What devices take is left out. All sessions decode, none ends, and all steps draft. The drafter
 computes `LEVELS` levels of the trees between two steps of the verifier, of each session a quarter of the nodes a level,
 and guesses two children of each. A step has 512 rows at most. Medians.
 
 The verifier's parts: `decode` the drafter's messages, `receive` them, decide whether to `wait`, `plan` the step,
 `commit` what the target has chosen, `encode` the messages for the drafter. The drafter's: `apply` commits, once a step
 of the verifier, and at every level choose the `frontier`, `grow` the trees and `push` new nodes. A level's sum has its
-share of `apply`.
+share of `apply`. `rows`, beside the sums: packing the rows of a step, and choosing or ranking tokens from their logits.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ class Verifier:
         # Known loads: nothing is tried for the sake of comparison.
         policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
+        decoder = PAIR.target(pace)
         self._engine = TargetEngine(
-            decoder=PAIR.target(pace),
+            decoder=decoder,
             identity=IDENTITY,
             num_blocks=num_sessions * KV_TOKENS // BLOCK_SIZE,
             limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows, max_model_len=KV_TOKENS),
@@ -146,8 +147,10 @@ class Verifier:
             )
             self._engine.handle(Submit(request=request, serial=number, drafter_address=DRAFTER))
         scheduler = self._engine.scheduler
-        for method, name in (("plan", "plan"), ("commit", "commit"), ("end_step", "commit"), ("take_report", "commit")):
+        for method, name in (("plan", "plan"), ("commit", "commit"), ("end_step", "end"), ("take_report", "end")):
             watch.watch(scheduler, method, name)
+        watch.watch(self._engine, "_run", "run")
+        watch.watch(decoder, "logits", "device")
         watch.watch(scheduler.tier, "take", "encode")
 
     def step(self, received: Sequence[bytes]) -> tuple[list[bytes], int]:
@@ -164,7 +167,7 @@ class Verifier:
         with part("encode"):
             messages = [each for out in (early, output) if out for each in out.to_drafters.get(DRAFTER, [])]
             encoded = [draft_request_to_pb(each).SerializeToString() for each in in_parts(messages)]
-        self._watch.end_step(VERIFIER_PARTS)
+        self._watch.end_step((*VERIFIER_PARTS, "end", "run", "device"))
         return encoded, sum(output.report.gammas)
 
 
@@ -195,6 +198,8 @@ class Drafter:
         for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
             watch.watch(scheduler, method, name)
         watch.watch(scheduler.trees.forest, "grow", "grow")
+        watch.watch(self._engine, "_run", "draft_run")
+        watch.watch(self._engine._decoder, "logits", "draft_device")  # noqa: SLF001 - its own makes it
 
     def draft(self, received: Sequence[bytes]) -> list[bytes]:
         """Takes in commits and computes some levels; returns messages for the verifier."""
@@ -211,7 +216,7 @@ class Drafter:
         with self._watch.part("push"):
             drafts = output.to_verifiers.get(LINK, ())
             encoded = [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]
-        self._watch.end_step(LEVEL_PARTS)
+        self._watch.end_step((*LEVEL_PARTS, "draft_run", "draft_device"))
         return encoded
 
 
@@ -243,17 +248,25 @@ def measure(num_sessions: int, num_nodes: int, arguments: argparse.Namespace) ->
         sent, num_verified = verifier.step(received)
         received = drafter.draft(sent)
         verified.append(num_verified)
-    in_verifier = {name: watch.median_us(name, arguments.warm_up) for name in VERIFIER_PARTS}
-    in_level = {name: watch.median_us(name, arguments.warm_up * LEVELS, LEVELS) for name in LEVEL_PARTS}
-    apply = watch.median_us("apply", arguments.warm_up)
-    step_us, level_us = sum(in_verifier.values()), sum(in_level.values()) + apply / LEVELS
+    parts = (*VERIFIER_PARTS, "end", "run", "device", "apply")
+    in_step = {name: watch.median_us(name, arguments.warm_up) for name in parts}
+    in_step["rows"] = round(in_step["run"] - in_step["device"] - in_step["commit"], 1)
+    in_step["commit"] = round(in_step["commit"] + in_step["end"], 1)
+    level_parts = (*LEVEL_PARTS, "draft_run", "draft_device")
+    in_level = {name: watch.median_us(name, arguments.warm_up * LEVELS, LEVELS) for name in level_parts}
+    in_level["rows"] = round(in_level["draft_run"] - in_level["draft_device"] - in_level["grow"], 1)
+    in_verifier = {name: in_step[name] for name in VERIFIER_PARTS}
+    apply = in_step["apply"]
+    step_us, level_us = sum(in_verifier.values()), sum(in_level[name] for name in LEVEL_PARTS) + apply / LEVELS
     met = step_us <= 1e3 * VERIFIER_MS.get(num_sessions, 1e9) and level_us <= 1e3 * DRAFTER_MS.get(num_sessions, 1e9)
     return {
         "sessions": num_sessions,
         "nodes": num_nodes,
         "verified": round(statistics.mean(verified[arguments.warm_up :]) / num_sessions, 1),
-        "verifier": in_verifier | {"sum": round(step_us)},
-        "drafter": {"apply": apply} | in_level | {"level": round(level_us)},
+        "verifier": in_verifier | {"sum": round(step_us), "rows": in_step["rows"]},
+        "drafter": {"apply": apply}
+        | {name: in_level[name] for name in LEVEL_PARTS}
+        | {"level": round(level_us), "rows": in_level["rows"]},
         "met": met,
     }
 
