@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.errors import LocalProtocolError
 
@@ -206,8 +207,17 @@ class SessionPages:
         self._pool = pool
         self._before = before
         self._hashes: list[bytes] = []
+        # Of as many blocks as it is long; made anew when there are more, as a long text's are not few.
+        self._table = np.empty(0, np.int32)
         # Whether others may find what is computed here.
         self._trusted = True
+
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """The blocks as an array, int32 `[blocks]`."""
+        if len(self._table) != len(self.blocks):
+            self._table = np.array(self.blocks, np.int32)
+        return self._table
 
     @property
     def num_missing(self) -> int:
@@ -230,6 +240,7 @@ class SessionPages:
         self._trusted = True
         known = self.tokens if most is None else self.tokens[: most + 1]
         self.blocks, self._hashes = self._pool.match_prefix(known, self._before)
+        self._table = np.empty(0, np.int32)
         self.num_computed = self.num_cached = len(self.blocks) * BLOCK_SIZE
         return self.num_cached
 
@@ -266,5 +277,6 @@ class SessionPages:
         """Gives all blocks back; the KV must be recomputed, or found in the cache, to go on."""
         self._pool.release(self.blocks)
         self.blocks = []
+        self._table = np.empty(0, np.int32)
         self._hashes = []
         self.num_computed = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from paceline.core.pages import SessionPages
 from paceline.engine.batch import Batch
 from paceline.engine.packing_kernels import Columns, fill_nodes, fill_prefixes, fill_tables, fill_trees
-from paceline.forest import Guesses, rows_of
+from paceline.forest import Guesses, Ints, rows_of
 
 
 class PrefixRows(NamedTuple):
@@ -55,7 +55,7 @@ class BatchBuilder:
         # Loops to fill rows, how many of them, and what they take besides.
         self._fills: list[tuple[Callable[..., None], int, tuple[Any, ...]]] = []
         self._depth = 1
-        self._tables: list[list[int]] = []
+        self._tables: list[Ints] = []
         self._table_of: dict[int, int] = {}
         self._num_wanted = 0
         self._features: list[np.ndarray] = []
@@ -135,7 +135,7 @@ class BatchBuilder:
             block_tables=np.zeros((len(lengths), lengths.max()), np.int32),
             wanted=np.empty(num_rows, np.bool_),
         )
-        fill_tables(columns.block_tables, lengths, rows_of(chain.from_iterable(self._tables)))
+        fill_tables(columns.block_tables, lengths, np.concatenate(self._tables))
         row = 0
         for fill, size, rows in self._fills:
             fill(columns, row, *rows)
@@ -149,7 +149,7 @@ class BatchBuilder:
     def _table(self, sequence: SessionPages) -> int:
         known = self._table_of.setdefault(id(sequence), len(self._tables))
         if known == len(self._tables):
-            self._tables.append(sequence.blocks)
+            self._tables.append(sequence.table)
         return known
 
     def _add_features(self, features: np.ndarray | None) -> None:

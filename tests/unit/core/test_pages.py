@@ -105,6 +105,10 @@ class PoolMachine(RuleBasedStateMachine):
     def every_held_block_counts_once(self):
         assert self.pool.num_used == len({block for sequence in self.sequences for block in sequence.blocks})
 
+    @invariant()
+    def every_table_is_that_of_its_blocks(self):
+        assert [sequence.table.tolist() for sequence in self.sequences] == [each.blocks for each in self.sequences]
+
     @rule()
     def none_is_lost(self):
         held = {block for sequence in self.sequences for block in sequence.blocks}
