@@ -25,6 +25,9 @@ from numba.core import caching, compiler, serialize
 
 from paceline.user_cache import NothingWritableError, user_cache, writable
 
+# What comes of reading a file that was cut off, as by a power failure.
+_DAMAGED = (EOFError, pickle.UnpicklingError, ValueError, TypeError, AttributeError, ImportError, IndexError)
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # What compiled code is made of.
@@ -49,9 +52,11 @@ ARITHMETIC = (
 )
 # Of the draft trees, and of what they are in a step.
 FOREST = (
+    "core/pages.py",
     "engine/packing_kernels.py",
     "forest/calibrating.py",
     "forest/choosing.py",
+    "forest/columns.py",
     "forest/committing.py",
     "forest/drafting.py",
     "forest/growing.py",
@@ -87,7 +92,7 @@ def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[st
 
 
 def take_shipped(shipped: Path, folder: Path) -> None:
-    """Fills an empty cache with kernels of the same sources that came with the package; numba writes to its cache.
+    """Fills an empty cache with kernels of the same sources that came with the package, which may not be writable.
 
     Args:
         shipped: Holds a folder of the cache's name, or nothing.
@@ -131,11 +136,13 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
         """Returns what was compiled for a signature on a processor like this one, or none."""
         target_context.refresh()
         key = self._key(sig, target_context.codegen())
-        with suppress(FileNotFoundError):
+        try:
             kept, payload = pickle.loads(self._path(key).read_bytes())
-            if kept == key:
-                return compiler.CompileResult._rebuild(target_context, *payload)  # noqa: SLF001 - as numba keeps it
-        return None
+        except (OSError, *_DAMAGED):
+            return None
+        if kept != key:
+            return None
+        return compiler.CompileResult._rebuild(target_context, *payload)  # noqa: SLF001 - as numba keeps it
 
     def save_overload(self, sig: object, cres: Any) -> None:
         """Keeps what was compiled for a signature, whole or not at all.
@@ -143,12 +150,18 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
         Raises:
             OSError: The folder cannot be written.
         """
+        if cres.library.has_dynamic_globals:
+            # Addresses of this very process.
+            return
         key = self._key(sig, cres.codegen)
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        written.write_bytes(serialize.dumps((key, cres._reduce())))  # noqa: SLF001 - as numba keeps it
-        written.replace(path)
+        try:
+            written.write_bytes(serialize.dumps((key, cres._reduce())))  # noqa: SLF001 - as numba keeps it
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)
 
     @staticmethod
     def _key(sig: object, codegen: Any) -> tuple[object, ...]:

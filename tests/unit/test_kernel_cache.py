@@ -104,17 +104,29 @@ def test_code_of_another_signature_is_not_run_whatever_the_name_of_its_file(tmp_
     assert not kernel.stats.cache_hits
 
 
+def test_a_file_that_was_cut_off_is_written_anew(tmp_path):
+    as_another_process_has_it(tmp_path)(0.5)
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    for left in (0, 40, len(whole) // 2):
+        kept.write_bytes(whole[:left])
+        assert as_another_process_has_it(tmp_path)(0.5) == pytest.approx(0.622, abs=1e-3)
+        again = as_another_process_has_it(tmp_path)
+        again(0.5)
+        assert sum(again.stats.cache_hits.values()) == 1
+
+
 def test_an_empty_cache_begins_with_the_kernels_that_an_image_brings(tmp_path):
     folder = tmp_path / "cache" / "kernels-1"
     take_shipped(tmp_path / "compiled", folder)
     assert not folder.exists(), "nothing was brought"
     (tmp_path / "compiled" / "kernels-1").mkdir(parents=True)
-    (tmp_path / "compiled" / "kernels-1" / "loop.nbi").write_text("of the image")
+    (tmp_path / "compiled" / "kernels-1" / "loop").write_text("of the image")
     take_shipped(tmp_path / "compiled", folder)
-    assert (folder / "loop.nbi").read_text() == "of the image"
-    (folder / "loop.nbi").write_text("compiled here")
+    assert (folder / "loop").read_text() == "of the image"
+    (folder / "loop").write_text("compiled here")
     take_shipped(tmp_path / "compiled", folder)
-    assert (folder / "loop.nbi").read_text() == "compiled here"
+    assert (folder / "loop").read_text() == "compiled here"
     assert list(folder.parent.iterdir()) == [folder]
 
 

@@ -144,7 +144,8 @@ class DraftedTrees(Generic[SessionT]):
         """Hangs guesses that are worth it below what a step has computed, and keeps the others back."""
         if not offers:
             return
-        width = max(len(offer.token_ids) for offer in offers)
+        # Nodes of chains that have their guess already may be all there is.
+        width = max(1, *(len(offer.token_ids) for offer in offers))
         for offer in offers:
             if offer.draft is not None:
                 position, draft = offer.draft

@@ -116,7 +116,8 @@ class TargetSession(ScheduledSession):
             request.committed_token_ids,
             self.grammar,
         )
-        alone = sampling.logprobs is not None or not isinstance(rule, Coupled)
+        # A rule that is derived from it judges for itself.
+        alone = sampling.logprobs is not None or type(rule) is not Coupled
         self.choice = None if alone else self._sampler.choice
         self.gains: dict[str, Gain] = {}
         self.followers: dict[str, Follower] = {

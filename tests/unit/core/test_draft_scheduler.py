@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.core.draft_plan import Offer
 from paceline.core.draft_scheduler import QUIET_S
 from paceline.core.errors import LocalProtocolError
 from paceline.core.messages import CloseSession, CommittedStates, Drafts
 from paceline.core.pages import BLOCK_SIZE
+from paceline.forest import ROOT
 from tests.support.loops import VOCAB_SIZE, WRONG, DrafterLoop, text
 
 
@@ -448,3 +450,14 @@ def test_a_session_that_lost_its_features_asks_for_them_once_there_is_a_place() 
     loop.step()
     assert loop.lagging() == [("a", 0)]
     assert list(loop.scheduler._sessions) == [(1, "c")]
+
+
+def test_a_step_of_nodes_that_have_their_guesses_already_hangs_nothing() -> None:
+    """So it is where only chains are computed anew, whose guesses are drawn once."""
+    loop = DrafterLoop(width=1)
+    loop.open("s", room=4)
+    loop.run()
+    before = loop.tree("s")
+    assert before
+    loop.scheduler.trees.grow([Offer(loop.session("s"), ROOT)])
+    assert loop.tree("s") == before
