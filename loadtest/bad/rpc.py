@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -178,6 +179,7 @@ def _open(**fields: Any) -> drafter_pb2.OpenSession:
     values: dict[str, Any] = {
         "session_id": "s",
         "epoch": 1,
+        "number": 1,
         "token_ids": range(1, 9),
         "prompt_len": 8,
         "sampling": _sampling(max_tokens=64),
@@ -185,20 +187,31 @@ def _open(**fields: Any) -> drafter_pb2.OpenSession:
     return drafter_pb2.OpenSession(**{**values, **fields})
 
 
-def _commit(**fields: Any) -> drafter_pb2.Commit:
-    return drafter_pb2.Commit(**{"session_id": "s", "epoch": 1, "base_len": 8, "token_ids": [1], **fields})
+def _commit(number: int = 1, base_len: int = 8, token_id: int = 1, price: float = 0.0) -> drafter_pb2.Commits:
+    return drafter_pb2.Commits(
+        sessions=_word(number),
+        base_lens=_word(base_len),
+        ends=_word(1),
+        token_ids=_word(token_id),
+        prices=struct.pack("<f", price),
+        rooms=_word(0),
+    )
+
+
+def _word(number: int) -> bytes:
+    return struct.pack("<I", number)
 
 
 def _sent(*sent: Any) -> Maker:
-    """After a good greeting: opens, commits and closes, or bytes, one message each."""
+    """After a good greeting: opens, commits and the numbers of sessions that end, or bytes, one message each."""
     parts: list[bytes] = []
     for each in sent:
         match each:
             case drafter_pb2.OpenSession():
                 each = drafter_pb2.DraftRequest(opens=[each])
-            case drafter_pb2.Commit():
+            case drafter_pb2.Commits():
                 each = drafter_pb2.DraftRequest(commits=[each])
-            case drafter_pb2.CloseSession():
+            case int():
                 each = drafter_pb2.DraftRequest(closes=[each])
         parts.append(each if isinstance(each, bytes) else each.SerializeToString())
     return lambda _, target: (_hello(target).SerializeToString(), *parts)
@@ -225,15 +238,16 @@ DRAFTER_KINDS = (
     _draft("open without tokens", _sent(_open(token_ids=[])), INVALID),
     _draft("open beyond its tokens", _sent(_open(prompt_len=9)), INVALID),
     _draft("open without a name", _sent(_open(session_id="")), INVALID),
+    _draft("open without a number", _sent(_open(number=0)), INVALID),
     _draft("open at no price", _sent(_open(price=_NAN)), INVALID),
     _draft("open, bad sampling", _sent(_open(sampling=_sampling(temperature=_NAN))), INVALID),
     _draft("commit at no price", _sent(_open(), _commit(price=2.0)), INVALID),
-    _draft("contradiction", _sent(_open(), _commit(base_len=4, token_ids=[99])), INVALID),
+    _draft("contradiction", _sent(_open(), _commit(base_len=4, token_id=99)), INVALID),
     _draft("commit before open", _sent(_commit()), LEFT),
-    _draft("close unknown", _sent(drafter_pb2.CloseSession(session_id="u", epoch=3)), LEFT),
+    _draft("close unknown", _sent(9), LEFT),
     _draft("gap", _sent(_open(), _commit(base_len=2**32 - 1)), LEFT),
-    _draft("other epoch", _sent(_open(), _commit(epoch=2**63)), LEFT),
+    _draft("other number", _sent(_open(), _commit(number=2**32 - 1)), LEFT),
     _draft("opened twice", _sent(_open(), _open(epoch=0), _open(epoch=5)), LEFT),
-    _draft("token outside", _sent(_open(token_ids=[OUTSIDE] * 8), _commit(token_ids=[OUTSIDE])), LEFT),
-    _draft("after close", _sent(_open(), drafter_pb2.CloseSession(session_id="s", epoch=1), _commit()), LEFT),
+    _draft("token outside", _sent(_open(token_ids=[OUTSIDE] * 8), _commit(token_id=OUTSIDE)), LEFT),
+    _draft("after close", _sent(_open(), 1, _commit()), LEFT),
 )

@@ -16,6 +16,7 @@ from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    Commits,
     Drafts,
     GenerateRequest,
     LaggingSession,
@@ -26,8 +27,8 @@ from paceline.core.messages import (
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, graft
 from paceline.core.tree import Node, walk
-from paceline.forest import NOTHING, Calls, Ints, Links, rows_of
-from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
+from paceline.forest import Calls, Ints, Links, rows_of
+from tests.support.guesses import NodeGuess, SessionDrafts, to_commits, to_drafts
 from tests.support.slow_trees import SlowNode, SlowTree
 from tests.support.trees import allot, verified
 
@@ -64,9 +65,9 @@ class ToySession(DrafterSession):
         self.unsent: list[SlowNode] = []
         self._next_id = 1
 
-    def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
+    def receive(self, commit: Commit) -> list[int] | LaggingSession:
         outcome = super().receive(commit)
-        if isinstance(outcome, tuple):
+        if isinstance(outcome, list):
             self.tree.commit(outcome)
             self.unsent = [node for node in self.unsent if node.alive]
         return outcome
@@ -95,22 +96,22 @@ class ToyDrafter:
         self.seed = seed
         self.skill = skill
         self.width = width
-        self.sessions: dict[str, ToySession] = {}
+        self.sessions: dict[int, ToySession] = {}
 
     def receive(self, message: ToDrafter) -> list[ToVerifier]:
-        known = self.sessions.get(message.session_id)
         match message:
             case OpenSession():
-                if known is None or message.epoch >= known.epoch:
-                    self.sessions[message.session_id] = ToySession(message)
-            case Commit() if known is None:
-                return [LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0)]
-            case Commit():
-                answer = known.receive(message)
-                return [answer] if isinstance(answer, LaggingSession) else []
+                self.sessions[message.number] = ToySession(message)
+            case Commits():
+                answers = [self._commit(each) for each in message]
+                return [each for each in answers if isinstance(each, LaggingSession)]
             case CloseSession():
-                self.sessions.pop(message.session_id, None)
+                self.sessions.pop(message.number, None)
         return []
+
+    def _commit(self, commit: Commit) -> list[int] | LaggingSession:
+        known = self.sessions.get(commit.number)
+        return LaggingSession(number=commit.number, have_len=0) if known is None else known.receive(commit)
 
     def grow(self) -> list[ToVerifier]:
         """Expands the best leaf of every session and pushes the new nodes."""
@@ -156,13 +157,29 @@ class ToyFleet:
             )
         )
         self.told = SessionLink(self.session, "drafter")
-        self.told.number = epoch
+        self.told.name(epoch)
         self.reopen()
 
     def _tell(self) -> None:
-        (news,) = zip(*self._links.due(self._rows, 0.0), strict=True)
-        assert news[0] != NOTHING
-        self.link.to_drafter.append(self.told.news(*news))
+        (opens,), num_told = self._links.due(self._rows, 0.0)
+        assert opens or num_told
+        if opens:
+            self.link.to_drafter.append(self.told.open())
+        else:
+            self._tell_commits()
+
+    def _tell_commits(self) -> None:
+        drafter = self.told.drafter
+        assert drafter is not None
+        [news] = zip(*(column.tolist() for column in self._links.take_news(self._rows, drafter.number)), strict=True)
+        number, since_len, price, room = news
+        commit = Commit(number, since_len, self.session.tokens[since_len:], price, room)
+        self.link.to_drafter.append(to_commits(commit))
+
+    @property
+    def mirror(self) -> ToySession:
+        """The drafter's end of the session."""
+        return self.drafter.sessions[self.told.number]
 
     @property
     def _rows(self) -> Ints:
@@ -223,9 +240,12 @@ class ToyFleet:
                 self.session.check(base_len, has_distributions=False)
                 grafts = graft(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
                 self._links.took_in(self._rows, message.base_lens, message.sizes, grafts.firsts, 0.0)
-            case LaggingSession():
-                answer = self.told.catch_up(message)
-                self.link.to_drafter += [answer] if answer else []
+            case LaggingSession() if message.number == self.told.number:
+                opened = self.told.catch_up(message)
+                if opened is not None:
+                    self.link.to_drafter.append(opened)
+                else:
+                    self._tell_commits()
 
     def kill(self) -> None:
         """The drafter dies with all it knew and all that was under way; another one starts empty."""

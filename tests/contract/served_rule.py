@@ -20,7 +20,7 @@ import pytest
 from paceline import wire
 from paceline.core.acceptance_rules import Rules
 from paceline.core.drafted_trees import DraftedTrees, FreshTokens
-from paceline.core.messages import Commit, Drafts, GenerateRequest, ModelIdentity
+from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import BLOCK, DRAFT_MODEL, SamplingParams, SpeculationParams
@@ -31,6 +31,7 @@ from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT, rows_of
+from tests.support.guesses import to_commits
 from tests.support.trees import nodes_of, verified
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
 
@@ -173,7 +174,7 @@ class Play:
         """A drafter starts, or another one does after the first has died."""
         self.under_way.clear()
         self.sent_len = self.session.committed_len
-        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(room=64)]))[1][0]
+        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(1, price=0.0, room=64)]))[1][0]
         self.drafted = DraftSession(opened, self.identity, self.pool)  # type: ignore[arg-type]
         self.trees: DraftedTrees[DraftSession] = DraftedTrees(SlotPool(first_block=8, num_blocks=2), 64)
         self.trees.add(self.drafted)
@@ -229,12 +230,12 @@ class Play:
 
     def tell(self) -> None:
         """The drafter hears of all commits."""
-        sent = self.session.commit_message(self.sent_len, room=64)
+        sent = to_commits(Commit(1, self.sent_len, self.session.tokens[self.sent_len :], price=0.0, room=64))
         self.sent_len = self.session.committed_len
         received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
-        assert isinstance(received, Commit)
-        fresh = self.drafted.receive(received)
-        assert isinstance(fresh, tuple)
+        assert isinstance(received, Commits)
+        fresh = self.drafted.receive(next(iter(received)))
+        assert isinstance(fresh, list)
         _, nodes = self.trees.commit([FreshTokens(self.drafted, len(self.drafted.tokens) - len(fresh), fresh)])
         self.under_way += [message for _, message in nodes]
 

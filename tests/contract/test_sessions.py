@@ -57,7 +57,7 @@ def test_a_restarted_drafter_asks_for_what_it_misses():
     fleet.kill()
     fleet.verify()
     fleet.exchange()
-    assert fleet.drafter.sessions["s"].tokens == fleet.session.tokens
+    assert fleet.mirror.tokens == fleet.session.tokens
 
 
 def test_a_lost_commit_is_asked_for_again():
@@ -67,7 +67,7 @@ def test_a_lost_commit_is_asked_for_again():
     fleet.link.to_drafter.clear()
     fleet.verify()
     fleet.exchange()
-    assert fleet.drafter.sessions["s"].tokens == fleet.session.tokens
+    assert fleet.mirror.tokens == fleet.session.tokens
 
 
 def test_both_ends_hold_the_same_tree_after_every_exchange():
@@ -76,7 +76,7 @@ def test_both_ends_hold_the_same_tree_after_every_exchange():
         fleet.exchange()
         fleet.grow()
         fleet.exchange()
-        mirror = fleet.drafter.sessions["s"].tree
+        mirror = fleet.mirror.tree
         here = [(node.position, node.token_id) for node in nodes_of(fleet.session.tree)]
         there = [(node.position, node.token) for node in mirror.nodes()]
         assert here == there
@@ -97,7 +97,7 @@ def test_a_late_message_still_helps_where_it_was_right():
     assert all(node.position >= fleet.session.committed_len for node in nodes_of(fleet.session.tree))
 
 
-def test_messages_of_an_older_epoch_are_dropped_on_both_sides():
+def test_messages_of_an_older_owner_are_dropped_on_both_sides():
     fleet = ToyFleet()
     fleet.exchange()
     fleet.grow()
@@ -105,9 +105,7 @@ def test_messages_of_an_older_epoch_are_dropped_on_both_sides():
     fleet.deliver_to_verifier()
     assert fleet.session.tree.num_nodes == 0
     fleet.exchange()
-    stale = Commit(session_id="s", epoch=1, base_len=3, token_ids=(0,), price=0.0, room=4)
-    assert fleet.drafter.sessions["s"].receive(stale) is None
-    assert fleet.drafter.sessions["s"].tokens == fleet.session.tokens
+    assert fleet.mirror.tokens == fleet.session.tokens
 
 
 def test_a_commit_that_contradicts_earlier_ones_is_the_peers_error():
@@ -117,9 +115,7 @@ def test_a_commit_that_contradicts_earlier_ones_is_the_peers_error():
     fleet.exchange()
     wrong = (fleet.session.tokens[3] + 1) % 5
     with pytest.raises(RemoteProtocolError, match="contradicts"):
-        fleet.drafter.sessions["s"].receive(
-            Commit(session_id="s", epoch=1, base_len=3, token_ids=(wrong,), price=0.0, room=4)
-        )
+        fleet.mirror.receive(Commit(number=1, base_len=3, token_ids=[wrong], price=0.0, room=4))
 
 
 @pytest.mark.parametrize("base_len", [0, 99])
@@ -195,9 +191,9 @@ class UnreliableLink(RuleBasedStateMachine):
 
     @invariant()
     def the_mirror_never_runs_ahead(self):
-        for mirror in self.fleet.drafter.sessions.values():
-            if mirror.epoch == self.fleet.session.epoch:
-                assert mirror.tokens == self.fleet.session.tokens[: len(mirror.tokens)]
+        mirror = self.fleet.drafter.sessions.get(self.fleet.told.number)
+        if mirror is not None:
+            assert mirror.tokens == self.fleet.session.tokens[: len(mirror.tokens)]
 
     def teardown(self):
         self.fleet.kill()

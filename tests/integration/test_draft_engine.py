@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
-from paceline.core.messages import Commit, Drafts, OpenSession
+from paceline.core.messages import Commit, Commits, Drafts, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from tests.support.clock import Clock
-from tests.support.guesses import by_session
+from tests.support.guesses import by_session, to_commits
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def opened(name: str, length: int, room: int = 6, **sampling) -> OpenSession:
     )
 
 
-def commit(name: str, base_len: int, token_id: int = 7) -> Commit:
-    return Commit(session_id=name, epoch=1, base_len=base_len, token_ids=(token_id,), price=0.0, room=6)
+def commit(name: str, base_len: int, token_id: int = 7) -> Commits:
+    return to_commits(Commit(NAMES.index(name), base_len, [token_id], price=0.0, room=6))
 
 
 def said(*messages) -> VerifierMessages:
@@ -82,6 +82,7 @@ def test_a_session_longer_than_all_pages_is_left_alone_and_others_are_served(tin
         OpenSession(
             session_id="strange",
             epoch=1,
+            number=NAMES.index("strange"),
             token_ids=(1, 5_000),
             prompt_len=2,
             sampling=SamplingParams(max_tokens=4),

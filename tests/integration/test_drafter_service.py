@@ -11,6 +11,7 @@ import pytest
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    Commits,
     Drafts,
     LaggingSession,
     ModelIdentity,
@@ -20,7 +21,7 @@ from paceline.core.params import SamplingParams
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.wire import draft_request_to_pb, draft_response_from_pb
 from tests.integration.conftest import running_drafter
-from tests.support.guesses import SessionDrafts, by_session
+from tests.support.guesses import SessionDrafts, by_session, to_commits
 
 
 def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 8, number: int = 7) -> OpenSession:
@@ -36,8 +37,8 @@ def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 
     )
 
 
-def committed(session_id: str = "s", base_len: int = 10, token_ids=(1,), epoch: int = 1) -> Commit:
-    return Commit(session_id=session_id, epoch=epoch, base_len=base_len, token_ids=tuple(token_ids), price=0.0, room=8)
+def committed(number: int = 7, base_len: int = 10, token_ids=(1,)) -> Commits:
+    return to_commits(Commit(number, base_len, [*token_ids], price=0.0, room=8))
 
 
 class Stream:
@@ -98,15 +99,15 @@ async def test_an_opened_session_gets_nodes_and_a_commit_prunes_them(tiny_pair):
 
 async def test_a_commit_for_an_unknown_session_asks_for_it(tiny_pair):
     async with running_drafter(tiny_pair[1]) as (address, host), stream_to(address, host.identity) as stream:
-        await stream.say(committed("unknown"))
-        assert await stream.hear() == [LaggingSession(session_id="unknown", epoch=1, have_len=0)]
+        await stream.say(committed(99))
+        assert await stream.hear() == [LaggingSession(number=99, have_len=0)]
 
 
 async def test_a_gap_in_the_commits_is_reported_with_what_is_there(tiny_pair):
     async with running_drafter(tiny_pair[1]) as (address, host), stream_to(address, host.identity) as stream:
         await stream.say(opened(room=0))
         await stream.say(committed(base_len=15))
-        assert LaggingSession(session_id="s", epoch=1, have_len=10) in await stream.hear()
+        assert LaggingSession(number=7, have_len=10) in await stream.hear()
 
 
 async def test_a_closed_session_is_freed(tiny_pair):
@@ -114,7 +115,7 @@ async def test_a_closed_session_is_freed(tiny_pair):
         await stream.say(opened())
         await stream.hear()
         assert host.num_sessions == 1
-        await stream.say(CloseSession(session_id="s", epoch=1), opened("t", number=8))
+        await stream.say(CloseSession(number=7), opened("t", number=8))
         async with asyncio.timeout(20):
             while not any(each.number == 8 for each in await drafts_of(stream)):
                 pass
@@ -126,7 +127,7 @@ BAD = {
     "contradiction": ("target", draft_request_to_pb([opened(), committed(base_len=5, token_ids=(99,))])),
     "no tokens": (
         "target",
-        drafter_pb2.DraftRequest(opens=[drafter_pb2.OpenSession(session_id="s", epoch=1)]),
+        drafter_pb2.DraftRequest(opens=[drafter_pb2.OpenSession(session_id="s", epoch=1, number=7)]),
     ),
 }
 
@@ -141,7 +142,7 @@ async def test_a_verifier_that_breaks_the_protocol_loses_its_stream_and_nobody_e
             async with stream_to(address, host.identity if who else None) as bad:
                 await bad.call.write(message)
                 assert await bad.ended() is grpc.StatusCode.INVALID_ARGUMENT
-            await good.say(committed("good", token_ids=(250,)))
+            await good.say(committed(token_ids=(250,)))
             assert await good.hear()
 
 

@@ -20,6 +20,7 @@ from paceline.core.target_events import Paired
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
+from tests.support.guesses import to_commits
 
 # Not the last one: transformers hands that out normalised.
 LAYERS = (0, 0, 0)
@@ -90,7 +91,7 @@ def test_a_chain_is_what_the_head_says_from_the_targets_features_and_its_own(fol
     checked = 0
     while pair.target.has_work():
         pair.round(draft_steps=6)
-        session = pair.draft.scheduler._sessions.get((1, "s"))
+        session = next(iter(pair.draft.scheduler._sessions.values()), None)
         if session is None or session.pages.num_missing:
             continue
         forest = pair.draft.scheduler.trees.forest
@@ -170,12 +171,12 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
     for _ in range(4):
         pair.round()
-    session = pair.draft.scheduler._sessions[1, "s"]
+    ((key, session),) = pair.draft.scheduler._sessions.items()
     pair.draft.scheduler.give_up(session)
     assert session.lost_features
     output = pair.target.step()
     pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))
-    assert (1, "s") not in pair.draft.scheduler._sessions
+    assert key not in pair.draft.scheduler._sessions
     (asked,) = pair.draft.step().to_verifiers[1]
     assert isinstance(asked, LaggingSession)
     assert asked.have_len == 0
@@ -197,6 +198,7 @@ def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
     opened = OpenSession(
         session_id="s",
         epoch=1,
+        number=1,
         token_ids=tuple(range(10)),
         prompt_len=10,
         sampling=SamplingParams(max_tokens=40, temperature=0.0),
@@ -208,7 +210,7 @@ def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
     for length in range(10, 14):
         while engine.has_work():
             said += engine.step().to_verifiers.get(1, [])
-        commit = Commit(session_id="s", epoch=1, base_len=length, token_ids=(7,), price=0.0, room=8)
+        commit = to_commits(Commit(1, length, [7], price=0.0, room=8))
         worthless = features(length - 1, torch.full((1, 64), torch.nan))
         engine.handle(VerifierMessages(link=1, messages=[worthless, commit]))
     said += engine.step().to_verifiers.get(1, [])
@@ -218,14 +220,12 @@ def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
 
 def features(start, values) -> CommittedStates:
     encoded = values.bfloat16().view(torch.uint8).numpy().tobytes()
-    return CommittedStates(session_id="s", epoch=1, start=start, width=values.shape[1], values=encoded)
+    return CommittedStates(number=1, start=start, width=values.shape[1], values=encoded)
 
 
-def states(start, count, width=4, epoch=1) -> CommittedStates:
+def states(start, count, width=4) -> CommittedStates:
     values = (torch.arange(start, start + count)[:, None] * torch.ones(width)).to(torch.bfloat16)
-    return CommittedStates(
-        session_id="s", epoch=epoch, start=start, width=width, values=values.view(torch.uint8).numpy().tobytes()
-    )
+    return CommittedStates(number=1, start=start, width=width, values=values.view(torch.uint8).numpy().tobytes())
 
 
 def test_features_come_in_order_once_and_go_when_used():

@@ -62,10 +62,10 @@ async def test_a_verifier_that_hands_out_no_states_or_others_is_refused_by_the_d
 
 
 BAD = {
-    "a gap": CommittedStates(session_id="s", epoch=1, start=3, width=64, values=bytes(128)),
-    "another width": CommittedStates(session_id="s", epoch=1, start=0, width=32, values=bytes(64)),
-    "half a position": CommittedStates(session_id="s", epoch=1, start=0, width=64, values=bytes(64)),
-    "nothing": CommittedStates(session_id="s", epoch=1, start=0, width=64, values=b""),
+    "a gap": CommittedStates(number=7, start=3, width=64, values=bytes(128)),
+    "another width": CommittedStates(number=7, start=0, width=32, values=bytes(64)),
+    "half a position": CommittedStates(number=7, start=0, width=64, values=bytes(64)),
+    "nothing": CommittedStates(number=7, start=0, width=64, values=b""),
 }
 
 
@@ -79,7 +79,7 @@ async def test_states_that_break_the_protocol_end_the_stream_of_their_verifier_a
         await stream.say(opened(), BAD[what])
         assert await stream.ended() is not grpc.StatusCode.OK
         assert "CommittedStates." in (await stream.call.details())
-        good = CommittedStates(session_id="t", epoch=1, start=0, width=64, values=bytes(128 * 9))
+        good = CommittedStates(number=7, start=0, width=64, values=bytes(128 * 9))
         await other.say(opened("t"), good)
         assert [each.number for each in await drafts_of(other)] == [7]
 

@@ -97,7 +97,7 @@ class Flood:
             for first in (1, self.size, 2**31)
         ]
         drafts = [to_drafts(SessionDrafts(number, known_len, chain)) for chain in chains]
-        lagging = [LaggingSession(session_id="s", epoch=1, have_len=1)] * self.size
+        lagging = [LaggingSession(number=number, have_len=1)] * self.size
         return draft_response_to_pb([*drafts, *lagging]).SerializeToString()
 
 

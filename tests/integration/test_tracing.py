@@ -34,7 +34,7 @@ from paceline.store.memory import MemoryStore
 from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.checkpoints import save_pair
 from tests.support.collector import Collector, ReceivedSpan, new_traceparent, running_collector
-from tests.support.guesses import SessionDrafts, to_drafts
+from tests.support.guesses import SessionDrafts, to_commits, to_drafts
 from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
 
 GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (
@@ -398,18 +398,18 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
         room=8,
         traceparent=traceparent,
     )
-    commit = Commit(session_id="s", epoch=2, base_len=2, token_ids=(3, 4), price=0.5, room=8)
+    commit = to_commits(Commit(7, 2, [3, 4], price=0.5, room=8))
     async with running_collector() as (endpoint, collector):
         async with traced(DRAFTER, endpoint) as tracer:
             drafts = DraftTraces(tracer)
             drafts.received(1, [opened, commit])
             drafts.sent(1, [to_drafts(SessionDrafts(7, 2, ()))])
-            # An owner that lost the session ends nothing, nor does another verifier's session of that name.
-            drafts.received(1, [CloseSession(session_id="s", epoch=1)])
-            drafts.received(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])
+            # Another session ends nothing, nor does another verifier's session of that number.
+            drafts.received(1, [CloseSession(number=6)])
+            drafts.received(2, [CloseSession(number=7), replace(opened, traceparent="")])
             drafts.received(1, [replace(opened, epoch=3)])
-            drafts.received(1, [CloseSession(session_id="s", epoch=3)])
-            drafts.received(1, [replace(opened, session_id="t", epoch=4)])
+            drafts.received(1, [CloseSession(number=7)])
+            drafts.received(1, [replace(opened, number=8, epoch=4)])
             drafts.closed(1)
     spans = sorted(collector.spans, key=lambda span: span.attributes["paceline.epoch"])
     assert [span.attributes["paceline.epoch"] for span in spans] == [2, 3, 4]

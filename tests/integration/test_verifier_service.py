@@ -373,7 +373,10 @@ async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
 
 async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_losing_its_stream(tiny_pair):
     tokens = tuple(range(100_000, 200_000))
-    opens = [replace(VerifierSession(ask(f"s{index}")).open(), token_ids=tokens) for index in range(64)]
+    opens = [
+        replace(VerifierSession(ask(f"s{index}")).open(1 + index, price=0.0, room=8), token_ids=tokens)
+        for index in range(64)
+    ]
     heard: list[tuple[str, int]] = []
     up, last = asyncio.Event(), asyncio.Event()
 

@@ -12,7 +12,7 @@ from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError
-from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
+from paceline.core.messages import Commit, CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     Cancel,
@@ -34,6 +34,7 @@ from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
 from paceline.verifier.make_sources import make_sources
 from tests.support.clock import Clock
+from tests.support.guesses import each_commit
 
 DRAFTER = "drafter:1"
 
@@ -99,7 +100,7 @@ class EnginePair:
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []
         self.num_preempted = 0
-        self.to_drafter: list[ToDrafter] = []
+        self.to_drafter: list[ToDrafter | Commit] = []
         self.reports: list[StepReport] = []
         self.draft: DraftEngine | None = None
         self.start_drafter()
@@ -202,7 +203,7 @@ class EnginePair:
             generated.token_ids += committed.token_ids
             generated.result = committed.result
         for messages in output.to_drafters.values():
-            self.to_drafter += messages
+            self.to_drafter += each_commit(messages)
             if self.draft is not None:
                 self.draft.handle(VerifierMessages(link=1, messages=messages))
 

@@ -1,13 +1,13 @@
-"""Drafts as tests write and read them: session by session, and node by node."""
+"""Drafts and commits as tests write and read them: session by session, and node by node."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.messages import Drafts
+from paceline.core.messages import Commit, Commits, Drafts, ToDrafter
 from paceline.core.rejection_sampling import SparseDraft
 
 
@@ -56,3 +56,25 @@ def by_session(drafts: Drafts) -> Iterator[SessionDrafts]:
     ):
         yield SessionDrafts(number, base_len, nodes[start:end])
         start = end
+
+
+def each_commit(messages: Iterable[ToDrafter]) -> Iterator[ToDrafter | Commit]:
+    """What a verifier says, with the commits of every session by themselves."""
+    for message in messages:
+        yield from message if isinstance(message, Commits) else [message]
+
+
+def to_commits(*sessions: Commit) -> Commits:
+    """Those of some sessions."""
+    numbers, base_lens, rooms = (
+        np.array(column, np.int64).astype(np.int32)
+        for column in zip(*((each.number, each.base_len, each.room) for each in sessions), strict=True)
+    )
+    return Commits(
+        numbers=numbers,
+        base_lens=base_lens,
+        ends=np.cumsum([len(each.token_ids) for each in sessions], dtype=np.int32),
+        tokens=np.array([token for each in sessions for token in each.token_ids], np.int64).astype(np.int32),
+        prices=np.array([each.price for each in sessions], np.float64),
+        rooms=rooms,
+    )

@@ -36,7 +36,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import verified_nodes, walk
 from paceline.forest import NONE, ROOT, Forest, Guesses
-from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_drafts
+from tests.support.guesses import NodeGuess, SessionDrafts, by_session, each_commit, to_commits, to_drafts
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -74,7 +74,7 @@ class VerifierLoop:
     max_rows: int = 64
     policy: Goodput = field(default_factory=Policy)
     now_s: float = 0.0
-    told: list[ToDrafter] = field(default_factory=list)
+    told: list[ToDrafter | Commit] = field(default_factory=list)
     heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class VerifierLoop:
     def _pass_on(self) -> None:
         to_drafters, broken = self.scheduler.tier.take()
         assert not broken
-        self.told += to_drafters.get(DRAFTER, [])
+        self.told += each_commit(to_drafters.get(DRAFTER, []))
 
 
 @dataclass
@@ -216,6 +216,7 @@ class DrafterLoop:
         self.pool = BlockPool(self.num_blocks)
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=self.num_scratch_blocks)
         self._numbers = numbers_from(1)
+        self._named: dict[tuple[int, str], int] = {}
         limits = DraftLimits(
             width=self.width,
             max_rows=self.max_rows,
@@ -237,7 +238,11 @@ class DrafterLoop:
 
     def session(self, name: str, link: int = 1) -> ScheduledDraftSession:
         """A session that the drafter knows."""
-        return self.scheduler._sessions[link, name]
+        return self.scheduler._sessions[link, self.number(name, link)]
+
+    def number(self, name: str, link: int = 1) -> int:
+        """A session's number, which it has before the drafter knows it, and when it is opened anew."""
+        return self._named.setdefault((link, name), next(self._numbers))
 
     def hear(self, *messages: ToDrafter, link: int = 1) -> None:
         """A verifier says something."""
@@ -250,7 +255,7 @@ class DrafterLoop:
         opened = OpenSession(
             session_id=name,
             epoch=1,
-            number=next(self._numbers),
+            number=self.number(name, link),
             token_ids=tuple(range(prompt_len)),
             prompt_len=prompt_len,
             sampling=SamplingParams(max_tokens=50),
@@ -263,8 +268,8 @@ class DrafterLoop:
     def commit(self, name: str, *token_ids: int, base_len: int | None = None, link: int = 1, **changes: object) -> None:
         """A verifier commits tokens, after those that the drafter knows unless `base_len` says otherwise."""
         known = len(self.session(name, link).tokens) if base_len is None else base_len
-        commit = Commit(session_id=name, epoch=1, base_len=known, token_ids=token_ids, price=0.0, room=4)
-        self.hear(commit._replace(**changes), link=link)  # type: ignore[arg-type]
+        commit = Commit(self.number(name, link), known, [*token_ids], price=0.0, room=4)
+        self.hear(to_commits(commit._replace(**changes)), link=link)  # type: ignore[arg-type]
 
     def leave(self, link: int) -> None:
         """A verifier's stream ends."""
@@ -307,7 +312,8 @@ class DrafterLoop:
     def lagging(self, link: int = 1) -> list[tuple[str, int]]:
         """Sessions that were told to lag since the last call, and the tokens that each has."""
         said = self.said.pop(link, [])
-        return [(each.session_id, each.have_len) for each in said if isinstance(each, LaggingSession)]
+        names = {number: name for (_, name), number in self._named.items()}
+        return [(names[each.number], each.have_len) for each in said if isinstance(each, LaggingSession)]
 
     def tree(self, name: str, link: int = 1) -> list[int]:
         """Tokens of the nodes of a session that its verifier knows or is to know."""

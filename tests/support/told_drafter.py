@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.messages import (
     CloseSession,
-    Commit,
+    Commits,
     Drafts,
     OpenSession,
     ToDrafter,
@@ -30,41 +30,40 @@ class ToldDrafter:
         self.heard: list[ToDrafter] = []
         self._length = length
         self._confidence = confidence
-        self._known: dict[str, int] = {}
-        self._numbers: dict[str, int] = {}
+        self._known: dict[int, int] = {}
         self._ids = itertools.count(1)
 
     @property
-    def sessions(self) -> Mapping[str, int]:
-        """Committed tokens that it knows of each session."""
+    def sessions(self) -> Mapping[int, int]:
+        """Committed tokens that it knows of each session, by number."""
         return self._known
 
     def hear(self, messages: Sequence[ToDrafter]) -> list[ToVerifier]:
         """Takes in messages; returns what it says to them."""
         self.heard += messages
-        return [said for message in messages if (said := self._answer(message)) is not None]
+        return [said for message in messages for said in self._answers(message)]
 
-    def _answer(self, message: ToDrafter) -> ToVerifier | None:
+    def _answers(self, message: ToDrafter) -> Iterator[ToVerifier]:
         match message:
             case OpenSession():
-                self._known[message.session_id] = len(message.token_ids)
-                self._numbers[message.session_id] = message.number
-            case Commit():
-                assert message.base_len == self._known[message.session_id], "a verifier tells all"
-                self._known[message.session_id] += len(message.token_ids)
+                self._known[message.number] = len(message.token_ids)
+                if message.price < 1.0:
+                    yield self._chain(message.number)
+            case Commits():
+                for commit in message:
+                    assert commit.base_len == self._known[commit.number], "a verifier tells all"
+                    self._known[commit.number] += len(commit.token_ids)
+                    if commit.price < 1.0:
+                        yield self._chain(commit.number)
             case CloseSession():
-                del self._known[message.session_id]
-                return None
-            case _:
-                return None
-        return self._chain(message.session_id) if message.price < 1.0 else None
+                del self._known[message.number]
 
-    def _chain(self, session_id: str) -> Drafts:
-        known = self._known[session_id]
+    def _chain(self, number: int) -> Drafts:
+        known = self._known[number]
         guesses = [self.text[position] for position in range(known, min(known + self._length, len(self.text)))]
         nodes, parent = [], 0
         for token_id in guesses:
             node_id = next(self._ids)
             nodes.append(NodeGuess(node_id, parent, token_id, self._confidence))
             parent = node_id
-        return to_drafts(SessionDrafts(self._numbers[session_id], known, nodes))
+        return to_drafts(SessionDrafts(number, known, nodes))

@@ -14,6 +14,7 @@ from paceline import wire
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    Commits,
     CommittedTokens,
     Drafts,
     FinishReason,
@@ -25,6 +26,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
     Timings,
+    ToDrafter,
     TokenFate,
     ToVerifier,
 )
@@ -32,7 +34,7 @@ from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, Spec
 from paceline.core.rejection_sampling import MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
-from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_drafts
+from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_commits, to_drafts
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
@@ -157,6 +159,7 @@ def opens(draw: st.DrawFn) -> OpenSession:
     return OpenSession(
         session_id=draw(session_ids),
         epoch=draw(uint64),
+        number=draw(numbers),
         token_ids=tokens,
         prompt_len=draw(st.integers(1, len(tokens))),
         sampling=draw(sampling_params()),
@@ -168,16 +171,21 @@ def opens(draw: st.DrawFn) -> OpenSession:
     )
 
 
-commits = st.builds(
-    Commit,
-    session_id=session_ids,
-    epoch=uint64,
-    base_len=uint32,
-    token_ids=token_ids,
-    price=decimals(0, 1),
-    room=uint32,
-)
-closes = st.builds(CloseSession, session_id=session_ids, epoch=uint64)
+numbers = st.integers(1, 2**31 - 1)
+some_commits = st.lists(
+    st.builds(
+        Commit,
+        number=numbers,
+        base_len=uint32,
+        token_ids=st.lists(uint32, max_size=5),
+        price=st.floats(0, 1, width=32),
+        room=uint32,
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda commit: commit.number,
+).map(lambda commits: to_commits(*commits))
+closes = st.builds(CloseSession, number=uint32)
 guesses = st.builds(
     NodeGuess,
     node_id=st.integers(1, 2**32 - 1),
@@ -200,7 +208,7 @@ some_drafts = st.one_of(
     )
     for each in (guesses, drawn_guesses)
 ).map(lambda sessions: to_drafts(*sessions))
-lagging = st.builds(LaggingSession, session_id=session_ids, epoch=uint64, have_len=uint32)
+lagging = st.builds(LaggingSession, number=uint32, have_len=uint32)
 
 
 TRIPS = {
@@ -246,21 +254,20 @@ def test_a_tiny_top_p_does_not_turn_into_off() -> None:
 @given(
     st.none() | identities,
     st.lists(opens(), max_size=2),
-    st.lists(commits, max_size=3),
+    st.lists(some_commits, max_size=2),
     st.lists(closes, max_size=2),
 )
 def test_a_verifiers_messages_come_back_as_opens_commits_closes(
     target: ModelIdentity | None,
     some_opens: list[OpenSession],
-    some_commits: list[Commit],
+    told: list[Commits],
     some_closes: list[CloseSession],
 ) -> None:
-    message = wire.draft_request_to_pb([*some_closes, *some_commits, *some_opens], target)
+    message = wire.draft_request_to_pb([*some_closes, *told, *some_opens], target)
     data = message.SerializeToString()
-    assert wire.draft_request_from_pb(drafter_pb2.DraftRequest.FromString(data)) == (
-        target,
-        [*some_opens, *some_commits, *some_closes],
-    )
+    identity, received = wire.draft_request_from_pb(drafter_pb2.DraftRequest.FromString(data))
+    assert identity == target
+    assert plain(received) == plain([*some_opens, *told, *some_closes])
 
 
 @given(st.none() | identities, st.lists(some_drafts, max_size=2), st.lists(lagging, max_size=2))
@@ -273,15 +280,19 @@ def test_a_drafters_messages_come_back_as_nodes_then_lagging(
     assert plain(received) == plain([*drafts, *some_lagging])
 
 
-def plain(messages: Sequence[ToVerifier]) -> list[object]:
+def plain(messages: Sequence[ToDrafter | ToVerifier]) -> list[object]:
     """Messages that can be compared."""
-    return [[*by_session(each)] if isinstance(each, Drafts) else each for each in messages]
+    return [
+        [*by_session(each)] if isinstance(each, Drafts) else [*each] if isinstance(each, Commits) else each
+        for each in messages
+    ]
 
 
 def opened(session_id: str, num_tokens: int) -> OpenSession:
     return OpenSession(
         session_id=session_id,
         epoch=1,
+        number=1,
         token_ids=(2**31,) * num_tokens,
         prompt_len=1,
         sampling=SamplingParams(max_tokens=1),
@@ -298,8 +309,17 @@ def test_sessions_opened_at_once_are_split_into_messages_that_pass_in_order() ->
     assert wire.draft_request_to_pb(many).ByteSize() > MAX_MESSAGE_BYTES
 
 
+def test_commits_that_are_too_many_for_a_message_go_in_several() -> None:
+    told = to_commits(*(Commit(number, 1, [2**31 + number] * 100_000, 0.5, 8) for number in range(1, 21)))
+    parts = list(wire.in_parts([told, CloseSession(number=1)]))
+    sent = [commit for part in parts for message in part if isinstance(message, Commits) for commit in message]
+    assert sent == [*told]
+    assert parts[-1][-1] == CloseSession(number=1)
+    assert max(wire.draft_request_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
+
+
 def test_a_session_larger_than_a_part_has_a_part_of_its_own() -> None:
-    long, close = opened("s", 1_000_000), CloseSession(session_id="t", epoch=1)
+    long, close = opened("s", 1_000_000), CloseSession(number=2)
     assert list(wire.in_parts([close, long, close])) == [[close], [long], [close]]
     assert wire.draft_request_to_pb([long]).ByteSize() < MAX_MESSAGE_BYTES
     assert list(wire.in_parts([])) == []

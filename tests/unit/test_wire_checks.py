@@ -105,6 +105,39 @@ def test_malformed_columns_are_refused_by_field(field: str, column: bytes) -> No
         wire.draft_response_from_pb(draft_response(**{field: column}))
 
 
+def draft_request(**columns: bytes) -> drafter_pb2.DraftRequest:
+    whole = {
+        "sessions": word(1),
+        "base_lens": word(1),
+        "ends": word(1),
+        "token_ids": word(7),
+        "prices": struct.pack("<f", 0.5),
+        "rooms": word(4),
+    }
+    return drafter_pb2.DraftRequest(commits=[drafter_pb2.Commits(**(whole | columns))])
+
+
+@pytest.mark.parametrize(
+    ("field", "columns"),
+    [
+        ("sessions", {"sessions": b"\x01"}),
+        ("sessions", {"sessions": word(1, 1), "ends": word(0, 1)}),
+        ("base_lens", {"base_lens": b""}),
+        ("ends", {"ends": word(2)}),
+        ("ends", {"ends": b""}),
+        ("token_ids", {"token_ids": b"\x07\x00"}),
+        ("prices", {"prices": b""}),
+        ("prices", {"prices": struct.pack("<f", 1.5)}),
+        ("prices", {"prices": struct.pack("<f", float("nan"))}),
+        ("rooms", {"rooms": word(1, 2)}),
+    ],
+)
+def test_malformed_columns_of_commits_are_refused_by_field(field: str, columns: dict[str, bytes]) -> None:
+    wire.draft_request_from_pb(draft_request())
+    with pytest.raises(RemoteProtocolError, match=rf"Commits\.{field}"):
+        wire.draft_request_from_pb(draft_request(**columns))
+
+
 def test_a_session_is_named_once_in_a_message() -> None:
     """Each session that looks at its guesses is taken in alone: many names of one would cost the square of them."""
     message = draft_response(sessions=word(1, 1), base_lens=word(1, 1), ends=word(0, 1))
@@ -121,11 +154,11 @@ def test_ends_that_fall_are_refused() -> None:
 def test_a_peer_of_another_version_is_refused_and_both_versions_are_named() -> None:
     hello = wire.draft_response_to_pb((), IDENTITY)
     hello.protocol = 0
-    with pytest.raises(RemoteProtocolError, match="the drafter speaks version 1 of the draft protocol, and we speak 2"):
+    with pytest.raises(RemoteProtocolError, match="the drafter speaks version 1 of the draft protocol, and we speak 3"):
         wire.draft_response_from_pb(hello)
     request = wire.draft_request_to_pb((), IDENTITY)
-    request.protocol = 3
-    with pytest.raises(RemoteProtocolError, match="the verifier speaks version 3"):
+    request.protocol = 4
+    with pytest.raises(RemoteProtocolError, match="the verifier speaks version 4"):
         wire.draft_request_from_pb(request)
 
 
@@ -167,6 +200,7 @@ BAD = common_pb2.SamplingParams(max_tokens=1, temperature=-1.0)
         ({"sampling": BAD}, "sampling.temperature"),
         ({"prompt_len": 3}, "prompt_len"),
         ({"prompt_len": 0}, "prompt_len"),
+        ({"number": 0}, "number"),
         ({"number": 2**31}, "number"),
         ({"price": float("nan")}, "price"),
         ({"price": 1.5}, "price"),
@@ -181,6 +215,7 @@ def test_a_malformed_open_is_refused_by_field(changes: dict[str, Any], field: st
     fine = {
         "session_id": "s",
         "epoch": 1,
+        "number": 1,
         "token_ids": [1, 2],
         "prompt_len": 2,
         "sampling": common_pb2.SamplingParams(max_tokens=1),
@@ -192,7 +227,7 @@ def test_a_malformed_open_is_refused_by_field(changes: dict[str, Any], field: st
 
 
 def test_an_identity_without_vocabulary_is_refused() -> None:
-    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"), protocol=2)
+    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"), protocol=3)
     with pytest.raises(RemoteProtocolError, match=r"ModelIdentity\.vocab_hash"):
         wire.draft_request_from_pb(request)
 

@@ -19,6 +19,7 @@ from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    Commits,
     CommittedStates,
     LaggingSession,
     OpenSession,
@@ -27,8 +28,8 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 
-# A verifier's stream, and the id of a session there.
-Key = tuple[int, str]
+# A verifier's stream, and the number of a session there.
+Key = tuple[int, int]
 
 # Only sessions without a commit for this time give up their pages to others; more active ones would take them back at
 # once.
@@ -167,30 +168,25 @@ class DraftScheduler(Generic[SessionT]):
         self._refused.add(key)
 
     def _receive(self, link: int, message: ToDrafter, now_s: float) -> None:
-        key = (link, message.session_id)
+        if isinstance(message, Commits):
+            for commit in message:
+                self._commit((link, commit.number), commit, now_s)
+            return
+        key = (link, message.number)
         known = self._sessions.get(key)
         match message:
             case OpenSession():
                 self._open(key, known, message, now_s)
             case CloseSession():
                 self._refused.discard(key)
-                if known is not None and message.epoch >= known.epoch:
+                if known is not None:
                     self._close(key)
             case CommittedStates():
                 if known is not None:
                     known.receive_states(message)
                     self.trees.place(known)
-            case Commit() if key in self._refused:
-                pass
-            case Commit() if known is None:
-                if self.num_sessions < self._limits.max_num_seqs:
-                    self._queue(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
-            case Commit():
-                self._commit(key, known, message, now_s)
 
     def _open(self, key: Key, known: SessionT | None, message: OpenSession, now_s: float) -> None:
-        if known is not None and message.epoch < known.epoch:
-            return
         if known is not None:
             self._close(key)
         self._refused.discard(key)
@@ -212,25 +208,28 @@ class DraftScheduler(Generic[SessionT]):
     def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
         return max(token_ids, default=0) < self._vocab_size
 
-    def _commit(self, key: Key, session: SessionT | None, message: Commit, now_s: float) -> None:
-        assert session is not None, "the caller looked it up"
-        if not self._in_vocabulary(message.token_ids):
+    def _commit(self, key: Key, commit: Commit, now_s: float) -> None:
+        session = self._sessions.get(key)
+        if session is None:
+            if key not in self._refused and self.num_sessions < self._limits.max_num_seqs:
+                self._queue(key[0], LaggingSession(number=commit.number, have_len=0))
+            return
+        if not self._in_vocabulary(commit.token_ids):
             self._refuse(key)
             return
         if session.lost_features:
-            self._ask_again(key, session, message)
+            self._ask_again(key, session)
             return
         session.touched_s = now_s
         session.parked = False
         base_len = len(session.tokens)
-        match session.receive(message):
-            case LaggingSession() as lagging:
-                self._queue(key[0], lagging)
-                self.trees.place(session)
-            case tuple() as fresh:
-                self._commits.append(FreshTokens(session, base_len, fresh))
-            case None:
-                self.trees.place(session)
+        outcome = session.receive(commit)
+        if isinstance(outcome, LaggingSession):
+            self._queue(key[0], outcome)
+        elif outcome:
+            self._commits.append(FreshTokens(session, base_len, outcome))
+            return
+        self.trees.place(session)
 
     def _follow(self) -> None:
         """Follows the commits that came, all at once."""
@@ -244,12 +243,12 @@ class DraftScheduler(Generic[SessionT]):
         for link, message in messages:
             self._queue(link, message)
 
-    def _ask_again(self, key: Key, session: SessionT, message: Commit) -> None:
+    def _ask_again(self, key: Key, session: SessionT) -> None:
         """Asks the verifier for the features of what was given up, once there is room: only the verifier has them."""
         needed = len(session.tokens) // BLOCK_SIZE + 1
         if not session.given_up and self.pool.num_used + needed <= self.pool.num_blocks:
             self._close(key)
-            self._queue(key[0], LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
+            self._queue(key[0], LaggingSession(number=session.number, have_len=0))
 
     def _queue(self, link: int, message: ToVerifier) -> None:
         self._outgoing.setdefault(link, []).append(message)

@@ -24,7 +24,7 @@ class FreshTokens(NamedTuple, Generic[SessionT]):
 
     session: SessionT
     base_len: int
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
 
 
 class DraftedTrees(Generic[SessionT]):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count
 from typing import Protocol
 
 import numpy as np
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink
-from paceline.core.messages import Drafts, LaggingSession, ToDrafter
+from paceline.core.messages import Commits, Drafts, LaggingSession, ToDrafter
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.session import graft
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
-from paceline.forest import NONE, NOTHING, Forest, Ints, rows_of
+from paceline.forest import NONE, Forest, Ints, rows_of
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
@@ -27,6 +27,7 @@ class LinkedSession(Protocol):
 
     link: SessionLink
     tree: DraftTree
+    tokens: list[int]
 
     def check(self, base_len: int, *, has_distributions: bool) -> None:
         """See `VerifierSession.check`."""
@@ -49,6 +50,8 @@ class DrafterTier:
         self._states_a_step = STATE_BYTES // max(1, state_bytes)
         self._drafters: dict[str, ConnectedDrafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
+        # Rows of sessions whose drafters are to be told of commits.
+        self._told: list[Ints] = []
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[LinkedSession] = []
         # By their numbers, which are never used again.
@@ -62,12 +65,12 @@ class DrafterTier:
     @property
     def has_work(self) -> bool:
         """True while messages are left to send, or a link is to be reported as broken."""
-        return bool(self._outgoing or self._broken)
+        return bool(self._outgoing or self._told or self._broken)
 
     def connect(self, session: LinkedSession) -> None:
         """A session begins, and its drafter may be up already."""
         assert session.tree.forest is self.forest, "links stand in the rows of one forest"
-        session.link.number = next(self._numbers)
+        session.link.name(next(self._numbers))
         self._sessions[session.link.number] = session
         self._index = None
         if session.tree.looks_at_guesses:
@@ -88,27 +91,29 @@ class DrafterTier:
         self._index = None
         self.queue(session.link.address, session.link.close())
 
-    def change(self, event: LinkChanged, sessions: Mapping[str, LinkedSession], now_s: float) -> None:
+    def change(self, event: LinkChanged, now_s: float) -> None:
         """A drafter was reached, and its sessions are opened anew, or lost."""
+        self._lose(event.address)
         if not event.up:
-            self._lose(event.address, sessions)
             return
-        self._lose(event.address, sessions)
         drafter = ConnectedDrafter(self._links, wants_states=event.wants_states)
         self._drafters[event.address] = drafter
-        mine = _of(event.address, sessions)
+        mine = self._of(event.address)
         for session in mine:
             session.link.connect(drafter)
         self.update(mine, now_s)
 
-    def _lose(self, address: str, sessions: Mapping[str, LinkedSession]) -> None:
+    def _of(self, address: str) -> list[LinkedSession]:
+        return [session for session in self._sessions.values() if session.link.address == address]
+
+    def _lose(self, address: str) -> None:
         drafter = self._drafters.pop(address, None)
-        for session in _of(address, sessions):
+        for session in self._of(address):
             session.link.disconnect()
         if drafter is not None:
             drafter.drop()
 
-    def receive(self, event: DraftsArrived, sessions: Mapping[str, LinkedSession], report: StepReport) -> None:
+    def receive(self, event: DraftsArrived, report: StepReport) -> None:
         """Takes in a drafter's messages; the link to one that breaks the protocol is reset."""
         drafter = self._drafters.get(event.address)
         if drafter is None:
@@ -119,20 +124,19 @@ class DrafterTier:
                 if isinstance(message, Drafts):
                     self._take_in(message, drafter, event.arrived_s, report)
                 else:
-                    self._answer(message, drafter, sessions)
+                    self._answer(message, drafter)
         except RemoteProtocolError as error:
             self._broken[event.address] = error
-            self._lose(event.address, sessions)
+            self._lose(event.address)
 
-    def _answer(
-        self, message: LaggingSession, drafter: ConnectedDrafter, sessions: Mapping[str, LinkedSession]
-    ) -> None:
+    def _answer(self, message: LaggingSession, drafter: ConnectedDrafter) -> None:
         """Sends what a drafter lacks; once a step, so that it cannot make us work by asking more often."""
-        session = sessions.get(message.session_id)
+        session = self._sessions.get(message.number)
         if session is None or session.link.drafter is not drafter or session in self._answered:
             return
         self._answered.append(session)
         self.queue(session.link.address, session.link.catch_up(message))
+        self._told.append(rows_of([session.tree.row]))
 
     def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
         """Takes in guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
@@ -195,9 +199,11 @@ class DrafterTier:
     def update(self, sessions: Sequence[LinkedSession], now_s: float) -> None:
         """Queues what the drafters of sessions do not know yet."""
         rows = rows_of(each.tree.row for each in sessions)
-        for session, since_len, price, room in zip(sessions, *self._links.due(rows, now_s), strict=True):
-            if since_len != NOTHING:
-                self.queue(session.link.address, session.link.news(since_len, price, room))
+        opens, num_told = self._links.due(rows, now_s)
+        if num_told:
+            self._told.append(rows)
+        for place in np.flatnonzero(opens).tolist():
+            self.queue(sessions[place].link.address, sessions[place].link.open())
 
     def queue(self, address: str, message: ToDrafter | None) -> None:
         """Queues a message for a drafter, if there is one to send."""
@@ -219,11 +225,28 @@ class DrafterTier:
 
     def take(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
         """Messages to send after a step, and the links that are to be reset."""
+        told, self._told = self._told, []
+        if told:
+            self._tell(np.unique(np.concatenate(told)))
         to_drafters, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return to_drafters, broken
 
-
-def _of(address: str, sessions: Mapping[str, LinkedSession]) -> list[LinkedSession]:
-    return [session for session in sessions.values() if session.link.address == address]
+    def _tell(self, rows: Ints) -> None:
+        """Queues what sessions in some rows have committed: one message a drafter."""
+        for address, drafter in self._drafters.items():
+            numbers, base_lens, prices, rooms = self._links.take_news(rows, drafter.number)
+            if not len(numbers):
+                continue
+            sessions = [self._sessions[number] for number in numbers.tolist()]
+            tokens = [each.tokens[since:] for each, since in zip(sessions, base_lens.tolist(), strict=True)]
+            commits = Commits(
+                numbers=numbers,
+                base_lens=base_lens,
+                ends=np.cumsum([len(each) for each in tokens], dtype=np.int32),
+                tokens=rows_of(chain.from_iterable(tokens)),
+                prices=prices,
+                rooms=rooms,
+            )
+            self.queue(address, commits)

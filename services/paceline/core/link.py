@@ -5,7 +5,7 @@ The numbers stand in the forest's rows, where one loop handles those of all sess
 
 from __future__ import annotations
 
-from paceline.core.messages import CloseSession, Commit, LaggingSession, OpenSession
+from paceline.core.messages import CloseSession, LaggingSession, OpenSession
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.session import VerifierSession
 from paceline.forest import NONE, Links
@@ -51,7 +51,7 @@ class SessionLink:
         price: Least survival worth drafting for; 1: its drafter idles.
 
     Attributes:
-        number: The session's name in what drafters send; 0: it has none yet.
+        number: The session's name in messages; 0: it has none yet.
     """
 
     def __init__(self, session: VerifierSession, address: str = "", *, price: float = 0.0) -> None:
@@ -73,6 +73,11 @@ class SessionLink:
     def sent_len(self) -> int:
         """Committed tokens that its drafter knows; 0: it does not know the session."""
         return self._links.sent_len(self._row)
+
+    def name(self, number: int) -> None:
+        """Its name in messages from now on."""
+        self.number = number
+        self._links.name(self._row, number)
 
     # Who drafts
 
@@ -107,28 +112,24 @@ class SessionLink:
 
     # To the drafter
 
-    def news(self, since_len: int, price: float, room: int) -> OpenSession | Commit:
-        """What opens the session at its drafter, 0, or what was committed since it knew so many tokens."""
-        if since_len:
-            return self._session.commit_message(since_len, price=price, room=room)
+    def open(self) -> OpenSession:
+        """What opens the session at its drafter, with all that is committed."""
         self._num_states_sent = 0
+        price, room = self._links.open(self._row)
         return self._session.open(self.number, price=price, room=room)
 
     def close(self) -> CloseSession | None:
         """The session is over for its drafter; returns what to send to it, if it knows the session."""
         known = self.sent_len
-        self._links.mark_sent(self._row, 0)
-        if not known or self._drafter is None:
-            return None
-        return CloseSession(session_id=self._session.session_id, epoch=self._session.epoch)
+        self._links.forget(self._row)
+        return CloseSession(number=self.number) if known and self._drafter is not None else None
 
-    def catch_up(self, lagging: LaggingSession) -> OpenSession | Commit | None:
-        """Answers a drafter that misses commits; None when the question is of another epoch."""
-        if lagging.epoch != self._session.epoch:
-            return None
-        known = 1 <= lagging.have_len <= self._session.committed_len
-        self._links.mark_sent(self._row, self._session.committed_len)
-        return self.news(lagging.have_len if known else 0, *self._links.terms(self._row))
+    def catch_up(self, lagging: LaggingSession) -> OpenSession | None:
+        """A drafter misses commits: it is told all since those that it has; returns what opens the session anew."""
+        if not 1 <= lagging.have_len <= self._session.committed_len:
+            return self.open()
+        self._links.tell_from(self._row, lagging.have_len)
+        return None
 
     def next_states(self, num_computed: int, limit: int) -> range:
         """Positions whose hidden states are computed, of use to the drafter, and not sent yet; at most `limit`."""

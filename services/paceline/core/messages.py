@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from paceline.core.rejection_sampling import SparseDraft
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
@@ -85,14 +86,14 @@ class ModelIdentity:
 class OpenSession:
     """Everything a drafter needs to know of a session.
 
-    `number` is its name in `Drafts`, never reused; 0: it has none. `acceptance` says how its guesses are chosen and
-    judged; cached pages are shared under the same `cache_salt`; `traceparent` is the W3C trace context of a session
+    `number` is its name in all other messages, from 1 on and never reused. `acceptance` says how its guesses are chosen
+    and judged; cached pages are shared under the same `cache_salt`; `traceparent` is the W3C trace context of a session
     that is traced.
     """
 
     session_id: str
     epoch: int
-    number: int = 0
+    number: int
     token_ids: tuple[int, ...]
     prompt_len: int
     sampling: SamplingParams
@@ -103,28 +104,18 @@ class OpenSession:
     traceparent: str = ""
 
 
-class Commit(NamedTuple):
-    """Newly committed tokens of one session, price and room for what comes next."""
-
-    session_id: str
-    epoch: int
-    base_len: int
-    token_ids: tuple[int, ...]
-    price: float
-    room: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStates:
     """The target's fused hidden states at committed positions from `start` on, for drafters that draft from them.
 
     Args:
+        number: The session.
+        start: See above.
         width: Numbers a position.
         values: bfloat16 [n, width], little-endian.
     """
 
-    session_id: str
-    epoch: int
+    number: int
     start: int
     width: int
     values: bytes
@@ -134,8 +125,7 @@ class CommittedStates:
 class CloseSession:
     """A session ended."""
 
-    session_id: str
-    epoch: int
+    number: int
 
 
 def sizes_of(ends: Ints) -> Ints:
@@ -143,6 +133,72 @@ def sizes_of(ends: Ints) -> Ints:
     sizes = ends.copy()
     sizes[1:] -= ends[:-1]
     return sizes
+
+
+class Commit(NamedTuple):
+    """What one session has committed, and what is to be drafted for it; see `Commits`."""
+
+    number: int
+    base_len: int
+    token_ids: list[int]
+    price: float
+    room: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Commits:
+    """What some sessions have committed, in columns; tokens come session by session, oldest first.
+
+    Attributes:
+        numbers: int32 `[sessions]`, see `OpenSession`.
+        base_lens: int32 `[sessions]`, committed tokens before these.
+        ends: int32 `[sessions]`, where the tokens of each end.
+        tokens: int32 `[tokens]`; ids from 2^31 on are negative.
+        prices: float64 `[sessions]`, least survival worth drafting for; 1: the drafter idles.
+        rooms: int32 `[sessions]`, most nodes ahead of the committed tokens.
+    """
+
+    numbers: Ints
+    base_lens: Ints
+    ends: Ints
+    tokens: Ints
+    prices: Floats
+    rooms: Ints
+
+    @property
+    def num_sessions(self) -> int:
+        """How many there are."""
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Commit]:
+        """Session by session."""
+        tokens, start = self.tokens.view(np.uint32).tolist(), 0
+        counts = (self.numbers, self.base_lens, self.ends, self.rooms)
+        for number, base_len, end, room, price in zip(
+            *(column.view(np.uint32).tolist() for column in counts), self.prices.tolist(), strict=True
+        ):
+            yield Commit(number, base_len, tokens[start:end], price, room)
+            start = end
+
+    def halves(self) -> tuple[Commits, Commits]:
+        """The first half of the sessions, and the others."""
+        middle = self.num_sessions // 2
+        split = int(self.ends[middle - 1]) if middle else 0
+        first, second = slice(None, middle), slice(middle, None)
+        return (
+            self._part(first, self.ends[first], self.tokens[:split]),
+            self._part(second, self.ends[second] - split, self.tokens[split:]),
+        )
+
+    def _part(self, sessions: slice, ends: Ints, tokens: Ints) -> Commits:
+        return Commits(
+            numbers=self.numbers[sessions],
+            base_lens=self.base_lens[sessions],
+            ends=ends,
+            tokens=tokens,
+            prices=self.prices[sessions],
+            rooms=self.rooms[sessions],
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -168,7 +224,7 @@ class Drafts:
     ids: Ints
     parent_ids: Ints
     tokens: Ints
-    confidences: npt.NDArray[np.float64]
+    confidences: Floats
     distributions: Sequence[SparseDraft] = ()
 
     @property
@@ -213,12 +269,11 @@ class Drafts:
 class LaggingSession:
     """The drafter misses commits after `have_len` tokens; 0: it does not know the session."""
 
-    session_id: str
-    epoch: int
+    number: int
     have_len: int
 
 
-ToDrafter = OpenSession | CommittedStates | Commit | CloseSession
+ToDrafter = OpenSession | CommittedStates | Commits | CloseSession
 ToVerifier = Drafts | LaggingSession
 
 

@@ -51,10 +51,10 @@ class ScheduledDraftSession(DrafterSession):
 
     def receive_states(self, message: CommittedStates) -> None:
         """Takes in features of committed positions; a draft model that takes tokens alone has no use for them."""
-        if self.features is not None and message.epoch == self.epoch:
+        if self.features is not None:
             self.features.add(message)
 
-    def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
+    def receive(self, commit: Commit) -> list[int] | LaggingSession:
         """Applies a commit; see `DrafterSession.receive`."""
         outcome = super().receive(commit)
         self.drafts = {position: draft for position, draft in self.drafts.items() if position >= len(self.tokens)}

@@ -113,11 +113,11 @@ class Scheduler(Generic[SessionT]):
 
     def receive(self, event: DraftsArrived) -> None:
         """Takes in a drafter's messages."""
-        self.tier.receive(event, self._sessions, self.report)
+        self.tier.receive(event, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
         """A drafter was reached or lost."""
-        self.tier.change(event, self._sessions, now_s)
+        self.tier.change(event, now_s)
 
     def mark_silent_drafters(self, now_s: float) -> None:
         """Marks drafters whose answers are overdue: no step waits for them until they send nodes again."""

@@ -1,8 +1,8 @@
 """The two ends of a session as state machines: messages in, messages out.
 
 The verifier's end is the authority on committed tokens; the drafter's end is soft state that can be rebuilt from them
-at any time. Neither knows sockets, clocks or models. Every message carries `(session_id, epoch, base_len)`; older
-epochs are dropped, and nothing is ever rolled back.
+at any time. Neither knows sockets, clocks or models. Every message names its session by a number that is never used
+again, and how many committed tokens its sender knew; nothing is ever rolled back.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ class VerifierSession:
         """Generated tokens, those of earlier owners included."""
         return self.committed_len - self.prompt_len
 
-    def open(self, number: int = 0, *, price: float = 0.0, room: int = 0) -> OpenSession:
+    def open(self, number: int, *, price: float, room: int) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do.
 
         Args:
-            number: Its name in what the drafter sends.
+            number: Its name in all other messages.
             price: Least survival worth drafting for; 1: the drafter idles.
             room: Nodes that it may have in the tree.
         """
@@ -154,17 +154,6 @@ class VerifierSession:
             acceptance=self.acceptance,
             cache_salt=self.request.cache_salt,
             traceparent=self.request.traceparent,
-        )
-
-    def commit_message(self, since_len: int, *, price: float = 0.0, room: int = 0) -> Commit:
-        """All that was committed since a drafter's `since_len` tokens; price and room as in `open`."""
-        return Commit(
-            session_id=self.session_id,
-            epoch=self.epoch,
-            base_len=since_len,
-            token_ids=tuple(self.tokens[since_len:]),
-            price=price,
-            room=room,
         )
 
     def check(self, base_len: int, *, has_distributions: bool) -> None:
@@ -268,7 +257,6 @@ class DrafterSession:
         if not opened.token_ids:
             raise RemoteProtocolError(f"session {opened.session_id} was opened without tokens")
         self.session_id = opened.session_id
-        self.epoch = opened.epoch
         self.number = opened.number
         self.tokens = list(opened.token_ids)
         self.prompt_len = opened.prompt_len
@@ -277,31 +265,26 @@ class DrafterSession:
         self.price = opened.price
         self.room = opened.room
 
-    def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
+    def receive(self, commit: Commit) -> list[int] | LaggingSession:
         """Applies a commit.
 
         Returns:
-            Its tokens that are new; a `LaggingSession` to send back when tokens before it are missing; None when it
-            brought nothing new (an old epoch, or a message received twice).
+            Its tokens that are new, none of a message received twice; a `LaggingSession` to send back when tokens
+            before it are missing.
 
         Raises:
             RemoteProtocolError: It contradicts tokens that were committed before.
         """
-        if commit.epoch < self.epoch:
-            return None
-        if commit.epoch > self.epoch:
-            return LaggingSession(session_id=self.session_id, epoch=commit.epoch, have_len=0)
         have_len = len(self.tokens)
         if commit.base_len > have_len:
-            return LaggingSession(session_id=self.session_id, epoch=self.epoch, have_len=have_len)
+            return LaggingSession(number=self.number, have_len=have_len)
         known = self.tokens[commit.base_len : commit.base_len + len(commit.token_ids)]
-        if tuple(known) != commit.token_ids[: len(known)]:
+        if known != commit.token_ids[: len(known)]:
             raise RemoteProtocolError(
                 f"session {self.session_id}: commit at {commit.base_len} contradicts earlier ones"
             )
         fresh = commit.token_ids[len(known) :]
-        if not fresh:
-            return None
-        self.price, self.room = commit.price, commit.room
-        self.tokens.extend(fresh)
+        if fresh:
+            self.price, self.room = commit.price, commit.room
+            self.tokens.extend(fresh)
         return fresh

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.core.messages import (
     CloseSession,
-    Commit,
+    Commits,
     Drafts,
     LaggingSession,
     OpenSession,
@@ -23,7 +23,8 @@ from paceline.obs.tracing import OFF, Attributes, Span, Tracer, start_span
 # Sessions beyond are not traced; a verifier may open any number.
 MAX_TRACED = 4096
 
-_Key = tuple[int, str]
+# A stream, and the number of a session there.
+_Key = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +32,6 @@ class _DraftTrace:
     """One traced session, from its opening to its end."""
 
     span: Span
-    epoch: int
-    number: int
     committed_len: int
     num_commits: int = 0
     num_nodes: int = 0
@@ -62,26 +61,28 @@ class DraftTraces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._traces: dict[_Key, _DraftTrace] = {}
-        # By stream and number.
-        self._numbered: dict[tuple[int, int], _DraftTrace] = {}
 
     def received(self, link: int, messages: Sequence[ToDrafter]) -> None:
         """Messages came over a verifier's stream."""
         if self._tracer is OFF:
             return
         for message in messages:
-            key = (link, message.session_id)
             match message:
                 case OpenSession():
-                    self._end(key)
+                    self._end((link, message.number))
                     if message.traceparent and len(self._traces) < MAX_TRACED:
-                        self._open(key, message)
-                case Commit() if key in self._traces:
-                    trace = self._traces[key]
-                    trace.num_commits += 1
-                    trace.committed_len = max(trace.committed_len, message.base_len + len(message.token_ids))
-                case CloseSession() if key in self._traces and message.epoch >= self._traces[key].epoch:
-                    self._end(key)
+                        self._open((link, message.number), message)
+                case Commits() if self._traces:
+                    self._committed(link, message)
+                case CloseSession():
+                    self._end((link, message.number))
+
+    def _committed(self, link: int, commits: Commits) -> None:
+        for commit in commits:
+            trace = self._traces.get((link, commit.number))
+            if trace is not None:
+                trace.num_commits += 1
+                trace.committed_len = max(trace.committed_len, commit.base_len + len(commit.token_ids))
 
     def sent(self, link: int, messages: Sequence[ToVerifier]) -> None:
         """Messages went out over a verifier's stream."""
@@ -91,13 +92,13 @@ class DraftTraces:
             match message:
                 case Drafts():
                     self._sent_drafts(link, message)
-                case LaggingSession() if (link, message.session_id) in self._traces:
-                    self._traces[link, message.session_id].num_lagging += 1
+                case LaggingSession() if (link, message.number) in self._traces:
+                    self._traces[link, message.number].num_lagging += 1
 
     def _sent_drafts(self, link: int, drafts: Drafts) -> None:
         columns = zip(drafts.numbers.tolist(), drafts.base_lens.tolist(), drafts.sizes.tolist(), strict=True)
         for number, base_len, size in columns:
-            trace = self._numbered.get((link, number))
+            trace = self._traces.get((link, number))
             if trace is not None:
                 trace.num_nodes += size
                 trace.max_lag_tokens = max(trace.max_lag_tokens, trace.committed_len - base_len)
@@ -115,11 +116,9 @@ class DraftTraces:
             names.NUM_COMMITTED_TOKENS: len(message.token_ids),
         }
         span = start_span(self._tracer, "draft", parent=message.traceparent, attributes=attributes)
-        trace = _DraftTrace(span=span, epoch=message.epoch, number=message.number, committed_len=len(message.token_ids))
-        self._traces[key] = self._numbered[key[0], message.number] = trace
+        self._traces[key] = _DraftTrace(span=span, committed_len=len(message.token_ids))
 
     def _end(self, key: _Key) -> None:
         trace = self._traces.pop(key, None)
         if trace is not None:
-            self._numbered.pop((key[0], trace.number), None)
             trace.end()

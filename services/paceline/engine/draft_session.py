@@ -51,10 +51,10 @@ class DraftSession(ScheduledDraftSession):
         )
         self.choice = None if self.chain else self._sampler.choice
 
-    def receive(self, commit: Commit) -> tuple[int, ...] | LaggingSession | None:
+    def receive(self, commit: Commit) -> list[int] | LaggingSession:
         """Applies a commit; the sampler learns its tokens, too."""
         outcome = super().receive(commit)
-        if isinstance(outcome, tuple):
+        if isinstance(outcome, list):
             for token_id in outcome:
                 self._sampler.push(token_id)
         return outcome

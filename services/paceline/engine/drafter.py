@@ -112,12 +112,19 @@ class DraftEngine:
     def warm_up(self) -> None:
         """Grows a few trees in a step or two, so that the first session finds everything compiled."""
         width = self._decoder.feature_width
-        for index, sampling in enumerate(FIRST_SAMPLINGS):
+        for number, sampling in enumerate(FIRST_SAMPLINGS, start=1):
             opened = OpenSession(
-                session_id=str(index), epoch=0, token_ids=(0, 0), prompt_len=2, sampling=sampling, price=0.0, room=8
+                session_id=str(number),
+                epoch=0,
+                number=number,
+                token_ids=(0, 0),
+                prompt_len=2,
+                sampling=sampling,
+                price=0.0,
+                room=8,
             )
             # For a head, a feature of zeros.
-            state = CommittedStates(session_id=str(index), epoch=0, start=0, width=width, values=bytes(2 * width))
+            state = CommittedStates(number=number, start=0, width=width, values=bytes(2 * width))
             self.handle(VerifierMessages(link=0, messages=[opened, state] if width else [opened]))
         while self.has_work():
             self.step()

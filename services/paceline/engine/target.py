@@ -313,8 +313,7 @@ class TargetEngine:
     def _states(self, session: ScheduledSession, positions: range) -> CommittedStates:
         slots = [session.pages.slot(position) for position in positions]
         return CommittedStates(
-            session_id=session.session_id,
-            epoch=session.epoch,
+            number=session.link.number,
             start=positions.start,
             width=self._state_width,
             values=self._cache.state_bytes(slots, self._state_width),

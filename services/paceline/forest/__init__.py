@@ -2,13 +2,12 @@
 
 from paceline.forest.columns import NO_GUESSES, Calls, Committed, Grafts, Guesses, Picked, Taken, rows_of
 from paceline.forest.forest import Forest
-from paceline.forest.links import NOTHING, Links
+from paceline.forest.links import Links
 from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
 from paceline.forest.warming import warm_up
 
 __all__ = [
     "NONE",
-    "NOTHING",
     "NO_GUESSES",
     "ROOT",
     "Bools",

@@ -28,8 +28,6 @@ ROOM_PER_NODE = 8
 MOST_STEPS_AHEAD = 4.0
 # Least share of the usual time that the next nodes are still expected to take.
 LEAST_LEFT = 0.25
-# `due`: there is nothing to send.
-NOTHING = -1
 
 
 @kernel
@@ -148,7 +146,7 @@ def look_ahead(a: LinkArrays, rows: Ints, caps: Ints, price: float, step_s: floa
 
 
 @kernel
-def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, since: Ints) -> None:
+def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> int:
     """What drafters do not know yet counts as sent.
 
     Args:
@@ -156,13 +154,16 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, since: Ints) -> Non
         trees: Of the forest.
         rows: int32 `[sessions]`.
         now_s: The time.
-        since: Filled with the committed tokens that each drafter knew; 0: not even the session; NOTHING: nothing is to
-            be sent.
+        opens: Filled with whether each session is to be opened at its drafter.
+
+    Returns:
+        How many others are told of commits, from `told_from` on.
     """
+    num_told = 0
     for index in range(len(rows)):
         row = rows[index]
         link, committed_len = a.links[row], trees[row].committed_len
-        since[index] = NOTHING
+        opens[index] = False
         if link.drafter == NONE:
             continue
         idles = link.price >= 1.0
@@ -179,8 +180,14 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, since: Ints) -> Non
             a.sent_lens[row, last], a.sent_s[row, last] = committed_len, now_s
             link.num_unanswered += 1
             link.received_s = math.nan
-        since[index] = link.sent_len
+        if not link.sent_len:
+            opens[index] = True
+        else:
+            num_told += 1
+            if link.told_from == NONE:
+                link.told_from = link.sent_len
         link.sent_len, link.sent_price = committed_len, link.price
+    return num_told
 
 
 @kernel

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.forest import linking
-from paceline.forest.linking import CHILD_SHARE, NOTHING
+from paceline.forest.linking import CHILD_SHARE
 from paceline.forest.records import DRAFTER, LINK, NONE, TRACKED, Bools, Floats, Ints, LinkArrays, grown, records
 
 # Expected seconds between two messages with nodes of one session, before there were some.
@@ -68,10 +68,15 @@ class Links:
     def begin(self, row: int, price: float) -> None:
         """A session begins without a drafter, at a price."""
         link, committed_len = self.arrays.links[row], self._trees()["committed_len"][row]
-        link["drafter"], link["sent_len"], link["room"], link["answered"] = NONE, 0, 0, False
+        link["number"], link["drafter"], link["room"], link["answered"] = 0, NONE, 0, False
+        link["sent_len"], link["told_from"] = 0, NONE
         link["answered_len"] = link["called_len"] = committed_len
         link["price"], link["sent_price"] = price, 1.0
         link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
+
+    def name(self, row: int, number: int) -> None:
+        """Its name in messages."""
+        self.arrays.links["number"][row] = number
 
     def bound(
         self, row: int, *, most_guesses: int, last_len: int, waits_up_to: int, takes_chains: bool = False
@@ -95,15 +100,27 @@ class Links:
 
     def connect(self, row: int, drafter: int) -> None:
         """The stream to its drafter is up, anew, so that it knows nothing of the session; NONE: the stream is lost."""
-        link = self.arrays.links[row]
-        link["drafter"] = drafter
+        self.arrays.links["drafter"][row] = drafter
         if drafter != NONE:
-            link["sent_len"] = 0
+            self.forget(row)
 
-    def mark_sent(self, row: int, committed_len: int) -> None:
-        """Its drafter knows so many committed tokens, and the present price; 0: it no longer knows the session."""
+    def forget(self, row: int) -> None:
+        """Its drafter does not know the session, or no longer."""
         link = self.arrays.links[row]
-        link["sent_len"], link["sent_price"] = committed_len, link["price"]
+        link["sent_len"], link["told_from"] = 0, NONE
+
+    def open(self, row: int) -> tuple[float, int]:
+        """Its drafter gets to know the session, with all that is committed; returns the price and the room to send."""
+        link = self.arrays.links[row]
+        link["sent_len"], link["told_from"] = self._trees()["committed_len"][row], NONE
+        link["sent_price"] = link["price"]
+        return self.terms(row)
+
+    def tell_from(self, row: int, have_len: int) -> None:
+        """Its drafter has so many committed tokens, and is told all since."""
+        link = self.arrays.links[row]
+        link["sent_len"], link["told_from"] = self._trees()["committed_len"][row], have_len
+        link["sent_price"] = link["price"]
 
     def terms(self, row: int) -> tuple[float, int]:
         """Its present price and room."""
@@ -182,16 +199,27 @@ class Links:
         """
         linking.look_ahead(self.arrays, rows, caps, price, step_s)
 
-    def due(self, rows: Ints, now_s: float) -> tuple[list[int], list[float], list[int]]:
+    def due(self, rows: Ints, now_s: float) -> tuple[Bools, int]:
         """What drafters do not know yet counts as sent.
 
         Returns:
-            Committed tokens that the drafter of each session knew (see `linking.due`), and prices and rooms to send.
+            Which sessions are to be opened at their drafters, `[sessions]`; and how many others are told what they have
+            committed, see `take_news`.
         """
-        since = np.empty(len(rows), np.int32)
-        linking.due(self.arrays, self._trees(), rows, now_s, since)
-        links = self.arrays.links
-        return since.tolist(), links["price"][rows].tolist(), links["room"][rows].tolist()
+        opens = np.empty(len(rows), np.bool_)
+        return opens, int(linking.due(self.arrays, self._trees(), rows, now_s, opens))
+
+    def take_news(self, rows: Ints, drafter: int) -> tuple[Ints, Ints, Floats, Ints]:
+        """Those of the sessions `[sessions]` that a drafter is to be told of, which counts as done.
+
+        Returns:
+            Their numbers, the committed tokens from which on it is told, prices and rooms.
+        """
+        links = self.arrays.links[rows]
+        mine = (links["drafter"] == drafter) & (links["told_from"] != NONE)
+        self.arrays.links["told_from"][rows[mine]] = NONE
+        links = links[mine]
+        return links["number"], links["told_from"], links["sent_price"], links["room"]
 
     def first_doubtful(self, rows: Ints, bases: Ints, *, has_distributions: bool) -> int:
         """The first message that cannot be of a drafter that follows its session, or NONE."""
@@ -216,6 +244,3 @@ class Links:
     def lag_tokens(self, rows: Ints) -> int:
         """Most committed tokens of a session that its drafter has not answered; none while drafters idle."""
         return int(linking.lag(self.arrays, self._trees(), rows))
-
-
-__all__ = ["NOTHING", "Links"]

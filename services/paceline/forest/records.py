@@ -72,8 +72,12 @@ LINK = np.dtype(
     [
         # Number of its drafter; NONE: the stream to it is not up.
         ("drafter", "i4"),
+        # Its name in messages.
+        ("number", "i4"),
         # Committed tokens that its drafter knows; 0: it does not know the session.
         ("sent_len", "i4"),
+        # Committed tokens from which on the next message tells it; NONE: it is told nothing.
+        ("told_from", "i4"),
         # Committed tokens that it knew when it last sent guesses.
         ("answered_len", "i4"),
         # Committed tokens when it was called to work, and whether it has answered since.

@@ -187,11 +187,11 @@ class ChainScheduler:
 
     def receive(self, event: DraftsArrived) -> None:
         """Takes in messages of a drafter."""
-        self._tier.receive(event, self._sessions, self.report)
+        self._tier.receive(event, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
         """A drafter was reached or lost."""
-        self._tier.change(event, self._sessions, now_s)
+        self._tier.change(event, now_s)
 
     def pair_anew(self, now_s: float) -> int:
         """Gives sessions another drafter if their own has gone, or their first one; returns how many changed."""

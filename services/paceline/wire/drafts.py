@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
-    Commit,
+    Commits,
     CommittedStates,
     Drafts,
     Ints,
@@ -37,7 +38,7 @@ from paceline.wire.common import (
 )
 
 # Version of what verifier and drafter say to each other; both must have the same.
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_CONFIDENCE = 255
 MAX_NUMBER = 2**31 - 1
 # Far more than any model's hidden states have.
@@ -47,9 +48,11 @@ BFLOAT16_BYTES = 2
 PART_BYTES = 1024 * 1024
 # Most bytes of a token id on the wire, and of everything else in the opening of a session.
 TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
+# Of everything in other messages that is not counted by session, node or token.
+REST_BYTES = 64
 # Of a number in a column; of a session and a node; of the head of a distribution, and of an entry.
-WORD = np.dtype("<i4")
-SESSION_BYTES, NODE_BYTES = 3 * WORD.itemsize, 3 * WORD.itemsize + 1
+WORD, FLOAT = np.dtype("<i4"), np.dtype("<f4")
+SESSION_BYTES, NODE_BYTES = 5 * WORD.itemsize, 3 * WORD.itemsize + 1
 DISTRIBUTION_BYTES, GUESS_BYTES = 16, TOKEN_BYTES + 3
 _MessageT = TypeVar("_MessageT", ToDrafter, ToVerifier)
 TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
@@ -58,11 +61,12 @@ TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
     """Splits messages into parts that are small enough for gRPC, in order.
 
-    When a stream comes up, all its sessions are opened at once, with all their tokens.
+    When a stream comes up, all its sessions are opened at once, with all their tokens; and drafters that are called
+    back are told all that they have missed.
     """
     part: list[_MessageT] = []
     num_bytes = 0
-    for message in messages:
+    for message in chain.from_iterable(map(_pieces, messages)):
         size = _size(message)
         if part and num_bytes + size > PART_BYTES:
             yield part
@@ -73,20 +77,29 @@ def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
         yield part
 
 
+def _pieces(message: _MessageT) -> Iterator[_MessageT]:
+    """What is too large for a part in halves, as long as it tells of several sessions."""
+    if isinstance(message, Commits) and message.num_sessions > 1 and _size(message) > PART_BYTES:
+        for half in message.halves():
+            yield from _pieces(half)
+    else:
+        yield message
+
+
 def _size(message: ToDrafter | ToVerifier) -> int:
     """An upper bound of a message's bytes on the wire; close for long messages only."""
     match message:
         case OpenSession():
             return HEAD_BYTES + TOKEN_BYTES * len(message.token_ids)
         case CommittedStates():
-            return MAX_SESSION_ID_CHARS + len(message.values)
-        case Commit():
-            return MAX_SESSION_ID_CHARS + TOKEN_BYTES * len(message.token_ids)
+            return REST_BYTES + len(message.values)
+        case Commits():
+            return REST_BYTES + SESSION_BYTES * message.num_sessions + WORD.itemsize * len(message.tokens)
         case Drafts():
             entries = sum(DISTRIBUTION_BYTES + GUESS_BYTES * len(each.token_ids) for each in message.distributions)
-            return 64 + SESSION_BYTES * message.num_sessions + NODE_BYTES * message.num_nodes + entries
+            return REST_BYTES + SESSION_BYTES * message.num_sessions + NODE_BYTES * message.num_nodes + entries
         case CloseSession() | LaggingSession():
-            return MAX_SESSION_ID_CHARS
+            return REST_BYTES
 
 
 def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
@@ -94,8 +107,8 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
     return drafter_pb2.DraftRequest(
         target=None if target is None else identity_to_pb(target),
         opens=[_open_to_pb(each) for each in messages if isinstance(each, OpenSession)],
-        commits=[drafter_pb2.Commit(**fields_of(each)) for each in messages if isinstance(each, Commit)],
-        closes=[drafter_pb2.CloseSession(**fields_of(each)) for each in messages if isinstance(each, CloseSession)],
+        commits=[_commits_to_pb(each) for each in messages if isinstance(each, Commits)],
+        closes=[each.number for each in messages if isinstance(each, CloseSession)],
         states=[
             drafter_pb2.CommittedStates(**fields_of(each)) for each in messages if isinstance(each, CommittedStates)
         ],
@@ -114,11 +127,8 @@ def draft_request_from_pb(
     target = _greeting(message.target, "the verifier", message.protocol) if message.HasField("target") else None
     decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
     decoded.extend(_states_from_pb(entry) for entry in message.states)
-    decoded.extend(_commit_from_pb(entry) for entry in message.commits)
-    decoded.extend(
-        CloseSession(session_id=_named_session("CloseSession", entry.session_id), epoch=entry.epoch)
-        for entry in message.closes
-    )
+    decoded.extend(_commits_from_pb(entry) for entry in message.commits)
+    decoded.extend(CloseSession(number=number) for number in message.closes)
     return target, decoded
 
 
@@ -147,14 +157,7 @@ def draft_response_from_pb(
     """
     draft = _greeting(message.draft, "the drafter", message.protocol) if message.HasField("draft") else None
     decoded: list[ToVerifier] = [_drafts_from_pb(entry) for entry in message.drafts]
-    decoded.extend(
-        LaggingSession(
-            session_id=_named_session("LaggingSession", entry.session_id),
-            epoch=entry.epoch,
-            have_len=entry.have_len,
-        )
-        for entry in message.lagging
-    )
+    decoded.extend(LaggingSession(number=entry.number, have_len=entry.have_len) for entry in message.lagging)
     return draft, decoded
 
 
@@ -178,8 +181,8 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         raise RemoteProtocolError(
             f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, got {entry.prompt_len}"
         )
-    if entry.number > MAX_NUMBER:
-        raise RemoteProtocolError(f"OpenSession.number: must be at most {MAX_NUMBER}, got {entry.number}")
+    if not 1 <= entry.number <= MAX_NUMBER:
+        raise RemoteProtocolError(f"OpenSession.number: must be from 1 to {MAX_NUMBER}, got {entry.number}")
     acceptance = entry.acceptance or COUPLED
     if acceptance not in ACCEPTANCE_RULES:
         raise RemoteProtocolError(
@@ -190,13 +193,13 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
     except InvalidRequestError as error:
         raise RemoteProtocolError(f"OpenSession.sampling.{error}") from error
     return OpenSession(
-        session_id=_named_session("OpenSession", entry.session_id),
+        session_id=_session_id(entry.session_id),
         epoch=entry.epoch,
         number=entry.number,
         token_ids=tuple(entry.token_ids),
         prompt_len=entry.prompt_len,
         sampling=sampling,
-        price=_price("OpenSession", entry.price),
+        price=_price(entry.price),
         room=entry.room,
         acceptance=acceptance,
         cache_salt=entry.cache_salt,
@@ -210,14 +213,30 @@ def _trace_context(value: str) -> str:
     return value
 
 
-def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
-    return Commit(
-        session_id=_named_session("Commit", entry.session_id),
-        epoch=entry.epoch,
-        base_len=entry.base_len,
-        token_ids=tuple(entry.token_ids),
-        price=_price("Commit", entry.price),
-        room=entry.room,
+def _commits_to_pb(message: Commits) -> drafter_pb2.Commits:
+    return drafter_pb2.Commits(
+        sessions=_bytes(message.numbers),
+        base_lens=_bytes(message.base_lens),
+        ends=_bytes(message.ends),
+        token_ids=_bytes(message.tokens),
+        prices=message.prices.astype(FLOAT).tobytes(),
+        rooms=_bytes(message.rooms),
+    )
+
+
+def _commits_from_pb(entry: drafter_pb2.Commits) -> Commits:
+    numbers, ends, tokens = _by_session("Commits", entry.sessions, entry.ends, "token_ids", entry.token_ids)
+    # Read as whole numbers first, so that their bytes are checked like those of any other column.
+    prices = _column("Commits.prices", entry.prices, len(numbers)).view(np.float32).astype(np.float64)
+    if not ((prices >= 0.0) & (prices <= 1.0)).all():
+        raise RemoteProtocolError("Commits.prices: must be numbers from 0 to 1")
+    return Commits(
+        numbers=numbers,
+        base_lens=_column("Commits.base_lens", entry.base_lens, len(numbers)),
+        ends=ends,
+        tokens=tokens,
+        prices=prices,
+        rooms=_column("Commits.rooms", entry.rooms, len(numbers)),
     )
 
 
@@ -229,13 +248,7 @@ def _states_from_pb(entry: drafter_pb2.CommittedStates) -> CommittedStates:
             f"CommittedStates.values: must hold whole positions of {entry.width} bfloat16 numbers, got "
             f"{len(entry.values)} bytes"
         )
-    return CommittedStates(
-        session_id=_named_session("CommittedStates", entry.session_id),
-        epoch=entry.epoch,
-        start=entry.start,
-        width=entry.width,
-        values=entry.values,
-    )
+    return CommittedStates(number=entry.number, start=entry.start, width=entry.width, values=entry.values)
 
 
 def _drafts_to_pb(message: Drafts) -> drafter_pb2.Drafts:
@@ -258,32 +271,39 @@ def _bytes(column: Ints) -> bytes:
 
 
 def _drafts_from_pb(entry: drafter_pb2.Drafts) -> Drafts:
-    numbers, ids = _column("sessions", entry.sessions), _column("node_ids", entry.node_ids)
-    ends, tokens = _column("ends", entry.ends, len(numbers)), _column("token_ids", entry.token_ids, len(ids))
-    if len(ids) != (ends[-1] if len(ends) else 0) or (sizes_of(ends) < 0).any():
-        raise RemoteProtocolError(f"Drafts.ends: must grow, up to the {len(ids)} entries of node_ids")
-    if len(set(numbers.tolist())) != len(numbers):
-        raise RemoteProtocolError("Drafts.sessions: names a session twice")
+    numbers, ends, ids = _by_session("Drafts", entry.sessions, entry.ends, "node_ids", entry.node_ids)
+    tokens = _column("Drafts.token_ids", entry.token_ids, len(ids))
     if not ids.all():
         raise RemoteProtocolError("Drafts.node_ids: must be at least 1, got 0")
-    _check_size("confidences", len(entry.confidences), len(ids))
-    _check_size("distributions", len(entry.distributions) or len(ids), len(ids))
+    _check_size("Drafts.confidences", len(entry.confidences), len(ids))
+    _check_size("Drafts.distributions", len(entry.distributions) or len(ids), len(ids))
     return Drafts(
         numbers=numbers,
-        base_lens=_column("base_lens", entry.base_lens, len(numbers)),
+        base_lens=_column("Drafts.base_lens", entry.base_lens, len(numbers)),
         ends=ends,
         ids=ids,
-        parent_ids=_column("parent_ids", entry.parent_ids, len(ids)),
+        parent_ids=_column("Drafts.parent_ids", entry.parent_ids, len(ids)),
         tokens=tokens,
         confidences=np.frombuffer(entry.confidences, np.uint8) / MAX_CONFIDENCE,
         distributions=[*map(_draft_from_pb, entry.distributions, tokens.view(np.uint32).tolist())],
     )
 
 
+def _by_session(message: str, sessions: bytes, ends: bytes, name: str, entries: bytes) -> tuple[Ints, Ints, Ints]:
+    """Reads the columns that say what belongs to which session, each named once: numbers, ends and entries."""
+    numbers, column = _column(f"{message}.sessions", sessions), _column(f"{message}.{name}", entries)
+    stops = _column(f"{message}.ends", ends, len(numbers))
+    if len(column) != (stops[-1] if len(stops) else 0) or (sizes_of(stops) < 0).any():
+        raise RemoteProtocolError(f"{message}.ends: must grow, up to the {len(column)} entries of {name}")
+    if len(set(numbers.tolist())) != len(numbers):
+        raise RemoteProtocolError(f"{message}.sessions: names a session twice")
+    return numbers, stops, column
+
+
 def _column(name: str, data: bytes, size: int | None = None) -> Ints:
     """Reads a column; `size` entries must be there, None: any."""
     if len(data) % WORD.itemsize:
-        raise RemoteProtocolError(f"Drafts.{name}: must hold numbers of {WORD.itemsize} bytes, got {len(data)} bytes")
+        raise RemoteProtocolError(f"{name}: must hold numbers of {WORD.itemsize} bytes, got {len(data)} bytes")
     column = np.frombuffer(data, WORD).astype(np.int32)
     if size is not None:
         _check_size(name, len(column), size)
@@ -292,7 +312,7 @@ def _column(name: str, data: bytes, size: int | None = None) -> Ints:
 
 def _check_size(name: str, size: int, expected: int) -> None:
     if size != expected:
-        raise RemoteProtocolError(f"Drafts.{name}: has {size} entries, where {expected} are expected")
+        raise RemoteProtocolError(f"{name}: has {size} entries, where {expected} are expected")
 
 
 def _draft_from_pb(draft: drafter_pb2.SparseDraft, token_id: int) -> SparseDraft:
@@ -312,17 +332,17 @@ def _draft_from_pb(draft: drafter_pb2.SparseDraft, token_id: int) -> SparseDraft
     return SparseDraft(token_ids=tuple(draft.token_ids), weights=tuple(draft.weights))
 
 
-def _named_session(message_name: str, session_id: str) -> str:
+def _session_id(session_id: str) -> str:
     if not session_id:
-        raise RemoteProtocolError(f"{message_name}.session_id: must not be empty")
+        raise RemoteProtocolError("OpenSession.session_id: must not be empty")
     if len(session_id) > MAX_SESSION_ID_CHARS:
         raise RemoteProtocolError(
-            f"{message_name}.session_id: has {len(session_id)} characters, at most {MAX_SESSION_ID_CHARS} are allowed"
+            f"OpenSession.session_id: has {len(session_id)} characters, at most {MAX_SESSION_ID_CHARS} are allowed"
         )
     return session_id
 
 
-def _price(message_name: str, value: float) -> float:
+def _price(value: float) -> float:
     if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-        raise RemoteProtocolError(f"{message_name}.price: must be a number from 0 to 1, got {value!r}")
+        raise RemoteProtocolError(f"OpenSession.price: must be a number from 0 to 1, got {value!r}")
     return decimal(value)

@@ -19,8 +19,8 @@ def quiet(loop: DrafterLoop) -> None:
     loop.now_s += 2 * QUIET_S
 
 
-def close(name: str, epoch: int = 1) -> CloseSession:
-    return CloseSession(session_id=name, epoch=epoch)
+def close(loop: DrafterLoop, name: str) -> CloseSession:
+    return CloseSession(number=loop.number(name))
 
 
 # Reading and growing
@@ -217,7 +217,7 @@ def test_sessions_that_were_heard_of_just_now_keep_their_pages_and_one_more_wait
     loop.run()
     assert [loop.session(name).pages.num_computed for name in "abc"] == [30, 30, 0]
     assert loop.scheduler.lag_tokens == 0, "what cannot be computed is no lag"
-    loop.hear(close("a"))
+    loop.hear(close(loop, "a"))
     assert loop.scheduler.has_work
     loop.run()
     assert loop.session("c").pages.num_computed == 30
@@ -229,7 +229,7 @@ def test_who_is_read_in_a_step_keeps_its_pages_in_it() -> None:
         loop.open(name, prompt_len=30)
         loop.run()
     quiet(loop)
-    loop.hear(close("a"))
+    loop.hear(close(loop, "a"))
     plan = loop.step()
     assert [each.session.session_id for each in plan.catching_up] == ["b"]
     assert len(loop.session("b").pages.blocks) == 2
@@ -286,36 +286,30 @@ def test_a_commit_of_a_session_that_is_not_known_asks_for_it_unless_there_is_no_
     loop.commit("late", 5, base_len=5)
     loop.run()
     assert loop.lagging() == []
-    loop.hear(close("s"))
+    loop.hear(close(loop, "s"))
     loop.commit("late", 6, base_len=6)
     loop.step()
     assert loop.lagging() == [("late", 0)], "there is a place now"
 
 
-def test_what_is_said_twice_or_in_a_former_epoch_changes_nothing() -> None:
+def test_what_is_said_twice_changes_nothing() -> None:
     loop = DrafterLoop()
-    loop.open("s", epoch=2)
+    loop.open("s")
     loop.run()
-    loop.commit("s", 5, epoch=2)
+    loop.commit("s", 5)
     session = loop.session("s")
-    loop.commit("s", 5, epoch=2, base_len=5)
-    loop.commit("s", 77, epoch=1)
-    loop.open("s", prompt_len=9, epoch=1)
-    loop.hear(close("s", epoch=1))
+    loop.commit("s", 5, base_len=5)
     assert loop.session("s") is session
     assert session.tokens == text(0, 6)
     assert loop.broken == {}
 
 
-def test_a_new_epoch_starts_the_session_anew() -> None:
+def test_a_session_that_is_opened_again_starts_anew() -> None:
     loop = DrafterLoop()
     loop.open("s", prompt_len=20)
     loop.run()
     loop.said.clear()
-    loop.commit("s", 20, epoch=2)
-    loop.step()
-    assert loop.lagging() == [("s", 0)], "of an epoch that it does not know it has no token"
-    loop.open("s", prompt_len=9, epoch=2)
+    loop.open("s", prompt_len=9)
     loop.run()
     assert loop.guessed("s") == text(9, 4)
     assert loop.pool.num_used == 1
@@ -329,7 +323,7 @@ def test_a_verifier_that_contradicts_itself_loses_its_stream_and_nobody_else_doe
     loop.run()
     assert list(loop.broken) == [1]
     assert "contradicts" in str(loop.broken[1])
-    assert list(loop.scheduler._sessions) == [(2, "s")]
+    assert list(loop.scheduler._sessions) == [(2, loop.number("s", link=2))]
     assert loop.guessed("s", link=2) == text(5, 4)
 
 
@@ -369,7 +363,7 @@ def test_a_session_of_tokens_that_the_draft_model_lacks_is_left_alone_until_it_e
     loop.commit("s", 9, base_len=9)
     assert loop.run() == 0
     assert (loop.scheduler.num_sessions, loop.pool.num_used) == (0, 0)
-    loop.hear(close("s"))
+    loop.hear(close(loop, "s"))
     loop.commit("s", 9, base_len=9)
     loop.step()
     assert loop.lagging() == [("s", 0)]
@@ -401,7 +395,7 @@ def test_with_nothing_to_do_there_is_no_step() -> None:
     assert loop.run() == 4, "one for the prompt and its first guess, and one for each guess more"
     assert loop.step().num_rows == 0
     loop.said.clear()
-    loop.hear(close("s"))
+    loop.hear(close(loop, "s"))
     assert not loop.scheduler.has_work
     assert (loop.pool.num_used, loop.scratch.num_used, loop.said) == (0, 0, {})
 
@@ -411,19 +405,19 @@ def test_with_nothing_to_do_there_is_no_step() -> None:
 WIDTH = 2
 
 
-def states(name: str, start: int, count: int) -> CommittedStates:
+def states(loop: DrafterLoop, name: str, start: int, count: int) -> CommittedStates:
     values = np.zeros((count, WIDTH), np.uint16).tobytes()
-    return CommittedStates(session_id=name, epoch=1, start=start, width=WIDTH, values=values)
+    return CommittedStates(number=loop.number(name), start=start, width=WIDTH, values=values)
 
 
 def test_rows_that_need_features_are_read_as_far_as_these_have_come() -> None:
     loop = DrafterLoop(feature_width=WIDTH)
     loop.open("s", prompt_len=20)
     assert not loop.scheduler.has_work
-    loop.hear(states("s", 0, 10))
+    loop.hear(states(loop, "s", 0, 10))
     (part,) = loop.step().catching_up
     assert (part.start, part.stop, part.expands) == (0, 10, False)
-    loop.hear(states("s", 10, 9))
+    loop.hear(states(loop, "s", 10, 9))
     (part,) = loop.step().catching_up
     assert (part.start, part.stop, part.expands) == (10, 19, True)
     loop.run()
@@ -434,22 +428,22 @@ def test_a_session_that_lost_its_features_asks_for_them_once_there_is_a_place() 
     loop = DrafterLoop(feature_width=WIDTH, num_blocks=4)
     for name in "ab":
         loop.open(name, prompt_len=30)
-        loop.hear(states(name, 0, 29))
+        loop.hear(states(loop, name, 0, 29))
     loop.run()
     quiet(loop)
     loop.open("c", prompt_len=30)
-    loop.hear(states("c", 0, 29))
+    loop.hear(states(loop, "c", 0, 29))
     loop.run()
     assert loop.session("a").pages.blocks == []
     loop.said.clear()
     loop.commit("a", 30)
     loop.run()
     assert loop.lagging() == [], "while there is none the verifier is not asked"
-    loop.hear(close("b"))
+    loop.hear(close(loop, "b"))
     loop.commit("a", 31, base_len=31)
     loop.step()
     assert loop.lagging() == [("a", 0)]
-    assert list(loop.scheduler._sessions) == [(1, "c")]
+    assert list(loop.scheduler._sessions) == [(1, loop.number("c"))]
 
 
 def test_a_step_of_nodes_that_have_their_guesses_already_hangs_nothing() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.link import ConnectedDrafter
 from paceline.core.params import METHODS
-from paceline.forest import NONE, NOTHING, Forest, rows_of
+from paceline.forest import NONE, Forest, rows_of
 from paceline.forest.linking import MOST_STEPS_AHEAD, OVERDUE, ROOM_PER_NODE
 from paceline.forest.records import TRACKED
 
@@ -31,10 +31,12 @@ class Link:
         return float(self.links.arrays.drafters[name][self.drafter.number])
 
     def due(self, length: int, now_s: float) -> int:
-        """So many tokens are committed; how many the drafter knew, where it is told."""
+        """So many tokens are committed; how many the drafter knew, where it is told, or NONE."""
         self.forest.arrays.trees["committed_len"][self.row] = length
-        (since,), _, _ = self.links.due(self.rows, now_s)
-        return since
+        (opens,), num_told = self.links.due(self.rows, now_s)
+        _, told_from, _, _ = self.links.take_news(self.rows, self.drafter.number)
+        assert len(told_from) == num_told
+        return 0 if opens else next(iter(told_from.tolist()), NONE)
 
     def heard(self, base_len: int, now_s: float, first: float = 0.5) -> float | None:
         """A guess comes from a drafter that knew so many tokens; seconds since the commit that it answers, if any."""
@@ -113,7 +115,7 @@ def test_a_drafter_at_rest_is_not_waited_for_and_what_it_was_told_before_is_forg
     assert link.due(10, 1.001) == 10, "that it rests is the last that it is told"
     assert link.wait_s(1.001) is None
     assert not link.marked(9.0)
-    assert link.due(11, 9.0) == NOTHING
+    assert link.due(11, 9.0) == NONE
     assert link.heard(10, 9.0) is None
     link.links.look_ahead(link.rows, rows_of([4]), price=0.1, step_s=0.02)
     assert link.due(12, 9.0) == 10, "all that it has missed, in one message"
@@ -154,11 +156,26 @@ def test_a_drafter_knows_one_token_at_least_and_none_that_was_never_committed(
 def test_a_drafter_that_is_lost_is_told_everything_when_it_is_back():
     link = Link()
     link.links.connect(link.row, NONE)
-    assert link.due(10, 1.0) == NOTHING
+    assert link.due(10, 1.0) == NONE
     assert not link.links.drafted(link.rows).any()
     link.links.connect(link.row, link.drafter.number)
     assert link.due(11, 2.0) == 0
     assert link.due(12, 2.1) == 11
+
+
+def test_what_is_not_sent_yet_is_told_in_one_message():
+    link = Link()
+    for length in (10, 11):
+        link.forest.arrays.trees["committed_len"][link.row] = length
+        link.links.due(link.rows, float(length))
+    link.links.tell_from(link.row, 3)
+    assert [column.tolist() for column in link.links.take_news(link.rows, link.drafter.number)] == [
+        [0],
+        [3],
+        [pytest.approx(0.1)],
+        [0],
+    ]
+    assert all(len(column) == 0 for column in link.links.take_news(link.rows, link.drafter.number))
 
 
 def test_the_share_of_a_first_guess_follows_what_is_heard_of_the_last_commit():

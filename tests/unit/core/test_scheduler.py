@@ -224,12 +224,12 @@ def test_a_drafter_that_lags_is_told_what_it_misses_once_a_step() -> None:
     loop.step()
     loop.step()
     loop.told.clear()
-    lagging = LaggingSession(session_id="s", epoch=1, have_len=5)
+    lagging = LaggingSession(number=loop.sessions[0].link.number, have_len=5)
     loop.say(lagging, lagging, lagging)
     loop.step()
     catch_up, _ = loop.told
     assert isinstance(catch_up, Commit)
-    assert (catch_up.base_len, catch_up.token_ids) == (5, (5, 6))
+    assert (catch_up.base_len, catch_up.token_ids) == (5, [5, 6])
 
 
 def test_a_client_that_leaves_frees_its_place_and_pages() -> None:

@@ -182,8 +182,7 @@ def test_a_prompt_with_ids_beyond_the_vocabulary_is_told_to_nobody() -> None:
 
 
 def test_of_a_tree_the_best_chain_is_verified(vllm: Vllm) -> None:
-    session = next(iter(vllm.drafter.sessions))
-    tree = vllm.tier._sessions[session].tree
+    tree = next(iter(vllm.tier._sessions.values())).tree
     best = next(iter(seen(tree).children.values()))
     tree.suggest(tree.root, 99, 0.2, EAGLE3)
     chains = dict(zip(vllm.lengths, vllm.tier.chains(), strict=True))

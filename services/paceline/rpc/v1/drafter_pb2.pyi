@@ -27,12 +27,12 @@ class DraftRequest(google.protobuf.message.Message):
 
     TARGET_FIELD_NUMBER: builtins.int
     OPENS_FIELD_NUMBER: builtins.int
-    COMMITS_FIELD_NUMBER: builtins.int
     CLOSES_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    COMMITS_FIELD_NUMBER: builtins.int
     protocol: builtins.int
-    """First message of a stream only: version of this protocol, 2. A drafter of another version refuses the stream."""
+    """First message of a stream only: version of this protocol, 3. A drafter of another version refuses the stream."""
     @property
     def target(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: who dials. A drafter for another vocabulary refuses the stream."""
@@ -42,26 +42,26 @@ class DraftRequest(google.protobuf.message.Message):
         """Sessions that start here, or start anew after a restart."""
 
     @property
-    def commits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Commit]:
-        """New committed tokens."""
-
-    @property
-    def closes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CloseSession]:
-        """Sessions that ended."""
+    def closes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sessions that ended, by their numbers; their state on the drafter is freed."""
 
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CommittedStates]:
         """Hidden states of committed tokens, for drafters that draft from them; they come before the commits of the message."""
+
+    @property
+    def commits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Commits]:
+        """New committed tokens; more than one only where they are too many for one."""
 
     def __init__(
         self,
         *,
         target: paceline.rpc.v1.common_pb2.ModelIdentity | None = ...,
         opens: collections.abc.Iterable[Global___OpenSession] | None = ...,
-        commits: collections.abc.Iterable[Global___Commit] | None = ...,
-        closes: collections.abc.Iterable[Global___CloseSession] | None = ...,
+        closes: collections.abc.Iterable[builtins.int] | None = ...,
         states: collections.abc.Iterable[Global___CommittedStates] | None = ...,
         protocol: builtins.int = ...,
+        commits: collections.abc.Iterable[Global___Commits] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "protocol", b"protocol", "states", b"states", "target", b"target"]) -> None: ...
@@ -104,7 +104,7 @@ class OpenSession(google.protobuf.message.Message):
     cache_salt: builtins.str
     """Sessions share cached pages only with those of the same salt."""
     number: builtins.int
-    """Its name in Drafts; unique among the verifier's sessions, and never reused."""
+    """Its name in all other messages, from 1 on; unique among the verifier's sessions, and never reused."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and committed tokens so far."""
@@ -134,44 +134,44 @@ class OpenSession(google.protobuf.message.Message):
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
 @typing.final
-class Commit(google.protobuf.message.Message):
-    """Committed tokens of one session."""
+class Commits(google.protobuf.message.Message):
+    """What was committed to some sessions, and what is to be drafted for them, in columns of four bytes an entry,
+    little-endian, one a session or a token. Tokens come session by session, oldest first.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    BASE_LEN_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    BASE_LENS_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
-    PRICE_FIELD_NUMBER: builtins.int
-    ROOM_FIELD_NUMBER: builtins.int
-    session_id: builtins.str
-    """The session."""
-    epoch: builtins.int
-    """Ownership number."""
-    base_len: builtins.int
-    """Committed length before these tokens."""
-    price: builtins.float
-    """Least survival worth drafting, in [0, 1]."""
-    room: builtins.int
+    PRICES_FIELD_NUMBER: builtins.int
+    ROOMS_FIELD_NUMBER: builtins.int
+    sessions: builtins.bytes
+    """The sessions, by the numbers that OpenSession gave them; each once."""
+    base_lens: builtins.bytes
+    """Committed length of each before these tokens."""
+    ends: builtins.bytes
+    """Where the tokens of each end."""
+    token_ids: builtins.bytes
+    """Newly committed tokens."""
+    prices: builtins.bytes
+    """Least survival worth drafting, in [0, 1]: floats."""
+    rooms: builtins.bytes
     """Most nodes ahead of the committed tokens; 0: stay warm, draft nothing."""
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Newly committed tokens, oldest first."""
-
     def __init__(
         self,
         *,
-        session_id: builtins.str = ...,
-        epoch: builtins.int = ...,
-        base_len: builtins.int = ...,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        price: builtins.float = ...,
-        room: builtins.int = ...,
+        sessions: builtins.bytes = ...,
+        base_lens: builtins.bytes = ...,
+        ends: builtins.bytes = ...,
+        token_ids: builtins.bytes = ...,
+        prices: builtins.bytes = ...,
+        rooms: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_len", b"base_len", "epoch", b"epoch", "price", b"price", "room", b"room", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_lens", b"base_lens", "ends", b"ends", "prices", b"prices", "rooms", b"rooms", "sessions", b"sessions", "token_ids", b"token_ids"]) -> None: ...
 
-Global___Commit: typing_extensions.TypeAlias = Commit
+Global___Commits: typing_extensions.TypeAlias = Commits
 
 @typing.final
 class CommittedStates(google.protobuf.message.Message):
@@ -179,15 +179,12 @@ class CommittedStates(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     WIDTH_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
-    session_id: builtins.str
-    """The session."""
-    epoch: builtins.int
-    """Ownership number."""
+    number: builtins.int
+    """The session's number."""
     start: builtins.int
     """First position."""
     width: builtins.int
@@ -197,37 +194,14 @@ class CommittedStates(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_id: builtins.str = ...,
-        epoch: builtins.int = ...,
+        number: builtins.int = ...,
         start: builtins.int = ...,
         width: builtins.int = ...,
         values: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "session_id", b"session_id", "start", b"start", "values", b"values", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "start", b"start", "values", b"values", "width", b"width"]) -> None: ...
 
 Global___CommittedStates: typing_extensions.TypeAlias = CommittedStates
-
-@typing.final
-class CloseSession(google.protobuf.message.Message):
-    """A session ended; its state on the drafter is freed."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    session_id: builtins.str
-    """The session."""
-    epoch: builtins.int
-    """Ownership number."""
-    def __init__(
-        self,
-        *,
-        session_id: builtins.str = ...,
-        epoch: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "session_id", b"session_id"]) -> None: ...
-
-Global___CloseSession: typing_extensions.TypeAlias = CloseSession
 
 @typing.final
 class DraftResponse(google.protobuf.message.Message):
@@ -240,7 +214,7 @@ class DraftResponse(google.protobuf.message.Message):
     DRAFTS_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     protocol: builtins.int
-    """First message of a stream only: version of this protocol, 2. A verifier of another version ends the stream."""
+    """First message of a stream only: version of this protocol, 3. A verifier of another version ends the stream."""
     @property
     def draft(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: the draft model."""
@@ -348,22 +322,18 @@ class LaggingSession(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     HAVE_LEN_FIELD_NUMBER: builtins.int
-    session_id: builtins.str
-    """The session."""
-    epoch: builtins.int
-    """Ownership number of the message that showed the gap."""
+    number: builtins.int
+    """The session's number."""
     have_len: builtins.int
     """Committed tokens the drafter has; 0: it does not know the session."""
     def __init__(
         self,
         *,
-        session_id: builtins.str = ...,
-        epoch: builtins.int = ...,
+        number: builtins.int = ...,
         have_len: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "have_len", b"have_len", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["have_len", b"have_len", "number", b"number"]) -> None: ...
 
 Global___LaggingSession: typing_extensions.TypeAlias = LaggingSession
