@@ -227,7 +227,8 @@ class DrafterTier:
         """Messages to send after a step, and the links that are to be reset."""
         told, self._told = self._told, []
         if told:
-            self._tell(np.unique(np.concatenate(told)))
+            # As a rule a step tells of each session once.
+            self._tell(told[0] if len(told) == 1 else np.unique(np.concatenate(told)))
         to_drafters, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         self._answered.clear()
