@@ -83,10 +83,10 @@ def requests(identity: ModelIdentity) -> st.SearchStrategy[list[bytes]]:
         [
             draft_request_to_pb([opened("s")]),
             draft_request_to_pb([opened("s", epoch=2, length=300, room=2**32 - 1)]),
-            draft_request_to_pb([committed("s", token_ids=(1, 2, 3))]),
-            draft_request_to_pb([committed("s", base_len=2**32 - 1)]),
-            draft_request_to_pb([committed("s", epoch=7)]),
-            draft_request_to_pb([committed("s", token_ids=(2**32 - 1,))]),
+            draft_request_to_pb([committed(token_ids=(1, 2, 3))]),
+            draft_request_to_pb([committed(base_len=2**32 - 1)]),
+            draft_request_to_pb([committed(2**32 - 1)]),
+            draft_request_to_pb([committed(token_ids=(2**32 - 1,))]),
             hello,
         ]
     ).map(lambda message: message.SerializeToString())
