@@ -15,14 +15,16 @@ import pytest
 from hypothesis import strategies as st
 
 from paceline.core.messages import (
+    Commits,
     CommittedTokens,
     LaggingSession,
     ModelIdentity,
+    OpenSession,
 )
 from paceline.core.params import BLOCK, COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.rpc.v1 import drafter_pb2
-from paceline.wire import committed_from_pb, draft_response_to_pb, generate_request_to_pb
+from paceline.wire import committed_from_pb, draft_request_from_pb, draft_response_to_pb, generate_request_to_pb
 from tests.integration.conftest import know, running_verifier
 from tests.integration.test_verifier_service import PROMPT, ask, tokens_of
 from tests.support.checkpoints import VOCAB_SIZE
@@ -122,10 +124,13 @@ class HostileDrafter(grpc.GenericRpcHandler):
             if request.HasField("target"):
                 yield self._hello
                 continue
-            for opened in request.opens:
-                number, known_len = opened.number, len(opened.token_ids)
-            for committed in request.commits:
-                known_len = committed.base_len + len(committed.token_ids)
+            for message in draft_request_from_pb(request)[1]:
+                match message:
+                    case OpenSession():
+                        number, known_len = message.number, len(message.token_ids)
+                    case Commits():
+                        *_, committed = message
+                        known_len = committed.base_len + len(committed.token_ids)
             if self.script:
                 line = self.script[self.num_said % len(self.script)]
                 self.num_said += 1

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import Commits, ModelIdentity, OpenSession
 from paceline.rpc.v1 import drafter_pb2
-from paceline.wire import draft_response_to_pb
+from paceline.wire import draft_request_from_pb, draft_response_to_pb
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 FLOOD_NODES, FLOOD_MESSAGES = 1000, 100
@@ -82,17 +82,24 @@ class HostileDrafter(grpc.GenericRpcHandler):
 
     async def _draft(self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any) -> AsyncIterator[bytes]:
         del context
-        numbers: dict[str, int] = {}
         async for request in requests:
             if request.HasField("target"):
                 self.num_met += 1
                 yield self._hello
-            numbers |= {opened.session_id: opened.number for opened in request.opens}
-            for heard in (*request.opens, *request.commits):
-                known = getattr(heard, "base_len", 0) + len(heard.token_ids)
-                for line in self._script(numbers[heard.session_id], known):
+            for number, known in _heard(request):
+                for line in self._script(number, known):
                     self.num_said += 1
                     yield line
+
+
+def _heard(request: drafter_pb2.DraftRequest) -> Iterator[tuple[int, int]]:
+    """Sessions that a verifier tells of, and how long they are."""
+    for message in draft_request_from_pb(request)[1]:
+        match message:
+            case OpenSession():
+                yield message.number, len(message.token_ids)
+            case Commits():
+                yield from ((commit.number, commit.base_len + len(commit.token_ids)) for commit in message)
 
 
 @contextmanager
