@@ -37,11 +37,11 @@ from loadtest.client import Completions, completed, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
 from loadtest.prompts import prose_prompts, table_prompts
 from loadtest.streams import Ask, Completion
-from paceline.acceptance.models import load_model
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
 from training.export import Card, export_model
 from training.loop import new_model
+from training.models import load_model
 
 RANDOM = "random drafter"
 METHODS = (

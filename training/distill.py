@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from paceline.acceptance.models import head_weight, hidden_states, load_model
 from paceline.service.config import setting
 from training.export import export_model, publish
 from training.loop import moved, new_model
+from training.models import head_weight, hidden_states, load_model
 from training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 # The matrices whose outputs a layer adds to the residual stream.

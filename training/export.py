@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from paceline.acceptance.measure import acceptance_table
+from training.acceptance import acceptance_table
 from training.runs import RunConfig
 
 TOKENIZER_FILES = (

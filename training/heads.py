@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from paceline.acceptance.eagle3 import Eagle3
-from paceline.acceptance.medusa import MedusaHeads
-from paceline.acceptance.models import head_weight
 from paceline.service.config import setting
-from training.eagle3 import begin_from, default_aux_layers, eagle3_config
+from training.eagle3 import Eagle3, begin_from, default_aux_layers, eagle3_config
 from training.export import export_heads, publish
+from training.medusa import MedusaHeads
+from training.models import head_weight
 from training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 TRAINED_ON = "trained on its probabilities over the corpus and over text it wrote, by `python -m training"

@@ -17,7 +17,6 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from paceline.acceptance.models import Chooser, continue_rows, hidden_states, load_model, load_tokenizer
 from paceline.checkpoints.corpus import load_corpus
 from paceline.service.config import setting
 from training.batches import TokenStore, encode_documents
@@ -33,6 +32,7 @@ from training.loop import (
     save_checkpoint,
     walk,
 )
+from training.models import Chooser, continue_rows, hidden_states, load_model, load_tokenizer
 from training.objective import DistillationResult, distillation
 
 PREFIX_TOKENS = (16, 32, 64, 96)

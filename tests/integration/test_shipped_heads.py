@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.acceptance.drafters import load_drafter
-from paceline.acceptance.models import load_model, load_tokenizer
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
 from paceline.core.draft_policy import FixedGamma
@@ -19,6 +17,8 @@ from paceline.engine.loading import load_decoder
 from paceline.engine.medusa_heads import MedusaHeads
 from tests.support.engines import EnginePair
 from tests.unit.engine.tiny_models import NUM_BLOCKS, SCRATCH, TABLE, branch, chain, pack
+from training.acceptance import load_drafter
+from training.models import load_model, load_tokenizer
 
 MOST_BYTES = 6_000_000
 LENGTH = 40

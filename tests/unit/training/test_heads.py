@@ -13,15 +13,21 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
-from paceline.acceptance.drafters import ChainDrafter, ModelChain, load_drafter
-from paceline.acceptance.eagle3 import Attention, Eagle3, load_eagle3
-from paceline.acceptance.measure import acceptance_table, accepted_runs, encode_prompts, measure
-from paceline.acceptance.medusa import MedusaHeads, load_medusa
-from paceline.acceptance.models import Drafted, head_weight, hidden_states, load_model, load_tokenizer, rotations
-from training.eagle3 import begin_from, default_aux_layers, eagle3_config
+from training.acceptance import (
+    ChainDrafter,
+    ModelChain,
+    acceptance_table,
+    accepted_runs,
+    encode_prompts,
+    load_drafter,
+    measure,
+)
+from training.eagle3 import Attention, Eagle3, begin_from, default_aux_layers, eagle3_config, load_eagle3
 from training.export import Card, export_heads
 from training.heads import Eagle3Config, MedusaConfig, eagle3_lessons, most_frequent, train_eagle3, train_medusa
 from training.loop import walk
+from training.medusa import MedusaHeads, load_medusa
+from training.models import Drafted, head_weight, hidden_states, load_model, load_tokenizer, rotations
 from training.runs import Batch, RunConfig
 
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.cli import main as paceline
 from training import demo
 from training.__main__ import COMMANDS, main
 
@@ -45,8 +44,7 @@ def test_a_pair_of_two_vocabularies_is_refused(
 ) -> None:
     tiny_config.vocab_size = 400
     LlamaForCausalLM(tiny_config).save_pretrained(tmp_path / "other")
-    with pytest.raises(SystemExit, match="2"):
-        paceline(["acceptance", "--target", str(target_folder), "--drafter", str(tmp_path / "other")])
+    assert run("acceptance", "--target", str(target_folder), "--drafter", str(tmp_path / "other")) == 2
     assert "vocabulary of the target is 320, of the drafter 400" in capsys.readouterr().err
 
 
@@ -65,7 +63,7 @@ def test_heads_are_trained_exported_and_measured(
     assert shown in (out / "README.md").read_text("utf-8")
     assert "after 1 steps of 1,024 tokens" in (out / "README.md").read_text("utf-8")
     assert (out / "model.safetensors").is_file()
-    paceline(["acceptance", f"--target={target_folder}", f"--drafter={out}", "--prompts=2", "--tokens=8"])
+    assert run("acceptance", f"--target={target_folder}", f"--drafter={out}", "--prompts=2", "--tokens=8") == 0
     assert capsys.readouterr().out.splitlines()[:2] == shown.splitlines()[:2]
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from paceline.acceptance.drafters import ModelChain
-from paceline.acceptance.measure import encode_prompts, mean_chain_length, measure
-from paceline.acceptance.models import load_model, load_tokenizer
 from training import demo
+from training.acceptance import ModelChain, encode_prompts, mean_chain_length, measure
 from training.batches import encode_documents, save_store
 from training.demo import TargetConfig, train_target
 from training.distill import DistillConfig, distill, first_layers, grown
 from training.loop import Schedule
+from training.models import load_model, load_tokenizer
 from training.tokenizer import BEGIN_ID, END_ID
 
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))

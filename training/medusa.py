@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from paceline.acceptance.models import Drafted, head_weight
+from training.models import Drafted, head_weight
 
 ARCHITECTURE = "MedusaModel"
 
