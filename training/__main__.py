@@ -85,8 +85,8 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {
         AcceptanceConfig,
         print_acceptance,
         "Measures how well a drafter fits its target, in float32 on the CPU. The target continues prompts of Python "
-        "code that the demo pair never saw, and the drafter guesses on from every place of that text. The table shows, by "
-        "temperature, the share of chains whose guesses are accepted up to a position, the most that any acceptance "
+        "code that the demo pair never saw, and the drafter guesses on from every place of that text. The table "
+        "shows by temperature the share of chains that are accepted up to a position, the most that any acceptance "
         "rule could accept of first guesses, and the mean number of tokens of a round with 3, 5 and 7 guesses.",
     ),
 }

@@ -7,7 +7,6 @@ import pytest
 FLEETS = {"trees", "chains"}
 FILES_WITH_FLEETS = (
     "tests/docs/",
-    "tests/fleet/test_load.py",
     "tests/fleet/test_prometheus.py",
     "tests/fleet/test_promises.py",
     "tests/integration/test_console.py",

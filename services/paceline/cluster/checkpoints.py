@@ -36,7 +36,8 @@ DEMO_MEDUSA = MODELS_FOLDER / "demo-medusa"
 DEMO_EAGLE3 = MODELS_FOLDER / "demo-eagle3"
 WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
-WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
+# Neurons of a feed-forward layer that take the demo target to about 98 and 398 million parameters.
+WIDENED_SIZES = {"98m": 12_288, "400m": 51_200}
 MAX_HEADER_BYTES = 100_000_000
 # Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
 HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
@@ -100,8 +101,8 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
             digest.update(file.name.encode() + file.read_bytes())
     out = _cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
-        say(f"widening the demo target to {WIDENED_SIZES[preset]} parameters, once: {out}")
-        _widen_in_own_process(out, preset, environ)
+        say(f"widening the demo target to {preset[:-1]} M parameters, once: {out}")
+        _widen_in_own_process(out, WIDENED_SIZES[preset], environ)
     return out
 
 
@@ -165,12 +166,12 @@ def _num_parameters(file: Path) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def _widen_in_own_process(out: Path, preset: str, environ: Mapping[str, str]) -> None:
+def _widen_in_own_process(out: Path, intermediate_size: int, environ: Mapping[str, str]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
-    command = [sys.executable, "-m", "paceline.cluster.widen", str(DEMO_TARGET), str(out), "--preset", preset]
+    command = [sys.executable, "-m", "paceline.cluster.widen", str(DEMO_TARGET), str(out), str(intermediate_size)]
     ended = subprocess.run(command, env=child_environment(environ), capture_output=True, text=True, check=False)
     # Another fleet may have made it at the same time.
     if ended.returncode != 0 and not (out / "config.json").is_file():
