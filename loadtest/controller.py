@@ -14,6 +14,7 @@ the regret against the optimum, and the ratio to the best fixed gamma of each lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
     loads = [*LOADS, *LOADS[-2::-1]]
     policies: dict[str, Goodput] = {
-        CONTROLLER: Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes),
+        CONTROLLER: Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf),
         OPTIMUM: Oracle(profile, truth, clairvoyant=False),
         CLAIRVOYANT: Oracle(profile, truth, clairvoyant=True),
         **{f"gamma {gamma}": FixedGamma(gamma=gamma) for gamma in GAMMAS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from paceline.core.errors import ConfigError
@@ -26,6 +27,15 @@ def is_address(address: str) -> bool:
     host, _, port = address.rpartition(":")
     known = _BRACKETED.fullmatch(host) or _NAME.fullmatch(host)
     return known is not None and re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) <= MAX_PORT
+
+
+def is_local(address: str) -> bool:
+    """Whether `host:port` names this host by its loopback interface."""
+    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def check_address(name: str, address: str) -> None:

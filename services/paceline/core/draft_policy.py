@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from paceline.core.drafting_mode import DraftingMode, Mode
+from paceline.core.drafting_mode import MOST_ON_LOAN, DraftingMode, Mode
 from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth
 from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
@@ -30,6 +30,8 @@ class Goodput:
     Args:
         cost: Of steps, by their rows.
         max_nodes: Most nodes a session may have verified in one step.
+        most_on_loan: Sessions up to which drafting is tried as soon as plain steps are known; infinite where drafters
+            have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
         times: Of steps that draft.
@@ -37,10 +39,12 @@ class Goodput:
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
     """
 
-    def __init__(self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16) -> None:
+    def __init__(
+        self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16, most_on_loan: float = MOST_ON_LOAN
+    ) -> None:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
-        self.mode = DraftingMode()
+        self.mode = DraftingMode(most_on_loan)
         self._price: MovingAverage | None = None
         self._answered = True
         self.start_from(cost)

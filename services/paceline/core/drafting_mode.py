@@ -34,8 +34,9 @@ MOST_UNCOUNTED = 64
 CLEAR, LEAST_SPREAD = 3.0, 0.05
 # Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
 BEGIN_DRAFTING = 2
-# Sessions up to which the first trial is on loan. With more a step that drafts may take as long as nine plain ones on a
-# CPU, and half a dozen of them would be a fifth of what such sessions do in their first seconds.
+# Sessions up to which the first trial is on loan where drafters lend their verifier cores. With more, a step that
+# drafts took as long as nine plain ones there, and half a dozen of them a fifth of what such sessions do in their first
+# seconds.
 MOST_ON_LOAN = 4
 # Share by which drafting is taken to be slower while nothing is known of it.
 UNKNOWN_LOSS = 1 / 3

@@ -102,6 +102,11 @@ class StepDrafts:
         links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
         return Choice(counts, decoding.repeat(counts), self._forest.take(decoding, picked.slots, counts))
 
+    def call(self, fresh: Ints) -> None:
+        """Gives new sessions a price and room before they are opened: without, a drafter reads the prompt and stops."""
+        if self._policy.drafts:
+            self._forest.links.look_ahead(fresh, self.caps(fresh), price=self._policy.price, step_s=self.step_s)
+
     def num_silenced(self, rows: Ints, now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""
         if not self._policy.drafts:

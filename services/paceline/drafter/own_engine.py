@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from paceline.checkpoints.families import is_eagle3
@@ -15,7 +16,7 @@ from paceline.drafter.config import DrafterConfig
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
-from paceline.engine.process import prepare_process, yield_cpus
+from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.model_service import HOST_PAGES
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,12 @@ def own_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], Draft
     prepare_process(config.cpus)
     identity = checkpoint_of(config).identity()
     config = with_memory(config, identity)
-    return identity, lambda: make_engine(config, identity)
+
+    def make() -> DraftEngine:
+        with then_yields_cpus() if config.idle_priority else nullcontext():
+            return make_engine(config, identity)
+
+    return identity, make
 
 
 def checkpoint_of(config: DrafterConfig) -> DraftCheckpoint:
@@ -89,6 +95,4 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
         num_blocks=config.num_pages,
         num_scratch_blocks=draft_scratch_blocks(config.num_pages),
     )
-    if config.idle_priority:
-        yield_cpus()
     return engine

@@ -11,7 +11,6 @@ import numpy as np
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftEvent, VerifierMessages
-from paceline.core.drafting_mode import DraftingMode
 from paceline.core.errors import PacelineError
 from paceline.core.messages import (
     CommittedTokens,
@@ -223,10 +222,9 @@ class VerifierAtWork:
         # With the addresses of their drafters, by number.
         self._requests: dict[int, tuple[Request, str]] = {}
         self._engine: EngineAtWork[TargetEvent, TargetOutput] = EngineAtWork(events, self._deliver)
-        self.policy = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
-        if policy is None:
-            # Minutes are simulated of a verifier that has served for days: it has long tried to draft at each load.
-            self.policy.mode = DraftingMode(most_on_loan=math.inf)
+        self.policy = policy or Goodput(
+            profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf
+        )
         self.engine = target_engine(self._engine, profile, self.policy, seed, colocated=colocated)
         self._engine.stepper = self.engine
         if colocated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from paceline.checkpoints.json_file import parse_object
 from paceline.core.acceptance_rules import LAWFUL, Rules
 from paceline.core.draft_policy import FixedGamma, Goodput
+from paceline.core.drafting_mode import MOST_ON_LOAN
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
@@ -198,10 +200,16 @@ class Speculation:
         """Layers of the target that draft, ascending; empty: the default number of first ones."""
         return tuple(range(self.exit_layer or 0)) or self.layers or ()
 
-    def draft_policy(self) -> Goodput:
-        """Makes a policy that has learned nothing yet."""
+    def draft_policy(self, *, shares_cores: bool) -> Goodput:
+        """Makes a policy that has learned nothing yet.
+
+        Args:
+            shares_cores: Whether drafters lend the verifier cores, so that trying to draft takes them back.
+        """
         gamma = self.num_speculative_tokens
-        return FixedGamma(gamma=gamma) if self.policy == FIXED else Goodput(max_nodes=gamma)
+        if self.policy == FIXED:
+            return FixedGamma(gamma=gamma)
+        return Goodput(max_nodes=gamma, most_on_loan=MOST_ON_LOAN if shares_cores else math.inf)
 
     def _check_rules(self) -> None:
         for rule in (each for each in (*LAWFUL, *self.rules.more) if each.name in self.acceptance.split("+")):

@@ -170,7 +170,7 @@ def make_engine(
 def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
-    policy = speculation.draft_policy()
+    policy = speculation.draft_policy(shares_cores=bool(config.spare_cpus))
     engine = TargetEngine(
         decoder=decoder,
         identity=identity,

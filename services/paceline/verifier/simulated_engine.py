@@ -71,7 +71,7 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
 def _make(
     config: VerifierConfig, simulation: Simulation, identity: ModelIdentity, speculation: Speculation
 ) -> SimulatedEngine | ColocatedEngine:
-    facts, policy = simulation.profile.target, speculation.draft_policy()
+    facts, policy = simulation.profile.target, speculation.draft_policy(shares_cores=False)
     num_blocks = config.num_kv_blocks or facts.kv_tokens // BLOCK_SIZE
     engine = SimulatedEngine(
         decoder=simulation.target(),

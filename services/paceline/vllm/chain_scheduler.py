@@ -113,6 +113,8 @@ class ChainScheduler:
         self._take_time(message)
         self._rows = [self._session_of(row) for row in message.rows]
         self._commit_tokens(message.rows)
+        fresh = [session for session, row in zip(self._rows, message.rows, strict=True) if not row.base_len]
+        self._drafts.call(_forest_rows(fresh))
         self._tier.update(self._rows, now_s)
         self._committed_s = now_s
 

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.checkpoints.identity import vocab_hash
+from paceline.core.addresses import is_local
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
@@ -43,6 +45,9 @@ from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames
 logger = logging.getLogger(__name__)
 
 PROG = "paceline vllm helper"
+# Drafters that share this host's cores are tried at once with up to so many sessions. A trial with 8 gave 1.8 times the
+# speed in its first 128 steps, and one with 32 cost nothing that could be measured (two cores, 98 M target).
+MOST_ON_LOAN = 32
 # Bytes read from the proposer at once.
 READ_BYTES = 1 << 20
 
@@ -74,7 +79,7 @@ class Helper:
         )
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
-            policy=Goodput(max_nodes=job.max_chain),
+            policy=Goodput(max_nodes=job.max_chain, most_on_loan=most_on_loan(job.settings.drafters)),
             drafters=self._drafters,
             methods=(DRAFT_MODEL,),
             vocab_size=job.vocab_size,
@@ -249,6 +254,12 @@ def _make_way(path: Path) -> None:
     """Removes the socket that a killed helper may have left."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
+
+
+def most_on_loan(drafters: Sequence[str]) -> float:
+    """Sessions up to which drafting is tried at once: any number where all drafters are known to be elsewhere."""
+    elsewhere = drafters and not any(map(is_local, drafters))
+    return math.inf if elsewhere else MOST_ON_LOAN
 
 
 def _identity(job: HelperJob) -> ModelIdentity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -110,6 +111,11 @@ def test_the_first_trial_of_more_sessions_is_saved_up_for_like_every_other_one()
     verifier = always(1.5)
     assert verifier.steps(1_000, 2 * MOST_ON_LOAN) == [PLAIN] * 1_000
     assert verifier.steps(300, 2 * MOST_ON_LOAN)[-1] is DRAFTING
+
+
+def test_where_drafters_have_hardware_of_their_own_any_load_tries_once_plain_decoding_is_known() -> None:
+    verifier = Verifier(lambda _: 1.5, switch=DraftingMode(most_on_loan=math.inf))
+    assert verifier.steps(LEAST_STEPS + 2, 64)[-1] is DRAFTING
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.6, 0.9, 0.97])

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
+from paceline.core.drafting_mode import LEAST_STEPS, Mode
 from paceline.core.errors import ConfigError
 from paceline.core.params import LAYER_SKIP, MEDUSA
 from paceline.engine.loading import load_decoder
@@ -29,7 +30,7 @@ def asked(**settings) -> Speculation:
 def test_nothing_asked_for_is_the_drafter_tier_and_look_up():
     speculation = asked()
     assert speculation.methods == ("draft_model", "ngram", "grammar")
-    assert isinstance(speculation.draft_policy(), Goodput)
+    assert isinstance(speculation.draft_policy(shares_cores=False), Goodput)
     assert speculation.first_layers == ()
 
 
@@ -38,7 +39,7 @@ def test_everything_may_be_asked_for():
     assert speculation.methods == ("ngram", MEDUSA, LAYER_SKIP)
     assert str(speculation.medusa_model) == "/heads"
     assert speculation.first_layers == (0, 1, 2)
-    assert isinstance(speculation.draft_policy(), FixedGamma)
+    assert isinstance(speculation.draft_policy(shares_cores=False), FixedGamma)
     assert asked(layers=[0, 2, 5]).first_layers == (0, 2, 5)
     assert str(asked(method="eagle3+ngram", eagle3_model="/head").eagle3_model) == "/head"
 
@@ -94,3 +95,15 @@ def test_models_served_by_transformers_modules_cannot_skip_layers(tmp_path):
     decoder = save_tiny(tmp_path, "phi", SIZES).load()
     with pytest.raises(ConfigError, match="PhiForCausalLM is served through transformers' own modules"):
         make_sources(asked(method="layer_skip"), decoder)
+
+
+def test_drafting_is_tried_at_any_load_unless_drafters_lend_their_cores() -> None:
+    def mode_after_seconds(*, shares_cores: bool) -> Mode:
+        policy = Speculation().draft_policy(shares_cores=shares_cores)
+        for _ in range(LEAST_STEPS + 2):
+            policy.enter(32)
+            policy.observe(roots=32, guesses=0, tokens=32, seconds=0.01)
+        return policy.mode.mode
+
+    assert mode_after_seconds(shares_cores=False) is Mode.DRAFTING
+    assert mode_after_seconds(shares_cores=True) is Mode.PLAIN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.vllm.chain_scheduler import ChainScheduler
+from paceline.vllm.helper import MOST_ON_LOAN, most_on_loan
 from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
 from paceline.vllm.step_message import RowTokens, StepMessage
 from tests.support.told_drafter import ToldDrafter
@@ -197,6 +199,29 @@ def test_a_row_whose_prompt_is_read_is_drafted_for_and_verifies_nothing(vllm: Vl
     assert chains[2] == []
     assert len(vllm.drafter.sessions) == 2
     assert vllm.step()[2]
+
+
+def test_a_session_is_opened_with_room_so_that_its_first_round_drafts(vllm: Vllm) -> None:
+    vllm.begin(2)
+    vllm.tier.commit(StepMessage(99, vllm.now_s, True, [RowTokens(2, 0, TEXT[:20], False, 0)], (1,)), vllm.now_s)
+    (messages,) = vllm.tier.take_outgoing()[0].values()
+    (opened,) = [message for message in messages if isinstance(message, OpenSession)]
+    assert opened.room > 0
+    assert opened.price < 1.0
+
+
+@pytest.mark.parametrize(
+    ("drafters", "most"),
+    [
+        ((), MOST_ON_LOAN),
+        (("127.0.0.1:8201",), MOST_ON_LOAN),
+        (("10.0.0.7:8201", "localhost:8201"), MOST_ON_LOAN),
+        (("[::1]:8201",), MOST_ON_LOAN),
+        (("10.0.0.7:8201", "drafter.example:8201", "[fd00::7]:8201"), math.inf),
+    ],
+)
+def test_drafters_on_other_hosts_are_tried_at_any_load(drafters: tuple[str, ...], most: float) -> None:
+    assert most_on_loan(drafters) == most
 
 
 def test_a_session_that_is_over_is_closed_at_its_drafter(vllm: Vllm) -> None:
