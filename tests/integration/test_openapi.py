@@ -6,16 +6,14 @@ import asyncio
 import json
 from typing import Any
 
-import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from paceline.core.messages import TokenFate
 from paceline.gateway.api.openapi import PATH, openapi_document
-from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet
+from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, ScriptedFleet
 
 pytestmark = SHARES_A_GATEWAY
 
@@ -123,74 +121,3 @@ async def test_answers_are_those_of_the_description(
 
 async def test_the_description_is_served(fleet: ScriptedFleet) -> None:
     assert (await fleet.http.get(PATH)).json() == openapi_document()
-
-
-# What makes an answer hold all that it can.
-ALL = {"n": 2, "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}, "return_token_ids": True}
-TEXT = ("/v1/completions", "Completion", {**ALL, "prompt": "the x", "logprobs": 2, "echo": True})
-CHAT = (
-    "/v1/chat/completions",
-    "ChatCompletion",
-    {**ALL, "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2},
-)
-
-
-def check(name: str, told: Any) -> None:
-    """Holds what was told against a schema of the description."""
-    schema = {"$ref": f"#/components/schemas/{name}", "components": openapi_document()["components"]}
-    jsonschema_rs.Draft202012Validator(schema).validate(told)
-
-
-def properties(told: Any) -> set[str]:
-    """The names in an answer that hold something."""
-    if isinstance(told, list):
-        return set().union(*map(properties, told))
-    if not isinstance(told, dict):
-        return set()
-    return {name for name, value in told.items() if value is not None}.union(*map(properties, told.values()))
-
-
-async def events(fleet: ScriptedFleet, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream, as far as they hold JSON."""
-    async with fleet.http.stream("POST", path, json=body) as answer:
-        assert answer.status_code == 200
-        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
-@pytest.mark.parametrize(("path", "name", "body"), [TEXT, CHAT])
-@pytest.mark.parametrize("usage", ["include_usage", "continuous_usage_stats"])
-async def test_answers_that_hold_all_they_can_are_as_described(
-    fleet: ScriptedFleet, path: str, name: str, body: dict[str, Any], usage: str
-) -> None:
-    fleet.verifier.script = Script(own_fate=TokenFate.BONUS)
-    whole = (await fleet.http.post(path, json={**body, "prompt_logprobs": 2})).json()
-    check(name, whole)
-    assert "decoded_token" in properties(whole)
-    chunks = await events(fleet, path, {**body, "stream": True, "stream_options": {usage: True}})
-    for chunk in chunks:
-        check(f"{name}Chunk", chunk)
-    asked = {
-        "token_ids",
-        "prompt_token_ids",
-        "token_fates",
-        "fate",
-        "top_logprobs",
-        "usage",
-        "speculative_decoding",
-        "finish_reason",
-    }
-    assert asked <= properties(whole)
-    assert asked <= properties(chunks)
-
-
-@pytest.mark.parametrize(("path", "name", "body"), [TEXT, CHAT])
-async def test_a_stream_that_fails_ends_with_the_described_error(
-    fresh_fleet: ScriptedFleet, path: str, name: str, body: dict[str, Any]
-) -> None:
-    fresh_fleet.verifier.script = Script(fail_after=3, error=RuntimeError("a bug"))
-    *chunks, last = await events(fresh_fleet, path, {**body, "n": 1, "stream": True})
-    assert chunks
-    for chunk in chunks:
-        check(f"{name}Chunk", chunk)
-    check("Error", last)

@@ -1,19 +1,17 @@
 """The OpenAPI description of the HTTP API: every path, and every status that can come back from it.
 
-It knows no sessions and no transport; the schemas in it are those of the models of bodies and answers.
+It knows no sessions and no transport; bodies are described by the models that read them, answers by their kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import paceline
-from paceline.gateway.api import openai_shapes as shapes
-from paceline.gateway.api import translated_shapes as translated
 from paceline.gateway.api.anthropic.bodies import CountBody, MessagesBody
 from paceline.gateway.api.openai.bodies import (
     ChatBody,
@@ -23,7 +21,7 @@ from paceline.gateway.api.openai.bodies import (
     TokenizeTextBody,
 )
 from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
-from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, REQUEST_ID
+from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS
 from paceline.gateway.sessions.request import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
 
 Json = dict[str, Any]
@@ -98,18 +96,11 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
 """
 _REFERENCE = "#/components/schemas/{model}"
+_JSON: Json = {"application/json": {"schema": {"type": "object"}}}
 _TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
-_COMPLETION = (CompletionBody, shapes.COMPLETION, shapes.COMPLETION_CHUNK)
-_CHAT = (ChatBody, shapes.CHAT_COMPLETION, shapes.CHAT_COMPLETION_CHUNK)
-_TOKENIZE = (TokenizeTextBody, TokenizeChatBody)
-_RESPONSES = (ResponsesBody, translated.RESPONSE, *translated.RESPONSE_EVENTS)
-_MESSAGES = (MessagesBody, translated.MESSAGE, *translated.MESSAGE_EVENTS)
-_MODELS = (
-    *(*_COMPLETION, *_CHAT, *_TOKENIZE, DetokenizeBody, shapes.TOKENS, shapes.PROMPT),
-    *(*_RESPONSES, translated.RESPONSE_ERROR, translated.DELETED),
-    *(*_MESSAGES, translated.MESSAGE_ERROR, CountBody, translated.INPUT_TOKENS),
-    *(shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.VERSION, shapes.LOAD, shapes.ERROR),
-)
+_STREAM: Json = {"text/event-stream": {}}
+_BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody)
+_TOKENIZER_BODIES = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
 _FAILURES = {
     "400": "A field, or the body as a whole, is refused",
     "401": "A key is required, and the request has none that is known",
@@ -123,20 +114,18 @@ _FAILURES = {
     "502": "A verifier broke the protocol",
     "503": "No verifier is there, or the gateway stops",
 }
-_RETRIED = ("429", "503")
 _OF_TOKENIZER = ("400", "401", "404", "408", "413", "429", "500", "503")
 _OF_KEPT = ("400", "401", "404", "429", "500", "503")
 # Those that resume a session.
 _OF_RUN = ("400", "401", "404", "409", "422", "429", "500", "502", "503")
-# Answered before the API is known.
-_AT_THE_DOOR = ("401", "429")
 # The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
 _FROM_SERVER = ("400", "503")
 
 
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
-    _, schemas = models_json_schema([(each, "validation") for each in _MODELS], ref_template=_REFERENCE)
+    bodies = [(each, "validation") for each in (*_BODIES, *_TOKENIZER_BODIES)]
+    _, schemas = models_json_schema(bodies, ref_template=_REFERENCE)  # type: ignore[arg-type]
     about = ABOUT.format(
         max_choices=MAX_CHOICES,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
@@ -145,78 +134,69 @@ def openapi_document() -> Json:
         ignored_tools=IGNORED_TOOLS,
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
-    posts = {
-        "/v1/completions": _generation("createCompletion", *_COMPLETION),
-        "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),
-        "/v1/responses": _generation("createResponse", *_RESPONSES, error=translated.RESPONSE_ERROR),
-        "/v1/messages": _generation("createMessage", *_MESSAGES, error=translated.MESSAGE_ERROR),
-        "/v1/messages/count_tokens": _tokenizing(
-            "countMessageTokens",
-            "The tokens of a prompt",
-            (CountBody,),
-            translated.INPUT_TOKENS,
-            translated.MESSAGE_ERROR,
-        ),
-        "/tokenize": _tokenizing("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
-        "/detokenize": _tokenizing("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
-    }
-    reads = _reads()
-    ping = {"post": {**reads["/ping"], "operationId": "postPing"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline gateway", "version": paceline.__version__, "description": about},
-        "paths": {
-            **{path: {"post": operation} for path, operation in posts.items()},
-            **{path: {"get": operation, **(ping if path == "/ping" else {})} for path, operation in reads.items()},
-            **_kept(),
-        },
+        "paths": {**_posts(), **_reads(), **_kept()},
         "components": {"schemas": schemas["$defs"]},
+    }
+
+
+def _posts() -> Json:
+    """Returns the operations with a body, by path."""
+
+    def generates(name: str, body: type[BaseModel]) -> Json:
+        told = "Generates text, whole or as a stream"
+        return {"post": _operation(name, told, (*_FAILURES,), content=_JSON | _STREAM, bodies=(body,))}
+
+    def tokenizes(name: str, told: str, *bodies: type[BaseModel]) -> Json:
+        return {"post": _operation(name, told, _OF_TOKENIZER, bodies=bodies)}
+
+    return {
+        "/v1/completions": generates("createCompletion", CompletionBody),
+        "/v1/chat/completions": generates("createChatCompletion", ChatBody),
+        "/v1/responses": generates("createResponse", ResponsesBody),
+        "/v1/messages": generates("createMessage", MessagesBody),
+        "/v1/messages/count_tokens": tokenizes("countMessageTokens", "The tokens of a prompt", CountBody),
+        "/tokenize": tokenizes("tokenize", "The tokens of a prompt or a chat", TokenizeTextBody, TokenizeChatBody),
+        "/detokenize": tokenizes("detokenize", "The text of tokens", DetokenizeBody),
     }
 
 
 def _reads() -> Json:
     """Returns the operations that only read, by path."""
-    some_text = {"type": "string", "minLength": 1}
-    name = {"name": "name", "in": "path", "required": True, "schema": some_text, "description": "May hold slashes."}
-    not_found = {"404": _response("No such model", _json(shapes.ERROR))}
-    health = _json(shapes.HEALTH)
-    not_ready = {"503": _response("No: draining, or no verifier for any of its models", health)}
-    ready = "Whether new requests can be served"
-    itself = {"application/json": {"schema": {"type": "object"}}}
-    one_model = _operation("showModel", "One model", _json(shapes.MODEL), not_found)
-    return {
-        "/v1/models": _operation("listModels", "Models that can be asked for", _json(shapes.MODELS)),
-        "/v1/models/{name}": {**one_model, "parameters": [name]},
-        "/livez": _operation("livez", "Whether the process lives: it answers", _json(shapes.LIFE)),
-        "/readyz": _operation("readyz", ready, health, not_ready),
-        "/health": _operation("health", ready, health, not_ready),
-        "/ping": _operation("ping", ready, health, not_ready),
-        "/load": _operation("load", "How many sessions are under way", _json(shapes.LOAD)),
-        "/version": _operation("version", "What serves", _json(shapes.VERSION)),
-        "/metrics": _operation("metrics", "Prometheus metrics", _TEXT),
-        PATH: _operation("openapi", "This description", itself),
+    told = {
+        "/v1/models": ("listModels", "Models that can be asked for", ""),
+        "/v1/models/{name}": ("showModel", "One model", "404"),
+        "/livez": ("livez", "Whether the process lives: it answers", ""),
+        **{f"/{name}": (name, "Whether new requests can be served", "503") for name in ("readyz", "health", "ping")},
+        "/load": ("load", "How many sessions are under way", ""),
+        "/version": ("version", "What serves", ""),
+        "/metrics": ("metrics", "Prometheus metrics", ""),
+        PATH: ("openapi", "This description", ""),
     }
+    reads: Json = {
+        path: {"get": _operation(name, summary, (failure,) if failure else ())}
+        for path, (name, summary, failure) in told.items()
+    }
+    name = _parameter("name", {"type": "string", "minLength": 1}, "May hold slashes.")
+    reads["/v1/models/{name}"]["get"]["parameters"] = [name]
+    reads["/metrics"]["get"]["responses"]["200"]["content"] = _TEXT
+    reads["/ping"]["post"] = {**reads["/ping"]["get"], "operationId": "postPing"}
+    return reads
 
 
 def _kept() -> Json:
     """Returns the operations on responses that are kept, by path."""
-    name = {
-        "name": "response_id",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
-    }
+    name = _parameter("response_id", {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"}, "As its answer names it.")
     number = {"type": "integer", "minimum": 0, "maximum": 10**12 - 1}
     query = [
-        {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Whether as a stream."},
-        {"name": "starting_after", "in": "query", "schema": number, "description": "Its last event that is there."},
+        _parameter("stream", {"type": "boolean"}, "Whether as a stream.", place="query"),
+        _parameter("starting_after", number, "Its last event that is there.", place="query"),
     ]
-    error = translated.RESPONSE_ERROR
-    streamed = {**_json(translated.RESPONSE), **_stream(translated.RESPONSE_EVENTS, error, named=True)}
-    failures = {status: _failures(each, error) for status, each in {"run": _OF_RUN, "kept": _OF_KEPT}.items()}
-    show = _operation("showResponse", "A response that is kept", streamed, failures["run"])
-    delete = _operation("deleteResponse", "Forgets a response", _json(translated.DELETED), failures["kept"])
-    cancel = _operation("cancelResponse", "Ends a response in progress", _json(translated.RESPONSE), failures["run"])
+    show = _operation("showResponse", "A response that is kept", _OF_RUN, content=_JSON | _STREAM)
+    delete = _operation("deleteResponse", "Forgets a response", _OF_KEPT)
+    cancel = _operation("cancelResponse", "Ends a response in progress", _OF_RUN)
     one = "/v1/responses/{response_id}"
     return {
         one: {"get": {**show, "parameters": [name, *query]}, "delete": {**delete, "parameters": [name]}},
@@ -224,82 +204,24 @@ def _kept() -> Json:
     }
 
 
-def _generation(
-    name: str,
-    body: type[BaseModel],
-    answer: type[BaseModel],
-    *events: type[BaseModel],
-    error: type[BaseModel] = shapes.ERROR,
-) -> Json:
-    answers = {**_json(answer), **_stream(events, error, named=error is not shapes.ERROR)}
-    operation = _operation(name, "Generates text, whole or as a stream", answers, _failures(_FAILURES, error))
-    return _with_body(operation, _json(body))
-
-
-def _tokenizing(
+def _operation(
     name: str,
     summary: str,
-    bodies: Sequence[type[BaseModel]],
-    answer: type[BaseModel],
-    error: type[BaseModel] = shapes.ERROR,
+    failures: Sequence[str] = (),
+    content: Json = _JSON,
+    bodies: Sequence[type[BaseModel]] = (),
 ) -> Json:
-    failures = _failures(_OF_TOKENIZER, error)
-    return _with_body(_operation(name, summary, _json(answer), failures), _json(*bodies))
+    responses: Json = {"200": {"description": summary, "content": content}}
+    for status in failures:
+        texts = _JSON | _TEXT if status in _FROM_SERVER else _JSON
+        responses[status] = {"description": _FAILURES[status], "content": texts}
+    operation: Json = {"operationId": name, "summary": summary, "responses": responses}
+    if bodies:
+        schemas = [{"$ref": _REFERENCE.format(model=each.__name__)} for each in bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
 
 
-def _with_body(operation: Json, content: Json) -> Json:
-    """Adds the body of an operation, and the headers that refer to it."""
-    text = {"type": "string"}
-    operation["responses"]["200"]["headers"] = {
-        IGNORED_FIELDS: {"schema": text, "description": "Unknown fields of the body, if there are any."},
-        IGNORED_TOOLS: {"schema": text, "description": "Kinds of tools that are no functions, if there are any."},
-        REQUEST_ID: {"schema": text, "description": "As the request has it; otherwise one of ours."},
-    }
-    return {**operation, "requestBody": {"required": True, "content": content}}
-
-
-def _stream(events: Sequence[type[BaseModel]], error: type[BaseModel], *, named: bool) -> Json:
-    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: data, an error, or the end.
-
-    Args:
-        events: What the data of one may hold.
-        error: What it holds when the stream fails.
-        named: Whether events have names; otherwise the last one is `[DONE]`.
-    """
-    payload = {"anyOf": [_reference(each) for each in (*events, error)]}
-    data: Json = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
-    named_data = {"event": {"type": "string"}, "data": data}
-    properties = named_data if named else {"data": {"anyOf": [{"const": "[DONE]"}, data]}}
-    schema = {"type": "object", "required": list(properties), "properties": properties}
-    return {"text/event-stream": {"schema": schema}}
-
-
-def _operation(name: str, summary: str, answer: Json, failures: Mapping[str, Json] | None = None) -> Json:
-    responses = {"200": _response(summary, answer), **(failures or {})}
-    return {"operationId": name, "summary": summary, "responses": responses}
-
-
-def _failures(statuses: Iterable[str], error: type[BaseModel]) -> Json:
-    return {status: _failure(status, error) for status in statuses}
-
-
-def _failure(status: str, error: type[BaseModel]) -> Json:
-    models = dict.fromkeys((error, shapes.ERROR) if status in _AT_THE_DOOR else (error,))
-    content = _json(*models) | (_TEXT if status in _FROM_SERVER else {})
-    failure = _response(_FAILURES[status], content)
-    if status in _RETRIED:
-        failure["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
-    return failure
-
-
-def _response(description: str, content: Json) -> Json:
-    return {"description": description, "content": content}
-
-
-def _json(*models: type[BaseModel]) -> Json:
-    schemas = [_reference(each) for each in models]
-    return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
-
-
-def _reference(model: type[BaseModel]) -> Json:
-    return {"$ref": _REFERENCE.format(model=model.__name__)}
+def _parameter(name: str, schema: Json, description: str, place: str = "path") -> Json:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema, "description": description}
