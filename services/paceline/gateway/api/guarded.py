@@ -14,7 +14,6 @@ from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.doors import AUTHORIZATION, SCHEME, Access
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.console.pages import FILE_PATHS
-from paceline.gateway.http.connection import connection_held
 from paceline.gateway.http.response import OPENAI_ERRORS, ErrorForm, Exchange, request_id
 
 # Where clients of Anthropic's API put the key.
@@ -31,7 +30,7 @@ OPEN_TIMEOUT_S = 10.0
 class GuardedApp:
     """An ASGI application behind API keys, whose holders share the places for requests.
 
-    What is refused never reaches the application. While a request has a place, its connection is not closed for others.
+    What is refused never reaches the application.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class GuardedApp:
         except OverloadedError as error:
             self._on_full(error)
             raise
-        held.enter_context(connection_held(scope))
 
     async def _refuse(self, error: PacelineError, scope: Scope, send: Send) -> None:
         form = self._forms.get(scope["path"], OPENAI_ERRORS)

@@ -2,19 +2,19 @@
 
 uvicorn's parser accepts headers, chunk extensions and trailers of any length, and waits for them without limit, as it
 does for clients to read. Beyond its own limit of connections it refuses every new one, so that idle ones without a key
-would block health checks.
+would block health checks. It skips the body of a request that offers another protocol, takes a request without a host,
+and sends chunks to clients of HTTP/1.0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from paceline.gateway.http.errors import HttpError
 
@@ -24,12 +24,9 @@ FRAMING_PER_BODY_BYTE = 8
 HEAD_TIMEOUT_S = 30.0
 # Of a body whose request is answered already: most clients look at an answer only after sending everything.
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-# The same without a key, as discarding costs time, too.
-MAX_KEYLESS_DISCARDED_BYTES = 256 * 1024
 # A client that leaves more unread than the transport's high-water mark has to read so many bytes in this time:
 # otherwise its answers would keep places, memory and KV pages from others.
 SEND_TIMEOUT_S, MIN_READ_BYTES = 60.0, 32 * 1024
-_CONNECTION = "paceline.connection"
 
 _log = logging.getLogger(__name__)
 
@@ -37,56 +34,32 @@ _log = logging.getLogger(__name__)
 class Connections:
     """The connections of a door, up to a limit: one more closes the one that has been idle longest.
 
-    A connection is idle unless an admitted request is under way: a request without a key does not make it busy. The
-    door admits fewer requests at once than this limit, so there is always an idle one.
+    A connection is idle unless an answer is under way. The door admits fewer requests at once than this limit, so there
+    is nearly always an idle one: 800 that never sent a request kept health checks from a gateway without it.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._all: set[BoundedConnection] = set()
-        # In the order in which they became idle.
-        self._idle: dict[BoundedConnection, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._all)
+        # The one that was used last is the last.
+        self._all: dict[BoundedConnection, None] = {}
 
     def add(self, connection: BoundedConnection) -> None:
         """Makes room for a connection."""
         if len(self._all) >= self._limit:
-            eldest = next(iter(self._idle))
+            eldest = next((each for each in self._all if each.is_idle), connection)
             self.remove(eldest)
             eldest.transport.abort()
-        self._all.add(connection)
-        self._idle[connection] = None
+        self._all[connection] = None
 
     def remove(self, connection: BoundedConnection) -> None:
         """Forgets a connection."""
-        self._all.discard(connection)
-        self._idle.pop(connection, None)
+        self._all.pop(connection, None)
 
-    def is_busy(self, connection: BoundedConnection) -> None:
-        """Notes that a request of the connection was admitted."""
-        self._idle.pop(connection, None)
-
-    def is_idle(self, connection: BoundedConnection) -> None:
-        """Notes that the connection has nothing under way any more."""
+    def note_use(self, connection: BoundedConnection) -> None:
+        """Notes that an answer on the connection has ended."""
         if connection in self._all:
-            self._idle.pop(connection, None)
-            self._idle[connection] = None
-
-
-@contextmanager
-def connection_held(scope: MutableMapping[str, Any]) -> Iterator[None]:
-    """Keeps the connection of an admitted request from being closed for others while a block serves the request."""
-    connection: BoundedConnection | None = scope.get("state", {}).get(_CONNECTION)
-    if connection is None:
-        yield
-        return
-    connection.hold()
-    try:
-        yield
-    finally:
-        connection.let_go()
+            del self._all[connection]
+            self._all[connection] = None
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -94,10 +67,6 @@ class BoundedConnection(HttpToolsProtocol):
 
     _num_framing_bytes = 0
     _num_discarded_bytes = 0
-    # Of the request whose body comes; those under way may be several, as a next one begins before the last has cleaned
-    # up.
-    _admitted = False
-    _num_held = 0
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
@@ -105,6 +74,11 @@ class BoundedConnection(HttpToolsProtocol):
         """Takes uvicorn's arguments, and the connections of the door."""
         super().__init__(*arguments, **settings)
         self._of_door = connections
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way."""
+        return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts waiting for the first head."""
@@ -120,9 +94,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Marks the connection idle; a next request, which may have arrived already, is admitted by itself."""
-        if not self._num_held:
-            self._of_door.is_idle(self)
+        self._of_door.note_use(self)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -135,41 +107,63 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_watching()
         super().resume_writing()
 
-    def hold(self) -> None:
-        """Notes that a request of the connection was admitted, and is under way."""
-        self._admitted = True
-        self._num_held += 1
-        self._of_door.is_busy(self)
-
-    def let_go(self) -> None:
-        """Notes that it is not any more."""
-        self._num_held -= 1
-        if not self._num_held:
-            self._of_door.is_idle(self)
-
     def data_received(self, data: bytes) -> None:
         """Parses data, and counts the bytes that belong to no body."""
+        self._unset_keepalive_if_required()
         self._num_framing_bytes += len(data)
-        super().data_received(data)
+        try:
+            self._parse(memoryview(data))
+        except HttpParserError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, f"headers: are not HTTP: {error.__context__ or error}")
         if self._num_framing_bytes > MAX_FRAMING_BYTES:
             self._refuse(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
                 f"headers: take more than the limit of {MAX_FRAMING_BYTES} bytes",
             )
 
+    def _parse(self, data: memoryview) -> None:
+        """Parses data; who offers another protocol, as Java's client does with `Upgrade: h2c`, is served in this one.
+
+        The parser takes what follows such a head for the other protocol. So it gets the head anew, without the offer.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as offer:
+                if self.parser.get_method() == b"CONNECT":
+                    raise HttpParserError("this is no proxy") from None
+                head, data = self._head_without_offer(), data[offer.args[0] :]
+                # The old parser is done where the connection ends with this answer.
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head)
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
     def on_message_begin(self) -> None:
         """A request begins, maybe the next of its connection."""
         super().on_message_begin()
         self._num_discarded_bytes = 0
-        self._admitted = False
-        self.scope["state"][_CONNECTION] = self
         if self._head_timer is None:
             self._await_head()
 
     def on_headers_complete(self) -> None:
         """Its head is there; what follows has the body's own deadline."""
+        if self.parser.should_upgrade():
+            return
         self._stop_waiting()
+        is_old = self.parser.get_http_version() == "1.0"
+        if sum(name == b"host" for name, _ in self.headers) != 1 and not is_old:
+            raise HttpParserError("a request needs one Host")
+        self.expect_100_continue &= not is_old
         super().on_headers_complete()
+        if is_old:
+            _end_by_closing(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """A piece of its body is there."""
@@ -177,23 +171,16 @@ class BoundedConnection(HttpToolsProtocol):
         # A long body must not allow endless trailers.
         self._num_framing_bytes = max(framing, -MAX_FRAMING_BYTES)
         if self.cycle.response_complete:
-            self._discard(len(body))
+            self._num_discarded_bytes += len(body)
+            if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Its end is there; the rest of the data just read, at most one read, is not counted."""
-        self._num_framing_bytes = 0
-        super().on_message_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
-            # Data after the answer has ended uvicorn's own timer.
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
-
-    def _discard(self, num_bytes: int) -> None:
-        self._num_discarded_bytes += num_bytes
-        if self._num_discarded_bytes > (MAX_DISCARDED_BYTES if self._admitted else MAX_KEYLESS_DISCARDED_BYTES):
-            self.transport.close()
+        if not self.parser.should_upgrade():
+            self._num_framing_bytes = 0
+            super().on_message_complete()
 
     def _watch_reading(self) -> None:
         unread = self.transport.get_write_buffer_size()
@@ -221,7 +208,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_is_late(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self.is_idle:
             # The head of a later request, maybe unread until this answer ends: the answer must not be cut off.
             self._await_head()
             return
@@ -232,8 +219,21 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_waiting()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if self.is_idle or not self.cycle.response_started:
             body = HttpError(status=status, type="invalid_request_error", message=message, param="headers").to_bytes()
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
         self.transport.close()
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Ends an answer by closing the connection, as HTTP/1.0 knows no chunks (RFC 9112, 6.1)."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def send_plain(message: Any) -> None:
+        # Whatever comes is as long as it should be.
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
