@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -15,6 +17,7 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.core.errors import (
     ConfigError,
@@ -197,6 +200,53 @@ async def test_health_answers_though_callers_without_a_key_keep_its_messages_bac
             await asyncio.gather(*ends, return_exceptions=True)
 
 
+async def test_who_watches_health_is_told_of_each_change_and_of_services_that_are_not_there(
+    fleet: ScriptedFleet,
+) -> None:
+    """Clients with `healthCheckConfig` in their service config watch, and were told INTERNAL."""
+
+    def watch(name: str) -> Any:
+        return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=30)
+
+    async with raw_channel(fleet) as channel:
+        watches = [watch(name) for name in ("", SERVICE_NAME, LIVENESS)]
+        assert [(await each.read()).status for each in watches] == [SERVING] * 3
+        unknown = await watch("nobody").read()
+        assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        await fleet.store.withdraw("verifier-0")
+        assert [(await each.read()).status for each in watches[:2]] == [NOT_SERVING] * 2
+        for each in watches:
+            each.cancel()
+
+
+async def test_a_client_that_checks_health_before_it_calls_is_served(fleet: ScriptedFleet) -> None:
+    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": SERVICE_NAME}}
+    options = [("grpc.service_config", json.dumps(config)), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(fleet.addresses.grpc, options=options) as channel:
+        stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
+        listed = await stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=bearer(ALICE), timeout=30)
+    assert len(listed.models) == 1
+
+
+async def test_a_server_s_own_methods_are_listed_to_who_has_a_key(fleet: ScriptedFleet) -> None:
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with raw_channel(fleet) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        [told] = [each async for each in stub.ServerReflectionInfo(iter((asked,)), metadata=bearer(ALICE), timeout=30)]
+    assert SERVICE_NAME in {each.name for each in told.list_services_response.service}
+
+
+async def test_a_call_that_ends_while_its_message_comes_is_no_error_of_anybody(
+    fleet: ScriptedFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with raw_channel(fleet) as channel, counting_no_error(fleet, caplog):
+        with never_sent() as messages:
+            call = channel.stream_stream(GENERATE)(messages(), timeout=30, metadata=bearer(ALICE))
+            await call.wait_for_connection()
+            call.cancel()
+        assert await list_error(fleet, ALICE) is None
+
+
 async def test_many_small_fields_are_refused_before_they_are_parsed(fleet: ScriptedFleet) -> None:
     stop = Request.STOP_FIELD_NUMBER << 3 | 2
     async with raw_channel(fleet) as channel:
@@ -312,6 +362,58 @@ async def connected(fleet: ScriptedFleet) -> tuple[asyncio.StreamReader, asyncio
 def head(key: str, length: int) -> bytes:
     lines = ("POST /v1/completions HTTP/1.1", "host: x", f"authorization: Bearer {key}", f"content-length: {length}")
     return "\r\n".join((*lines, "", "")).encode()
+
+
+@asynccontextmanager
+async def counting_no_error(fleet: ScriptedFleet, caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
+    """Nothing that happens meanwhile is counted as an error, or logged as one."""
+
+    async def counted() -> list[str]:
+        page = (await fleet.http.get("/metrics", headers=dict(bearer(ALICE)))).text
+        return [line for line in page.splitlines() if line.startswith("paceline:request_errors_total")]
+
+    before = await counted()
+    with caplog.at_level(logging.WARNING):
+        yield
+    assert not caplog.records
+    assert await counted() == before
+
+
+async def test_a_client_that_leaves_while_it_sends_its_body_is_no_error_of_anybody(
+    fleet: ScriptedFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each phone in a tunnel was counted, rang an alert, and wrote a stack of 1.5 KB."""
+    async with counting_no_error(fleet, caplog):
+        for path in (b"completions", b"chat/completions", b"messages", b"responses"):
+            reader, writer = await connected(fleet)
+            writer.write(head(ALICE, 100).replace(b"completions", path)[:-2] + b"expect: 100-continue\r\n\r\n{")
+            assert b"100 Continue" in await reader.readline()
+            writer.transport.abort()
+            await until(lambda: not any("run_asgi" in repr(task.get_coro()) for task in asyncio.all_tasks()))
+
+
+@pytest.mark.parametrize("path", [b"completions", b"chat/completions", b"messages", b"responses"])
+@pytest.mark.parametrize(
+    "named", ["content-encoding: gzip", "content-encoding: identity, br", "transfer-encoding: gzip, chunked"]
+)
+async def test_a_compressed_body_is_refused_for_that(fleet: ScriptedFleet, path: bytes, named: str) -> None:
+    """It was told that it was no JSON, or no UTF-8."""
+    body = gzip.compress(b'{"model": "tiny", "prompt": "x"}')
+    length = "" if named.startswith("transfer") else f"content-length: {len(body)}\r\n"
+    sent = f"POST /v1/%b HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ALICE}\r\n{named}\r\n{length}\r\n"
+    reader, writer = await connected(fleet)
+    writer.write(sent.encode() % path + (body if length else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)))
+    answer = (await reader.readuntil(b"\r\n\r\n")).decode()
+    assert answer.startswith("HTTP/1.1 415 ")
+    assert "accept-encoding: identity" in answer
+    assert f"must be sent as it is, without {named}" in (await reader.readuntil(b"}")).decode()
+    writer.close()
+
+
+async def test_a_body_that_says_it_is_not_compressed_is_read(fleet: ScriptedFleet) -> None:
+    headers = {**dict(bearer(ALICE)), "content-encoding": "identity"}
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+    assert (await fleet.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
 
 
 async def test_idle_connections_without_a_key_do_not_keep_health_from_answering(
@@ -469,13 +571,12 @@ async def test_what_is_left_of_a_refused_body_is_thrown_away_and_the_connection_
     writer.close()
 
 
-@pytest.mark.parametrize("key", ["pl-nobody", ALICE])
 async def test_a_body_without_an_end_closes_its_connection(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, key: str
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.gateway.http.connection.MAX_DISCARDED_BYTES", 1024 * 1024)
     _, writer = await connected(fleet)
-    writer.write(head(key, 2**40))
+    writer.write(head("pl-nobody", 2**40))
     with pytest.raises(ConnectionError):
         for _ in range(64):
             writer.write(bytes(1024 * 1024))

@@ -108,18 +108,17 @@ _FAILURES = {
     "408": "The body did not arrive in time",
     "409": "The stream to resume is another one, or continues elsewhere",
     "413": "The body is too large",
+    "415": "The body is compressed",
     "422": "Engines died of this request",
     "429": "Too many requests under way",
     "500": "A fault of the gateway or of a verifier",
     "502": "A verifier broke the protocol",
     "503": "No verifier is there, or the gateway stops",
 }
-_OF_TOKENIZER = ("400", "401", "404", "408", "413", "429", "500", "503")
+_OF_TOKENIZER = ("400", "401", "404", "408", "413", "415", "429", "500", "503")
 _OF_KEPT = ("400", "401", "404", "429", "500", "503")
 # Those that resume a session.
 _OF_RUN = ("400", "401", "404", "409", "422", "429", "500", "502", "503")
-# The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
-_FROM_SERVER = ("400", "503")
 
 
 def openapi_document() -> Json:
@@ -213,8 +212,7 @@ def _operation(
 ) -> Json:
     responses: Json = {"200": {"description": summary, "content": content}}
     for status in failures:
-        texts = _JSON | _TEXT if status in _FROM_SERVER else _JSON
-        responses[status] = {"description": _FAILURES[status], "content": texts}
+        responses[status] = {"description": _FAILURES[status], "content": _JSON}
     operation: Json = {"operationId": name, "summary": summary, "responses": responses}
     if bodies:
         schemas = [{"$ref": _REFERENCE.format(model=each.__name__)} for each in bodies]

@@ -14,7 +14,7 @@ from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.http.errors import BodyTimeoutError, BodyTooLargeError
+from paceline.gateway.http.errors import BodyEncodingError, BodyTimeoutError, BodyTooLargeError
 
 FIELD = "body"
 # A larger body is scanned in Python, which lets the event loop in between: the compiled scanner keeps the interpreter
@@ -26,7 +26,7 @@ MAX_PARTS = 100_000
 
 async def read_body(
     chunks: AsyncIterator[bytes],
-    declared: str | None,
+    headers: Mapping[str, str],
     make_room: Callable[[int], None],
     *,
     max_bytes: int,
@@ -36,18 +36,21 @@ async def read_body(
 
     Args:
         chunks: The body as it arrives.
-        declared: The Content-Length header.
+        headers: Of the request, with lower-case names.
         make_room: Called with the number of bytes before they are read; raises where there is no room.
         max_bytes: Largest body accepted.
         timeout_s: Time for all of it, in seconds.
 
     Raises:
+        BodyEncodingError: It is compressed, and how large it is inside cannot be known before it is read.
         BodyTooLargeError: It is larger than the limit.
         BodyTimeoutError: It did not arrive in time.
         OverloadedError: There is no room to read it.
     """
+    _check_encodings(headers)
     too_large = BodyTooLargeError(FIELD, f"is larger than the limit of {max_bytes} bytes")
-    num_declared = int(declared) if declared is not None and declared.isascii() and declared.isdigit() else 0
+    declared = headers.get("content-length", "")
+    num_declared = int(declared) if declared.isascii() and declared.isdigit() else 0
     if num_declared > max_bytes:
         raise too_large
     make_room(num_declared)
@@ -62,6 +65,13 @@ async def read_body(
     except TimeoutError:
         raise BodyTimeoutError(FIELD, f"did not arrive within {timeout_s:g} s") from None
     return received
+
+
+def _check_encodings(headers: Mapping[str, str]) -> None:
+    for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+        given = headers.get(name, "").strip().lower()
+        if given not in ("", plain):
+            raise BodyEncodingError(FIELD, f"must be sent as it is, without {name}: {given}")
 
 
 def parse_json_object(body: bytes | bytearray) -> dict[str, Any]:

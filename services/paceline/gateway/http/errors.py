@@ -22,7 +22,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 
-UNAUTHENTICATED_STATUS = 401
+UNAUTHENTICATED_STATUS, UNSUPPORTED_STATUS = 401, 415
 UNAVAILABLE_RETRY_AFTER_S = 1.0
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
 
@@ -35,6 +35,10 @@ class BodyTooLargeError(InvalidRequestError):
 
 class BodyTimeoutError(InvalidRequestError):
     """The request body did not arrive in time."""
+
+
+class BodyEncodingError(InvalidRequestError):
+    """The request body is compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,8 @@ class HttpError:
         """Returns the headers that belong to the status."""
         if self.status == UNAUTHENTICATED_STATUS:
             return {"WWW-Authenticate": "Bearer"}
+        if self.status == UNSUPPORTED_STATUS:
+            return {"Accept-Encoding": "identity"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
@@ -88,6 +94,7 @@ class _Form:
 _FORMS: tuple[tuple[type[Exception], _Form], ...] = (
     (BodyTooLargeError, _Form(413, "body_too_large")),
     (BodyTimeoutError, _Form(408, "body_timeout")),
+    (BodyEncodingError, _Form(UNSUPPORTED_STATUS, "body_encoding")),
     (InvalidRequestError, _Form(400)),
     (ModelNotFoundError, _Form(404, "model_not_found", param="model")),
     (SessionNotFoundError, _Form(404, "session_not_found")),

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
@@ -65,6 +65,9 @@ class Endpoint:
             try:
                 work = await self.handle(Call(request=request, exchange=exchange, trace=trace))
                 await until_disconnect(receive, work)
+            except ClientDisconnect:
+                # It left while it sent its body: no error of anybody, and nobody is there to be told.
+                return
             except Exception as error:  # noqa: BLE001 - the edge: the client gets an answer, whatever happens
                 self.count_error(error)
                 await exchange.fail(error)

@@ -82,7 +82,7 @@ class BodyReader:
         with self.reading.take(0, current_caller()) as held:
             raw = await read_body(
                 call.request.stream(),
-                call.request.headers.get("content-length"),
+                call.request.headers,
                 held.resize,
                 max_bytes=self.max_bytes,
                 timeout_s=self.timeout_s,

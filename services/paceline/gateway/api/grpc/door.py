@@ -7,6 +7,7 @@ stream, whose messages are read on demand: a call that is refused has sent nothi
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
@@ -217,7 +218,8 @@ async def _answer(handler: Any, request: Any, context: Any, held: Held | None = 
     serving = behaviour_of(handler)(request, context)
     # Otherwise a stream would hold its request to its end.
     del request
-    if not handler.response_streaming:
+    if inspect.isawaitable(serving):
+        # It returns the answer; or, as health's Watch does, it writes its answers to the context.
         return await serving
     async with aclosing(serving) as responses:
         async for response in responses:
