@@ -251,7 +251,7 @@ async def _unless_it_hangs(
                 "the engine hangs; the process ends", extra={"stuck_s": round(stuck_s, 1), "stacks": stacks()}
             )
             try:
-                await _say_farewell(host, role, served, server)
+                await _shutdown_notice(host, role, served, server)
             finally:
                 os._exit(EXIT_HUNG)
         await served
@@ -261,7 +261,7 @@ async def _unless_it_hangs(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _say_farewell(host: ModelHost, role: str, serving: asyncio.Task[None], server: GrpcServer) -> None:
+async def _shutdown_notice(host: ModelHost, role: str, serving: asyncio.Task[None], server: GrpcServer) -> None:
     """Ends all sessions with a status, and leaves the registry, within `FAREWELL_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL_S):

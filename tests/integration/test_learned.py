@@ -14,7 +14,7 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.engine.identity import model_identity
-from paceline.service.learned import NOWHERE, LearnedFile
+from paceline.service.learned import KEEP_NOTHING, TunedState
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.own_engine import learned_file
 from tests.support.engines import EnginePair
@@ -24,8 +24,8 @@ GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> LearnedFile:
-    return LearnedFile(tmp_path / "new folder" / "learned.json")
+def file(tmp_path: Path) -> TunedState:
+    return TunedState(tmp_path / "new folder" / "learned.json")
 
 
 def fresh(folders) -> EnginePair:
@@ -46,7 +46,7 @@ def experienced(folders) -> EnginePair:
     return pair
 
 
-async def written(file: LearnedFile, pair: EnginePair) -> None:
+async def written(file: TunedState, pair: EnginePair) -> None:
     """Keeps it as a host does, which is stopped at once."""
     keeping = asyncio.create_task(file.keep(pair.target.learned))
     await asyncio.sleep(0)
@@ -54,10 +54,10 @@ async def written(file: LearnedFile, pair: EnginePair) -> None:
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: LearnedFile) -> None:
+async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: TunedState) -> None:
     before, after = experienced(tiny_pair), fresh(tiny_pair)
     await written(file, before)
-    file.give_to(after.target)
+    file.load_into(after.target)
     old, new = before.target._policy, after.target._policy
     assert new.times.table.at(4) == pytest.approx(old.times.table.at(4))
     assert new.mode.learned() == pytest.approx(old.mode.learned())
@@ -68,12 +68,12 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: L
     assert known == learned
 
 
-async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -> None:
+async def test_what_was_learned_changes_no_token(tiny_pair, file: TunedState) -> None:
     await written(file, experienced(tiny_pair))
     texts = []
-    for learned in (file, LearnedFile(None)):
+    for learned in (file, TunedState(None)):
         pair = fresh(tiny_pair)
-        learned.give_to(pair.target)
+        learned.load_into(pair.target)
         pair.submit("s", list(range(5, 15)), replace(GREEDY, temperature=0.8, seed=3))
         while pair.sessions["s"].result is None:
             pair.round()
@@ -101,13 +101,13 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -
         json.dumps({"policy": {"step_times": [2.0] * 19, "rates": [1.0]}, "calibrations": {}}),
     ],
 )
-def test_a_file_of_something_else_is_like_none(tiny_pair, file: LearnedFile, content: str, caplog) -> None:
+def test_a_file_of_something_else_is_like_none(tiny_pair, file: TunedState, content: str, caplog) -> None:
     pair = fresh(tiny_pair)
     before = pair.target.learned()
     file.path.parent.mkdir()
     file.path.write_text(content, errors="surrogateescape")
     with caplog.at_level(logging.WARNING):
-        file.give_to(pair.target)
+        file.load_into(pair.target)
     assert "cannot be used" in caplog.text
     assert pair.target.learned() == before
 
@@ -115,7 +115,7 @@ def test_a_file_of_something_else_is_like_none(tiny_pair, file: LearnedFile, con
 async def test_a_folder_that_cannot_be_written_costs_a_warning(tiny_pair, tmp_path: Path, caplog) -> None:
     (tmp_path / "a file").write_text("")
     with caplog.at_level(logging.WARNING):
-        await written(LearnedFile(tmp_path / "a file" / "learned.json"), fresh(tiny_pair))
+        await written(TunedState(tmp_path / "a file" / "learned.json"), fresh(tiny_pair))
     assert "cannot be kept" in caplog.text
 
 
@@ -128,15 +128,15 @@ def test_each_machine_model_and_way_to_run_has_a_file_of_its_own(tiny_pair, tmp_
 
     assert path() == path(port=1234)
     assert len({path(), path(threads=7), path(speculative_config='{"method": "ngram"}'), path(learned_dir="")}) == 4
-    assert path(learned_dir=NOWHERE) is None
+    assert path(learned_dir=KEEP_NOTHING) is None
     assert learned_file(config, replace(identity, weights_hash="other"), {}).path != path()
     cached = learned_file(replace(config, learned_dir=""), identity, {"XDG_CACHE_HOME": str(tmp_path)}).path
     assert cached.parent == tmp_path / "paceline" / "learned"
 
 
-def test_nothing_is_read_where_nothing_is_kept(tiny_pair, file: LearnedFile) -> None:
+def test_nothing_is_read_where_nothing_is_kept(tiny_pair, file: TunedState) -> None:
     pair = fresh(tiny_pair)
     before = json.dumps(pair.target.learned())
-    for nothing in (file, LearnedFile(None)):
-        nothing.give_to(pair.target)
+    for nothing in (file, TunedState(None)):
+        nothing.load_into(pair.target)
     assert json.dumps(pair.target.learned()) == before

@@ -1,4 +1,4 @@
-"""Keeps what is learned of step times and drafts in a file, so that a successor starts where its predecessor ended.
+"""Tuned state, what is learned of step times and drafts, in a file: a successor starts where its predecessor ended.
 
 There is a file for each machine, model and set of flags that step times depend on. It affects speed, never a token.
 A missing or broken file, or one of another release, is ignored.
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Pause between two writes.
 SAVE_S = 60.0
-# As a folder name: keep nothing.
-NOWHERE = "none"
+# A folder's name.
+KEEP_NOTHING = "none"
 
 # Values of JSON.
 Learned = Mapping[str, Any]
@@ -45,16 +45,12 @@ class Learner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LearnedFile:
-    """Where a verifier keeps what it has learned.
-
-    Args:
-        path: A JSON file; None: nowhere.
-    """
+class TunedState:
+    """The file of what a verifier has learned, JSON; without a path nothing is kept."""
 
     path: Path | None
 
-    def give_to(self, learner: Learner) -> None:
+    def load_into(self, learner: Learner) -> None:
         """Lets a learner start with the content, if it exists and is usable."""
         if self.path is None:
             return
@@ -92,25 +88,25 @@ class LearnedFile:
             logger.warning("what was learned cannot be kept", extra={"path": str(self.path), "error": str(error)})
 
 
-FORGOTTEN = LearnedFile(None)
+NO_STATE = TunedState(None)
 
 
-def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> LearnedFile:
+def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedState:
     """Returns the file of a learner on this machine.
 
     Args:
-        learned_dir: The folder; empty: paceline/learned in the user's cache; `NOWHERE`: nothing is kept.
+        learned_dir: The folder; empty: paceline/learned in the user's cache; `KEEP_NOTHING`: nothing is kept.
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
         facts: Everything else that the content depends on.
     """
-    if learned_dir == NOWHERE:
-        return FORGOTTEN
+    if learned_dir == KEEP_NOTHING:
+        return NO_STATE
     try:
         folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
     except NothingWritableError as error:
         raise ConfigError(str(error)) from None
     key = repr((__version__, _machine(), *facts))
-    return LearnedFile(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
+    return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
 
 def _machine() -> str:

@@ -29,7 +29,7 @@ from paceline.core.params import (
 )
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import from_mapping, setting
-from paceline.service.learned import NOWHERE
+from paceline.service.learned import KEEP_NOTHING
 from paceline.service.plugins import RULES, SOURCES
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
@@ -114,7 +114,7 @@ class VerifierConfig(ModelServiceConfig):
     learned_dir: str = setting(
         "",
         help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
-        f"paceline/learned in the user's cache; {NOWHERE}: nothing is kept.",
+        f"paceline/learned in the user's cache; {KEEP_NOTHING}: nothing is kept.",
     )
     engine_stall_s: float = 20.0
     grace_s: float = setting(

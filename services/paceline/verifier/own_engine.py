@@ -28,7 +28,7 @@ from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, pl
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
-from paceline.service.learned import LearnedFile, kept_in
+from paceline.service.learned import TunedState, kept_in
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, warm_up
@@ -70,7 +70,7 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     )
 
 
-def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mapping[str, str]) -> LearnedFile:
+def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mapping[str, str]) -> TunedState:
     """The file in which a verifier with our engine keeps what it has learned on this machine.
 
     Args:
@@ -192,7 +192,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     plain = engine.profile(drafters_work=False) if config.spare_cpus else drafting
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
     policy.start_from(drafting, plain=plain)
-    learned_file(config, identity, os.environ).give_to(engine)
+    learned_file(config, identity, os.environ).load_into(engine)
     logger.info(
         "model is ready",
         extra={

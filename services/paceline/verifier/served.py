@@ -13,7 +13,7 @@ from paceline.core.params import CHAIN_RULES, TIER_METHODS, SamplingParams, Spec
 from paceline.core.target_events import Submit, TargetEvent, TargetOutput
 from paceline.engine.bridge import Stepper
 from paceline.engine.grammar import Grammars
-from paceline.service.learned import FORGOTTEN, Learned, LearnedFile
+from paceline.service.learned import NO_STATE, Learned, TunedState
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
@@ -54,7 +54,7 @@ class ServedEngine:
     rules: Rules
     grammars: Grammars | None = None
     make: Callable[[], TargetStepper]
-    learned: LearnedFile = FORGOTTEN
+    learned: TunedState = NO_STATE
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.

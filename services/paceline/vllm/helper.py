@@ -32,7 +32,7 @@ from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
-from paceline.service.learned import LearnedFile, kept_in
+from paceline.service.learned import TunedState, kept_in
 from paceline.service.process import collect_rarely, run, settle_heap
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
@@ -87,8 +87,8 @@ class Helper:
             max_chain=job.max_chain,
         )
         facts = ("vllm", identity.vocab_hash, str(job.model), job.vocab_size, job.max_chain)
-        self._learned: LearnedFile = kept_in(job.settings.learned_dir, os.environ, *facts)
-        self._learned.give_to(self._scheduler)
+        self._learned: TunedState = kept_in(job.settings.learned_dir, os.environ, *facts)
+        self._learned.load_into(self._scheduler)
         # The step whose chains the proposer waits for, and the timer that ends our wait for guesses.
         self._awaited: int | None = None
         self._timer: asyncio.TimerHandle | None = None
