@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import logging
-import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -24,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from paceline.checkpoints.commit_record import CommitRecord, ListedFile, one_at_a_time, sha256
+from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 from paceline.service.config import exit_with_error
 
@@ -54,10 +51,10 @@ HUB_NAME: Final = re.compile(
 )
 HUB_PREFIX, FILE_PREFIX = "hf:", "file:"
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+PART: Final = re.compile(r"-of-\d+\.")
 MAIN = "main"
-GB = 1e9
 REFUSED = (401, 403)
-NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +122,7 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
         given: As `parse` takes it; a folder is returned unchecked.
         flag: The setting that named it, for messages.
         files: Patterns of the files needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
-        say: Gets a line before files are fetched.
+        say: Gets a line before the Hub is asked.
 
     Raises:
         ConfigError: It cannot be fetched, or has an unsupported format; says what to do.
@@ -133,27 +130,70 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
     source = parse(given)
     if isinstance(source, Path):
         return source
-    # A commit never changes, so the Hub need not be asked again.
-    if COMMIT.fullmatch(source.revision) and (folder := _complete(source, source.revision, files)):
-        return folder
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # that of its HTTP client
 
     try:
-        return _fetch(source, flag, files=files, say=say)
+        return _snapshot(source, flag, files, say)
+    except errors.LocalEntryNotFoundError as error:
+        raise _unreachable(error, source, flag) from error
     except errors.HfHubHTTPError as error:
         raise _refusal(error, source, flag) from error
     except (OSError, HTTPError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise _no_space(source, flag, None) from error
         if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
             raise ConfigError(
                 f"{flag} {source}: the cache {_cache_folder()} cannot be written ({error.strerror}): set HF_HOME to a "
-                "folder that can"
+                "folder that can, on a disk with room"
             ) from error
-        if folder := _cached(source, files):
-            return folder
         raise _unreachable(error, source, flag) from error
+
+
+def _snapshot(source: Repository, flag: str, files: Sequence[str], say: Say) -> Path:
+    """The snapshot in the cache, fetched as far as needed; raises `ConfigError` and huggingface_hub's errors."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    # A commit never changes, so the Hub need not be asked again.
+    if COMMIT.fullmatch(source.revision):
+        with suppress(OSError):
+            folder = _download(source, files, cached=True)
+            if not _missing(folder, files):
+                return folder
+    say(f"{source}: what is not in {_cache_folder()} is fetched from {constants.ENDPOINT}")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _ends_at_once():
+        folder = _download(source, files)
+    missing = _missing(folder, files)
+    if missing == WEIGHTS and not constants.HF_HUB_OFFLINE:
+        raise unreadable_weights(HfApi().list_repo_files(source.name, revision=folder.name), f"{flag} {source}")
+    if missing:
+        raise _unreachable(FileNotFoundError(f"{missing} is missing"), source, flag)
+    return folder
+
+
+def _download(source: Repository, files: Sequence[str], *, cached: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        source.name,
+        revision=source.revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(NOT_NEEDED),
+        local_files_only=cached,
+    )
+    return Path(folder)
+
+
+def _missing(folder: Path, files: Sequence[str]) -> str:
+    """A file that a snapshot lacks, if any: other programs, and old releases of huggingface_hub, leave parts of one."""
+    needed = ["config.json"]
+    if WEIGHTS in files and (folder / INDEX).is_file():
+        weight_map = read_object(folder / INDEX).get("weight_map")
+        needed += map(str, weight_map.values() if isinstance(weight_map, dict) else ())
+    elif WEIGHTS in files and all(PART.search(path.name) for path in folder.glob(WEIGHTS)):
+        needed.append(INDEX if any(folder.glob(WEIGHTS)) else WEIGHTS)
+    return next((name for name in needed if not (folder / name).is_file()), "")
 
 
 def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
@@ -175,157 +215,10 @@ def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
     return ConfigError(f"{where} has no *.safetensors weights: name a checkpoint that has")
 
 
-def _fetch(source: Repository, flag: str, *, files: Sequence[str], say: Say) -> Path:
-    """Downloads files that are not in the cache; raises huggingface_hub's errors and `ConfigError`."""
-    from huggingface_hub import HfApi
-
-    info = HfApi().model_info(source.name, revision=source.revision, files_metadata=True)
-    listed = {file.rfilename: ListedFile.of(file) for file in info.siblings or ()}
-    needed = [name for name in listed if _is_needed(name, files)]
-    if WEIGHTS in files and not any(fnmatch(name, WEIGHTS) for name in needed):
-        raise unreadable_weights(listed, f"{flag} {source}")
-    repository, commit = _repository_folder(source), str(info.sha)
-    with one_at_a_time(repository):
-        known = CommitRecord.read(repository, commit)
-        record = CommitRecord(repository, commit, listed, () if known is None else filter(known.has, known.files))
-        _look_at_unmarked(record, needed, say)
-        missing = [name for name in needed if not record.has(name)]
-        if missing:
-            _download(source, record, missing, flag, say)
-        for name in missing:
-            _check(record, name, flag)
-        _remember(repository, source.revision, commit)
-    return record.folder
-
-
-def _look_at_unmarked(record: CommitRecord, needed: Iterable[str], say: Say) -> None:
-    """Compares files that an earlier process, or another program, has left here; wrong ones are removed."""
-    unmarked = [name for name in needed if not record.has(name) and (record.folder / name).is_file()]
-    num_bytes = sum((record.folder / name).stat().st_size for name in unmarked)
-    if num_bytes > GB:
-        say(f"comparing {num_bytes / GB:.3g} GB in {record.folder} with the Hub's hashes, once")
-    for name in unmarked:
-        if not record.check(name):
-            logger.warning("%s differs from the Hub's, and is fetched anew", record.folder / name)
-            _remove(record.folder / name)
-
-
-def _download(source: Repository, record: CommitRecord, missing: Sequence[str], flag: str, say: Say) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    commit = record.folder.name
-    num_bytes = sum(record.files[name].size or 0 for name in missing)
-    if num_bytes > _free_bytes():
-        raise _no_space(source, flag, num_bytes)
-    say(f"fetching {source} at {commit[:12]}: {len(missing)} files, {num_bytes / GB:.3g} GB")
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    # By the commit: a branch may have moved since it was listed.
-    with _ends_at_once():
-        snapshot_download(source.name, revision=commit, allow_patterns=list(missing))
-
-
-def _remember(repository: Path, revision: str, commit: str) -> None:
-    """Notes which commit a branch is at, as huggingface_hub does, for starts without the Hub."""
-    if COMMIT.fullmatch(revision):
-        return
-    path = repository / "refs" / revision
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(commit, encoding="ascii")
-        beside.replace(path)
-
-
-def _is_needed(name: str, files: Sequence[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in files) and not any(
-        fnmatch(name, pattern) for pattern in NOT_NEEDED
-    )
-
-
-def _complete(source: Repository, commit: str, files: Sequence[str]) -> Path | None:
-    """Returns the snapshot of a commit if all files needed lie in it with the right bytes; asks nobody."""
-    record = CommitRecord.read(_repository_folder(source), commit)
-    if record is None or not all(record.has_right(name) for name in record.files if _is_needed(name, files)):
-        return None
-    return record.folder
-
-
-def _cached(source: Repository, files: Sequence[str]) -> Path | None:
-    """Returns what is in the cache when the Hub cannot be asked; None: it is missing or incomplete.
-
-    Snapshots that other programs have fetched have no record; these are judged by what lies in them.
-    """
-    repository = _repository_folder(source)
-    commit = source.revision
-    with suppress(OSError):
-        if not COMMIT.fullmatch(commit):
-            commit = (repository / "refs" / source.revision).read_text(encoding="ascii").strip()
-    folder = repository / "snapshots" / commit
-    if CommitRecord.read(repository, commit) is not None:
-        return _complete(source, commit, files)
-    if not (folder / "config.json").is_file() or not (WEIGHTS not in files or _has_weights(folder)):
-        return None
-    logger.warning("%s was not compared with the Hub's list of its files, which cannot be asked now", folder)
-    return folder
-
-
-def _has_weights(folder: Path) -> bool:
-    index = folder / INDEX
-    if not index.is_file():
-        return any(folder.glob(WEIGHTS))
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((folder / name).is_file() for name in names)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def _check(record: CommitRecord, name: str, flag: str) -> None:
-    """Compares a fetched file with the Hub's hash.
-
-    Raises:
-        ConfigError: It differs; it is removed.
-    """
-    if record.check(name):
-        return
-    path, listed = record.folder / name, record.files[name]
-    arrived, wanted = sha256(path), listed.sha256 or listed.blob_id or ""
-    _remove(path)
-    raise ConfigError(
-        f"{flag}: {name} arrived with the sha256 {arrived[:12]}, the Hub says {wanted[:12]}; it is removed, start "
-        "again to fetch it anew"
-    )
-
-
-def _remove(path: Path) -> None:
-    """Removes a file of a snapshot, and the blob that it is a link to."""
-    path.resolve().unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
-
-
-def _repository_folder(source: Repository) -> Path:
-    return _cache_folder() / f"models--{source.name.replace('/', '--')}"
-
-
 def _cache_folder() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
-
-
-def _free_bytes() -> int:
-    folder = _cache_folder()
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
-
-
-def _no_space(source: Repository, flag: str, num_bytes: int | None) -> ConfigError:
-    needed = "more than is free" if num_bytes is None else f"{num_bytes / GB:.3g} GB"
-    return ConfigError(
-        f"{flag} {source} needs {needed} in {_cache_folder()}, where {_free_bytes() / GB:.3g} GB are free: free some, "
-        "or set HF_HOME to a folder on a larger disk"
-    )
 
 
 def _refusal(error: Any, source: Repository, flag: str) -> ConfigError:
