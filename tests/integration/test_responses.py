@@ -131,6 +131,9 @@ async def test_a_response_is_shown_replayed_and_deleted(fleet: ScriptedFleet) ->
     for after in range(-1, whole[-1][0]):
         suffix = "" if after < 0 else f"&starting_after={after}"
         assert spread(await events(fleet, f"{path}?stream=true{suffix}")) == whole[after + 1 :]
+    # The third audit: it began with the figures of its end.
+    shown = [each for each in await events(fleet, f"{path}?stream=true") if "response" in each]
+    assert shown == [each for each in told if "response" in each]
     assert (await fleet.http.get(f"{path}?stream=true&starting_after=x")).status_code == 400
     assert (await fleet.http.delete(path)).json() == {"id": response["id"], "object": "response", "deleted": True}
     assert (await fleet.http.get(path)).status_code == 404

@@ -319,7 +319,7 @@ def _session_id(kept: KeptResponse) -> str:
 def _begun(kept: KeptResponse) -> Json:
     """Returns a response as it was before its first token."""
     empty: Json = {"status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None, "error": None}
-    return {**kept.response, **empty}
+    return {name: value for name, value in {**kept.response, **empty}.items() if name != "metrics"}
 
 
 async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
