@@ -11,7 +11,15 @@ import pytest
 
 from paceline.core.params import SpeculationParams
 from paceline.gateway.api.openai.choices import sample_seed
-from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, scripted_fleet
+from tests.support.scripted_fleet import (
+    CONTEXT_LEN,
+    EOS,
+    MODEL,
+    SHARES_A_GATEWAY,
+    Script,
+    ScriptedFleet,
+    scripted_fleet,
+)
 
 pytestmark = SHARES_A_GATEWAY
 
@@ -162,6 +170,31 @@ async def test_a_stop_token_ends_the_text_without_being_part_of_it(fleet: Script
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
 
 
+@pytest.mark.parametrize("door", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_choice_names_what_stopped_it_as_vllm_does(fleet: ScriptedFleet, door: str) -> None:
+    """vLLM PR #2976: the stop string or the token of the request, null for the model's own end and for lengths."""
+    asked = {"max_tokens": 9, "seed": 0, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    asked.pop("messages" if door == "/v1/completions" else "prompt")
+    await fleet.http.post(door, json=asked)
+    prompt = fleet.verifier.requests[0].prompt_token_ids
+    third = fleet.letter_ids(0, 3, prompt)[2]
+    [letter] = fleet.letters(0, 3, prompt)[2:]
+    for fields, reason in (
+        ({"stop": [letter]}, letter),
+        ({"stop_token_ids": [third]}, third),
+        ({"stop_token_ids": [EOS]}, None),
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS),
+        ({}, None),
+    ):
+        fleet.verifier.script = Script(stop_after=5 if EOS in fields.get("stop_token_ids", ()) else None)
+        whole = (await fleet.http.post(door, json={**asked, **fields})).json()["choices"][0]
+        assert whole["stop_reason"] == reason
+        streamed = await fleet.http.post(door, json={**asked, **fields, "stream": True})
+        *chunks, last = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+        assert {chunk["choices"][0]["stop_reason"] for chunk in chunks} == {None}
+        assert last["choices"][0]["stop_reason"] == reason
+
+
 async def test_stop_strings_are_not_looked_for_before_min_tokens(fleet: ScriptedFleet) -> None:
     text = fleet.letters(0, 40)
     stop = next(letter for letter in text[:5] if letter in text[5:])
@@ -274,7 +307,10 @@ async def test_a_request_that_names_no_model_is_served_by_the_only_one(fleet: Sc
 async def test_models_are_listed_with_their_context(fleet: ScriptedFleet) -> None:
     [model] = [model async for model in fleet.openai.models.list()]
     assert (model.id, model.to_dict()["max_model_len"]) == (MODEL, CONTEXT_LEN)
-    assert (await fleet.openai.models.retrieve(MODEL)).id == MODEL
+    card = (await fleet.openai.models.retrieve(MODEL)).to_dict()
+    # vLLM's bench takes the tokenizer of `root` where it is given no model.
+    assert (card["id"], card["root"], card["parent"]) == (MODEL, MODEL, None)
+    assert [each["object"] for each in card["permission"]] == ["model_permission"]
 
 
 async def test_health_and_metrics_answer(fresh_fleet: ScriptedFleet) -> None:

@@ -41,6 +41,13 @@ from paceline.obs.tracing import OFF, Tracer
 from paceline.service.supervision import Supervisor
 
 OWNER = "paceline"
+# As older clients of OpenAI's and those of vLLM read it.
+PERMISSION = {
+    **dict.fromkeys(("allow_create_engine", "allow_fine_tuning", "allow_search_indices", "is_blocking"), False),
+    **dict.fromkeys(("allow_logprobs", "allow_sampling", "allow_view"), True),
+    "group": None,
+    "organization": "*",
+}
 RESPONSES = "/v1/responses"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 # A request that is refused before it comes to its endpoint gets the error in the words of its API, too.
@@ -166,6 +173,9 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
         "object": "model",
         "created": started_s,
         "owned_by": OWNER,
+        "root": name if identity is None else identity.name,
+        "parent": None,
+        "permission": [{"id": f"modelperm-{name}", "object": "model_permission", "created": started_s, **PERMISSION}],
         "max_model_len": None if identity is None else identity.context_len,
         "exact": None if identity is None else identity.exact,
         **({"simulated": True} if identity is not None and identity.simulated else {}),

@@ -46,6 +46,7 @@ class Answer:
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._result: GenerateResult | None = None
         self._lossy = False
+        self._last_token_id: int | None = None
 
     def take(self, step: CommittedTokens) -> Piece | None:
         """Takes what a verifier has committed; returns what the client lacks of it, None if there is nothing to report.
@@ -71,6 +72,8 @@ class Answer:
         self._num_generated += known.num_tokens + new.num_tokens
         taken = slice(num_known, num_known + new.num_tokens)
         self._client.add(step.token_ids[taken])
+        if step.token_ids:
+            self._last_token_id = step.token_ids[-1]
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return Piece(
             parts=new.parts,
@@ -108,8 +111,16 @@ class Answer:
             speculation=record,
             timings=Timings() if result is None else result.timings,
             stop=self._stream.stop,
+            stop_token_id=self._stop_token_id if reason is FinishReason.STOP and not self.stopped else None,
             parts=parts,
         )
+
+    @property
+    def _stop_token_id(self) -> int | None:
+        """The last token, if the request alone makes it one that ends the text."""
+        sampling = self._request.sampling
+        own = () if sampling.ignore_eos else self._request.model.identity.eos_token_ids
+        return self._last_token_id if {self._last_token_id} & {*sampling.stop_token_ids}.difference(own) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

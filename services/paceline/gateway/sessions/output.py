@@ -52,6 +52,7 @@ class Ending:
             promised in law only; None if no verifier reported it and none of these holds.
         timings: Where the time went, as far as the verifier reported it.
         stop: The stop string that ended it; None if there was none.
+        stop_token_id: The stop token of the request that ended it; None if there was none, or the model's own did.
         parts: Of a message with a form, what was uncertain up to its end.
     """
 
@@ -63,6 +64,7 @@ class Ending:
     speculation: SpeculationRecord | None = None
     timings: Timings = field(default_factory=Timings)
     stop: str | None = None
+    stop_token_id: int | None = None
     parts: tuple[Part, ...] = ()
 
 

@@ -64,6 +64,14 @@ class ChoiceState:
         calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
         return TOOL_CALLS if calls else self.ending.finish_reason.value
 
+    @property
+    def end(self) -> Json:
+        """Why it ended, as fields of a choice; nulls while it runs."""
+        if self.ending is None:
+            return {"finish_reason": None, "stop_reason": None}
+        stop = self.ending.stop_token_id if self.ending.stop is None else self.ending.stop
+        return {"finish_reason": self.finish_reason, "stop_reason": stop}
+
     def read(self, piece: Piece) -> Sequence[Part]:
         """Returns the parts of a piece that belong to the message; it is there."""
         assert self.message is not None
@@ -132,9 +140,7 @@ class Answer:
         """Returns what a stream begins with: the role, for a chat; a resumed stream has sent it already."""
         if not self._chat or any(choice.request.resumed for choice in self._choices):
             return []
-        return [
-            self._chunk(index, {"role": "assistant", "content": ""}, None, None) for index in range(len(self._choices))
-        ]
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None) for index in range(len(self._choices))]
 
     def piece_chunk(self, index: int, piece: Piece) -> Json | None:
         """Returns the chunk of a piece; None if there is nothing to show."""
@@ -149,7 +155,7 @@ class Answer:
         shows_ids = choice.request.return_token_ids and bool(piece.token_ids)
         if not delta and not piece.tokens and logprobs is None and not shows_ids:
             return None
-        chunk = self._chunk(index, delta or {"content": ""}, logprobs, None)
+        chunk = self._chunk(index, delta or {"content": ""}, logprobs)
         chunk["choices"][0] |= _fates(choice, piece.tokens) | _token_ids(choice, piece.token_ids)
         if first:
             self._add_prompt(chunk["choices"][0], chunk, choice)
@@ -158,7 +164,7 @@ class Answer:
     def ending_chunk(self, index: int, ending: Ending) -> Json:
         """Returns the last chunk of a choice, with its speculation record."""
         delta = self.add_ending(index, ending)
-        chunk = self._chunk(index, delta, None, self._choices[index].finish_reason)
+        chunk = self._chunk(index, delta, None)
         chunk["metrics"] = metrics(ending.speculation)
         return chunk
 
@@ -219,9 +225,9 @@ class Answer:
             return "text_completion"
         return "chat.completion.chunk" if chunk else "chat.completion"
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None) -> Json:
         body = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, **body, "logprobs": logprobs, **self._choices[index].end}
         return {**self._head, "object": self._object_name(chunk=True), "choices": [choice]}
 
     def _whole_choice(self, index: int, choice: ChoiceState) -> Json:
@@ -233,7 +239,7 @@ class Answer:
             "index": index,
             **body,
             "logprobs": self._logprobs(choice, choice.judged),
-            "finish_reason": choice.finish_reason,
+            **choice.end,
             **_fates(choice, choice.tokens),
             **_token_ids(choice, choice.token_ids),
         }
