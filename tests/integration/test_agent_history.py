@@ -155,6 +155,41 @@ async def test_reasoning_reaches_the_template_under_any_name(ask: Callable[..., 
     assert "<|assistant|>hi(hm)" in asked.prompt
 
 
+PARTS = [
+    "hi",
+    {"type": "text", "text": "hi"},
+    {"type": "input_text", "text": "hi"},
+    {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []},
+    {"type": "refusal", "refusal": "hi"},
+    {"type": "thinking", "thinking": "hi"},
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("door", DOORS)
+async def test_parts_are_text_under_each_of_its_names(ask: Callable[..., Any], door: str, part: Any) -> None:
+    """vLLM PR #55479: parts of refusals came back with the history, and no door took them."""
+    asked = await ask(door, said(door, "assistant", [part]), said(door, "user", ["go"]))
+    assert asked.answer.status_code == 200, asked.answer.text
+    thought = door == MESSAGES and isinstance(part, dict) and part["type"] == "thinking"
+    assert f"<|assistant|>{'(hi)' if thought else 'hi'}<|user|>go" in asked.prompt.replace("\n", "")
+    assert IGNORED_FIELDS not in asked.answer.headers
+
+
+async def test_a_refusal_instead_of_content_is_what_the_assistant_said(ask: Callable[..., Any]) -> None:
+    """A message of a refusal, as OpenAI's official client dumps it."""
+    asked = await ask(CHAT, {"role": "assistant", "content": None, "refusal": "No."}, said(CHAT, "user", "go"))
+    assert "<|assistant|>No.<|user|>go" in asked.prompt.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "refusal", "text": "x"}, {"type": "text"}, {"type": "refusal", "refusal": 5}]
+)
+async def test_a_part_without_its_text_is_refused_by_its_place(ask: Callable[..., Any], part: Any) -> None:
+    asked = await ask(CHAT, said(CHAT, "user", [part]))
+    assert asked.answer.json()["error"]["param"] == f"messages[0].content[0].{part['type']}"
+
+
 async def test_the_older_form_of_calls_is_read(ask: Callable[..., Any]) -> None:
     """`function_call` and the role `function`, as older clients send them."""
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}

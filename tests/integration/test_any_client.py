@@ -134,6 +134,20 @@ async def test_a_prompt_and_a_chat_are_tokenized_as_they_are_when_served(fleet: 
         assert told == {"count": len(tokens), "max_model_len": CONTEXT_LEN, "tokens": tokens, "token_strs": None}
 
 
+async def test_tokens_are_told_as_the_vocabulary_spells_them(fleet: ScriptedFleet) -> None:
+    for body in ({"prompt": "hello"}, {"messages": [USER]}):
+        told = (await fleet.http.post("/tokenize", json={**body, "return_token_strs": True})).json()
+        assert told["token_strs"][0] == "<|begin|>"
+        assert [fleet.codec.piece(each) for each in told["tokens"]] == told["token_strs"]
+
+
+async def test_a_prompt_begins_with_special_tokens_or_not(fleet: ScriptedFleet) -> None:
+    for fields in ({}, {"add_special_tokens": False}):
+        await fleet.http.post(COMPLETIONS, json={**PROMPT, **fields})
+    with_it, without = fleet.verifier.requests
+    assert with_it.prompt_token_ids == (fleet.codec.added_token_id("<|begin|>"), *without.prompt_token_ids)
+
+
 async def test_tokens_become_the_text_again_with_its_special_tokens(fleet: ScriptedFleet) -> None:
     tokens = (await fleet.http.post("/tokenize", json={"messages": [USER]})).json()["tokens"]
     told = (await fleet.http.post("/detokenize", json={"tokens": tokens})).json()

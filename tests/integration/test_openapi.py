@@ -19,7 +19,8 @@ pytestmark = SHARES_A_GATEWAY
 
 load_all_checks()
 # Refusals of valid bodies are judged below: limits of the model and between fields are told in words only.
-NOT_ASKED = {"positive_data_acceptance"}
+# Values that are not of the schema are taken where a text spells them: "3" for 3.
+NOT_ASKED = {"positive_data_acceptance", "negative_data_rejection"}
 OUTSIDE_SCHEMAS = (
     # A choice that requires a tool that is no function.
     "needs a function, and",

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.gateway.api.anthropic.bodies import MessagesBody
-from paceline.gateway.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, TextPart
+from paceline.gateway.api.openai.bodies import ChatBody, ChatMessage, CompletionBody
 from paceline.gateway.api.openapi import openapi_document
 from paceline.gateway.api.responses.bodies import ResponsesBody
+from paceline.gateway.http.fields import TextPart
 from tests.support.references.tables import WRITTEN_BY
 
 HEAD = f"""# The HTTP API
@@ -133,7 +134,8 @@ def _answers(paths: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lacking(paths: Mapping[str, Any]) -> Iterator[str]:
-    yield "\n## What vLLM has and we do not\n\nFields that are refused by name, but for values that ask for nothing:\n"
+    yield "\n## What vLLM has and we do not\n\nFields that are refused by name. null, an empty text and an empty list "
+    yield "ask for nothing, and so do the values named here.\n"
     yield "\n| field | of | values taken |\n| --- | --- | --- |\n"
     bodies = {"both": CompletionBody.not_served, "chats": ChatBody.not_served}
     doors = {"`/v1/responses`": ResponsesBody.not_served, "`/v1/messages`": MessagesBody.not_served}
@@ -144,6 +146,8 @@ def _lacking(paths: Mapping[str, Any]) -> Iterator[str]:
             if where in bodies and name in told:
                 continue
             told.add(name)
-            yield f"| `{name}` | {where} | {', '.join(f'`{json.dumps(each)}`' for each in values) or 'null'} |\n"
+            yield f"| `{name}` | {where} | {', '.join(f'`{json.dumps(each)}`' for each in values)} |\n".replace(
+                "|  |", "| |"
+            )
     yield "\n| path | what it is |\n| --- | --- |\n"
     yield from (f"| {path} | {said} |\n" for path, said in VLLM_PATHS.items() if path not in paths)

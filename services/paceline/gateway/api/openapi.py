@@ -30,7 +30,8 @@ PATH = "/openapi.json"
 ABOUT = """\
 OpenAI's API with the usual extras, and `speculation`, which controls speculative decoding of a request.
 
-* A field that is null counts as absent.
+* A field that is null counts as absent. A number, true or false may come as a text that spells it in JSON, such as
+  `"3"` or `"true"`. Nothing else is converted: `1` is not true, and true is not 1.
 * A field that is not described here is ignored, and named in the answer's header `{ignored_fields}`; `--strict-fields`
   makes a gateway refuse it with 400. A field that would change the answer and is not served is refused by name.
 * Where `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are absent, the model's own defaults apply,
@@ -47,6 +48,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
 * Messages of the system and of developers may stand anywhere in a chat. They are
   [arranged as the model's template demands](bring-your-own-model.md#chat-templates).
+* Content is a text, or a list of texts and of parts that are text: `text`, `input_text`, `output_text`,
+  `reasoning_text`, `refusal` and `thinking`. An assistant's `refusal` stands for its content where that is null.
 * Images, audio and video in messages of a user are refused by the name of their field.
 * `bad_words` are not generated, neither at the beginning of a text nor after a space, as the tokenizer writes them.
 * `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
@@ -54,8 +57,9 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   be compiled within a second is refused with its place.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. The same holds for limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
-  `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}. Tokens of all prompts, times `n`,
-  times 1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to {max_prompt_logprobs:,}.
+  `stream` and `top_logprobs` with `logprobs` (where they ask for something), prompts times `n` up to {max_choices}.
+  Tokens of all prompts, times `n`, times 1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to
+  {max_prompt_logprobs:,}.
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
   token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   is listed once, even without text of its own; text then waits for the end of its token.

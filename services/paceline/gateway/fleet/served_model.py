@@ -43,7 +43,9 @@ class ServedModel:
         """Longest prompt plus output, in tokens."""
         return self.identity.context_len
 
-    def prompt_tokens(self, given: str | Sequence[int], *, field: str, keep_last: int | None = None) -> tuple[int, ...]:
+    def prompt_tokens(
+        self, given: str | Sequence[int], *, field: str, keep_last: int | None = None, special_tokens: bool = True
+    ) -> tuple[int, ...]:
         """Returns the tokens of a prompt that leaves room for at least one more, or its last tokens.
 
         Raises:
@@ -54,7 +56,7 @@ class ServedModel:
             if not given:
                 raise InvalidRequestError(field, "must not be empty")
             given = self.codec.encode(
-                given, field=field, special_tokens=True, context_len=self.context_len, keep_last=keep_last
+                given, field=field, special_tokens=special_tokens, context_len=self.context_len, keep_last=keep_last
             )
         if not given:
             raise InvalidRequestError(field, "must hold at least one token")

@@ -92,7 +92,7 @@ def parse_json_object(body: bytes | bytearray) -> dict[str, Any]:
 
     try:
         kind = json.JSONDecoder if len(text) <= MAX_COMPILED_BYTES else _PatientDecoder
-        value = kind(parse_constant=take_constant, parse_float=_number).decode(text)
+        value = kind(parse_constant=take_constant, parse_float=number).decode(text)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(
             FIELD, f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -138,7 +138,7 @@ class _PatientDecoder(json.JSONDecoder):
             raise ValueError(f"more than {MAX_PARTS} lists, objects and members")
 
 
-def _number(text: str) -> float | int:
+def number(text: str) -> float | int:
     """Returns a number with a point or an exponent; to JSON, 5.0 is as whole as 5."""
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -1,18 +1,21 @@
 """Reads the JSON objects of requests: null is absent, unknown fields are ignored and named, fields not served refused.
 
-It knows no field by itself; each kind of object declares its own.
+Where a number or a boolean is due, a text that spells one in JSON counts as it. It knows no field by itself, but for
+parts that are text, which all APIs have; each kind of object declares its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from reprlib import Repr
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.core.errors import InvalidRequestError, shortened
+from paceline.gateway.http.body import number
 from paceline.obs.metrics import FIELDS_OF_OTHERS, UNHEARD_OF_FIELD
 
 FieldsT = TypeVar("FieldsT", bound="Fields")
@@ -22,6 +25,10 @@ SHOWN_CHARACTERS = 80
 MAX_NAMED_FIELDS = 20
 MAX_NAME_CHARACTERS = 64
 _MISSING = "missing"
+# No number that is worth anything is spelled in more.
+_LONGEST_NUMBER = 40
+# Asks for nothing, whatever the field.
+_NOTHING: tuple[object, ...] = ("", [])
 # Writes no more of a value of a million entries than is shown.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS
@@ -129,7 +136,8 @@ class Fields(BaseModel):
 
     Attributes:
         no_effect: Fields that change nothing about the answer; clients send them for bookkeeping.
-        not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing.
+        not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing,
+            beside an empty text and an empty list.
         objects: The kinds of fields that hold objects.
     """
 
@@ -158,20 +166,56 @@ def read_fields(kind: type[FieldsT], given: Any, unknown: UnknownFields, where: 
         raise _first_problem(error, where) from None
 
 
-class TextFields(Fields):
-    """A part of a content that is text; each kind limits its `type`."""
+# The kinds of parts that are text, in the words of all APIs and of vLLM, and the members that hold it.
+_TEXTS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text"),
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 
-    type: str
-    text: str
+
+class TextPart(Fields):
+    """A part of a content that is text, under any of its names."""
+
+    no_effect = frozenset({"annotations", "cache_control", "citations", "closed", "logprobs", "signature"})
+    not_served = dict.fromkeys(
+        ("image_url", "input_audio", "audio_url", "video_url", "file", "file_id", "file_data"), ()
+    )
+
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "refusal", "thinking"]
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
 
 
-def read_text(kind: type[TextFields], given: Any, unknown: UnknownFields, where: str) -> str:
+def read_part(given: Any, unknown: UnknownFields, where: str) -> str:
+    """Returns the text of a part of a content; a text may stand for its part.
+
+    Raises:
+        InvalidRequestError: It is no part of text.
+    """
+    if isinstance(given, str):
+        return given
+    part = read_fields(TextPart, given, unknown, where)
+    member = _TEXTS[part.type]
+    text: str | None = getattr(part, member)
+    if text is None:
+        raise InvalidRequestError(f"{where}.{member}", "is required")
+    return text
+
+
+def is_text(part: Any) -> bool:
+    """Tells whether a part of a content says that it is text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind in _TEXTS
+
+
+def read_text(given: Any, unknown: UnknownFields, where: str) -> str:
     """Returns the text of a content; parts are joined by line breaks, as vLLM does.
 
     Args:
-        kind: Of its parts.
         given: The JSON value, text or a list of parts.
-        unknown: Collects fields that the kind does not have.
+        unknown: Collects fields that no part has.
         where: Path of the content.
 
     Raises:
@@ -181,19 +225,18 @@ def read_text(kind: type[TextFields], given: Any, unknown: UnknownFields, where:
         return given
     if not isinstance(given, list):
         raise InvalidRequestError(where, "must be a string or a list of text parts")
-    return "\n".join(read_fields(kind, each, unknown, f"{where}[{at}]").text for at, each in enumerate(given))
+    return "\n".join(read_part(each, unknown, f"{where}[{at}]") for at, each in enumerate(given))
 
 
-def read_result(kind: type[TextFields], given: Any, unknown: UnknownFields, where: str) -> str:
+def read_result(given: Any, unknown: UnknownFields, where: str) -> str:
     """Returns what a tool has answered, as text.
 
     Of parts that are no text, the text inside is taken; those without any are left out, and named in the text. What is
     neither text nor a list of parts is written as JSON.
 
     Args:
-        kind: Of its parts.
         given: The JSON value; None: nothing.
-        unknown: Collects fields that the kind does not have, and parts that are left out.
+        unknown: Collects fields that no part has, and parts that are left out.
         where: Path of the answer.
 
     Raises:
@@ -203,17 +246,17 @@ def read_result(kind: type[TextFields], given: Any, unknown: UnknownFields, wher
         return given or ""
     if not isinstance(given, list):
         return json.dumps(given, ensure_ascii=False)
-    return "\n".join(_result_part(kind, each, unknown, f"{where}[{at}]") for at, each in enumerate(given))
+    return "\n".join(_result_part(each, unknown, f"{where}[{at}]") for at, each in enumerate(given))
 
 
-def _result_part(kind: type[TextFields], part: Any, unknown: UnknownFields, where: str) -> str:
-    name = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(name, str):
-        return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
-    if name in get_args(kind.model_fields["type"].annotation):
-        return read_fields(kind, part, unknown, where).text
+def _result_part(part: Any, unknown: UnknownFields, where: str) -> str:
+    if isinstance(part, str) or is_text(part):
+        return read_part(part, unknown, where)
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        return json.dumps(part, ensure_ascii=False)
     text = text_within(part)
-    return f"[{unknown.leave_out(where, name)}]" if text is None else text
+    return f"[{unknown.leave_out(where, kind)}]" if text is None else text
 
 
 def text_within(part: Any) -> str | None:
@@ -239,14 +282,49 @@ def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields,
             continue
         if name in fields:
             inside = objects.get(name) if isinstance(value, dict) else None
-            known[name] = value if inside is None else _known(inside, value, unknown, _joined(where, name))
+            if inside is not None:
+                known[name] = _known(inside, value, unknown, _joined(where, name))
+            else:
+                known[name] = _spelled(value) if name in _numeric(kind) else value
         elif name in kind.no_effect:
             continue
         elif name not in kind.not_served:
             unknown.add(where, name)
-        elif not any(_same(_without_nulls(value), neutral) for neutral in kind.not_served[name]):
+        elif not any(_same(_without_nulls(value), neutral) for neutral in (*kind.not_served[name], *_NOTHING)):
             raise InvalidRequestError(_joined(where, name), f"is not supported by this server, got {_shown(value)}")
     return known
+
+
+@cache
+def _numeric(kind: type[Fields]) -> frozenset[str]:
+    """Returns the fields that hold numbers or booleans alone, themselves or in lists and objects."""
+    numbers = {int, float, bool, type(None)}
+    return frozenset(name for name, field in kind.model_fields.items() if _leaves(field.annotation) <= numbers)
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """Returns the types of the values within a type; those of an object's keys are left out."""
+    inner = get_args(annotation)
+    if not inner or get_origin(annotation) is Literal:
+        return {annotation}
+    if get_origin(annotation) is Annotated:
+        inner = inner[:1]
+    return set().union(*map(_leaves, inner[1:] if get_origin(annotation) is dict else inner))
+
+
+def _spelled(value: Any) -> Any:
+    """Returns a JSON value whose texts are the numbers and booleans that they spell; others stay texts."""
+    if isinstance(value, list):
+        return [_spelled(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _spelled(each) for name, each in value.items()}
+    if not isinstance(value, str) or len(value) > _LONGEST_NUMBER:
+        return value
+    try:
+        spelled = json.loads(value.lower(), parse_float=number)
+    except ValueError:
+        return value
+    return spelled if isinstance(spelled, bool | int | float) else value
 
 
 def _describe(schema: dict[str, Any], kind: type[Fields]) -> None:
@@ -258,7 +336,7 @@ def _describe(schema: dict[str, Any], kind: type[Fields]) -> None:
             fields[name] = {"anyOf": [field, null]}
     fields |= {name: {"description": "Changes nothing."} for name in sorted(kind.no_effect)}
     for name, values in kind.not_served.items():
-        fields[name] = {"enum": [*values, None], "description": "Only with values that ask for nothing."}
+        fields[name] = {"enum": [*values, *_NOTHING, None], "description": "Only with values that ask for nothing."}
 
 
 def _without_nulls(value: object) -> object:
@@ -267,6 +345,7 @@ def _without_nulls(value: object) -> object:
 
 def _same(value: object, neutral: object) -> bool:
     """Tells whether two JSON values are equal; to Python, true is 1 as well."""
+    value = value if isinstance(neutral, str) else _spelled(value)
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 

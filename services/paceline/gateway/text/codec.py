@@ -213,6 +213,10 @@ class TextCodec:
             self._showing[spellings] = _Showing(self._tokenizer, self._visible | shown) if shown else self
         return self._showing[spellings]
 
+    def piece(self, token_id: int) -> str | None:
+        """Returns a token as the vocabulary spells it; None: there is none."""
+        return self._tokenizer.id_to_token(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token, special ones spelled out."""
         if token_id in self._added:

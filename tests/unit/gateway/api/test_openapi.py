@@ -68,7 +68,7 @@ def test_a_field_that_nobody_knows_is_allowed_by_both() -> None:
     assert accepted(CompletionBody, body)
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": None}, {"prompt": "x", "n": "1"}])
+@pytest.mark.parametrize("body", [{}, {"prompt": None}, {"prompt": "x", "n": "one"}])
 def test_what_the_parser_refuses_the_description_refuses(body: dict[str, Any]) -> None:
     assert not allowed("CompletionBody", body)
     assert not accepted(CompletionBody, body)

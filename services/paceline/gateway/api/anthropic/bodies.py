@@ -17,20 +17,11 @@ from paceline.gateway.api.openai.bodies import (
     Stops,
 )
 from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
-from paceline.gateway.http.fields import Fields, TextFields
+from paceline.gateway.http.fields import Fields, TextPart
 from paceline.gateway.message.tools import MAX_TOOLS
 
 # Asks the server to keep the conversation, and for all messages but the newest then.
 THREAD = "thread"
-
-
-class TextBlock(TextFields):
-    """Text of a message, of the system or of a tool's result."""
-
-    no_effect = frozenset({"cache_control", "citations"})
-
-    type: Literal["text"]
-    text: str
 
 
 class ThinkingBlock(Fields):
@@ -68,7 +59,7 @@ class ToolResultBlock(Fields):
 
     type: Literal["tool_result"]
     tool_use_id: str = ""
-    content: SkipValidation[str | list[TextBlock]] = ""
+    content: SkipValidation[str | list[TextPart]] = ""
 
 
 class MessageTurn(Fields):
@@ -76,7 +67,7 @@ class MessageTurn(Fields):
 
     role: Literal["user", "assistant", "system"]
     content: SkipValidation[
-        str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock] | None
+        str | list[TextPart | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock] | None
     ] = None
 
 
@@ -136,7 +127,7 @@ class CountBody(Fields):
 
     model: str = ""
     messages: list[SkipValidation[MessageTurn]] = Field(json_schema_extra={"minItems": 1})
-    system: SkipValidation[str | list[TextBlock]] = ""
+    system: SkipValidation[str | list[TextPart]] = ""
     tools: list[SkipValidation[MessagesTool]] = Field(default=[], json_schema_extra={"maxItems": MAX_TOOLS})
     mcp_servers: list[Any] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: MessagesToolChoice | None = None

@@ -11,13 +11,20 @@ from paceline.gateway.api.anthropic.bodies import (
     MessagesBody,
     MessagesTool,
     MessageTurn,
-    TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
 from paceline.gateway.api.openai.tools import functions, placed
-from paceline.gateway.http.fields import UnknownFields, read_fields, read_result, read_text, text_within
+from paceline.gateway.http.fields import (
+    UnknownFields,
+    is_text,
+    read_fields,
+    read_part,
+    read_result,
+    read_text,
+    text_within,
+)
 
 Json = dict[str, Any]
 _PASSED = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "speculation")
@@ -33,7 +40,7 @@ def prompt_of(body: CountBody, unknown: UnknownFields) -> tuple[Json, list[str]]
     Raises:
         InvalidRequestError: A block or a tool is wrong, or a block of a user is of a kind that is not served.
     """
-    system = read_text(TextBlock, body.system, unknown, "system")
+    system = read_text(body.system, unknown, "system")
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     places = ["system"] * len(messages)
     for at, given in enumerate(body.messages):
@@ -100,15 +107,15 @@ def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Jso
         raise InvalidRequestError(f"{field}.content", "must be a string or a list of blocks")
     results: list[Json] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     message: Json = {}
     for at, block in enumerate(given):
         where = f"{field}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            texts.append(read_fields(TextBlock, block, unknown, where).text)
-        elif kind == "thinking":
-            thought = read_fields(ThinkingBlock, block, unknown, where).thinking
-            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        if kind == "thinking":
+            thoughts.append(read_fields(ThinkingBlock, block, unknown, where).thinking)
+        elif isinstance(block, str) or is_text(block):
+            texts.append(read_part(block, unknown, where))
         elif kind == "tool_use":
             message.setdefault("tool_calls", []).append(_call(read_fields(ToolUseBlock, block, unknown, where)))
         elif kind == "tool_result":
@@ -116,6 +123,8 @@ def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Jso
         elif kind != "redacted_thinking":
             texts += _other_text(block, kind, where, unknown, left_out=turn.role == _ASSISTANT)
     content = "\n".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     # A turn of the assistant stays one, even if the model gets nothing of it: some templates count turns.
     said = texts or message or turn.role == _ASSISTANT
     return [*results, *([{"role": turn.role, "content": content, **message}] if said else [])]
@@ -149,5 +158,5 @@ def _call(block: ToolUseBlock) -> Json:
 
 
 def _result(block: ToolResultBlock, where: str, unknown: UnknownFields) -> Json:
-    content = read_result(TextBlock, block.content, unknown, f"{where}.content")
+    content = read_result(block.content, unknown, f"{where}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

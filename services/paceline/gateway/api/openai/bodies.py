@@ -26,7 +26,7 @@ from paceline.core.params import (
     NAME_PATTERN,
 )
 from paceline.gateway.api.openai.tools import AllowedChoice, CalledFunction, NamedTool, Tool, ToolCall
-from paceline.gateway.http.fields import Fields, TextFields, UnknownFields, read_fields
+from paceline.gateway.http.fields import Fields, TextPart, UnknownFields, read_fields
 from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.gateway.sessions.request import (
     MAX_BAD_WORD_CHARACTERS,
@@ -56,14 +56,14 @@ NO_EFFECT = frozenset(
 NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "documents": ([],),
+    "documents": (),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
+    "functions": (),
+    "grammar": (),
     "json_schema": (),
     "length_penalty": (1,),
-    "logits_processors": ([],),
+    "logits_processors": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -72,9 +72,9 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "regex": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
+    "suffix": (),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "tools": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -198,15 +198,8 @@ class CompletionBody(CommonBody):
     prompt: SkipValidation[_Prompt]
     max_tokens: int | None = _described(None, minimum=0)
     echo: bool = False
+    add_special_tokens: bool = True
     logprobs: int | None = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
-
-
-class TextPart(TextFields):
-    """A part of a message."""
-
-    not_served = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
-
-    type: Literal["text"]
 
 
 class ChatMessage(Fields):
@@ -222,6 +215,7 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
+    refusal: str | None = None
     tool_calls: list[SkipValidation[ToolCall]] = []  # noqa: RUF012 - pydantic copies it
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
@@ -244,6 +238,7 @@ class ChatBody(CommonBody, ChatFields):
 
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **{name: values for name, values in NOT_SERVED.items() if name not in OF_CHATS},
+        "add_special_tokens": (False,),
         "echo": (False,),
     }
 
@@ -258,22 +253,19 @@ class ChatBody(CommonBody, ChatFields):
 class TokenizeTextBody(Fields):
     """Body of /tokenize with a prompt."""
 
-    not_served = {"return_token_strs": (False,)}  # noqa: RUF012
-
     model: str = ""
     prompt: str
     add_special_tokens: bool = True
+    return_token_strs: bool = False
 
 
 class TokenizeChatBody(ChatFields):
     """Body of /tokenize with messages."""
 
-    not_served = {  # noqa: RUF012
-        "add_special_tokens": (False,),
-        "return_token_strs": (False,),
-    }
+    not_served = {"add_special_tokens": (False,)}  # noqa: RUF012
 
     model: str = ""
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(Fields):
@@ -294,8 +286,8 @@ def parse_body(body_class: type[BodyT], fields: Mapping[str, Any], unknown: Unkn
         if isinstance(value, list | dict) and len(value) > limit:
             raise InvalidRequestError(name, f"has {len(value)} entries, at most {limit} are allowed")
     body = read_fields(body_class, fields, unknown)
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options not in (None, StreamOptions()) and not body.stream:
         raise InvalidRequestError("stream_options", "is only allowed with stream: true")
-    if body.prompt_logprobs is not None and body.stream:
+    if body.prompt_logprobs and body.stream:
         raise InvalidRequestError("prompt_logprobs", "is not available with stream: true")
     return body

@@ -51,9 +51,11 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
             f"{len(given)} prompts times n = {body.n} exceed the limit of {MAX_CHOICES} choices",
         )
     keep_last = model.prompt_limit(body.truncate_prompt_tokens, body.max_tokens)
-    prompts = [model.prompt_tokens(value, field=field, keep_last=keep_last) for field, value in given]
-    prompt_logprobs = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    prompt_only = body.max_tokens == 0 and (body.echo or body.prompt_logprobs is not None)
+    tokens_of = partial(model.prompt_tokens, keep_last=keep_last, special_tokens=body.add_special_tokens)
+    prompts = [tokens_of(value, field=field) for field, value in given]
+    wanted = _prompt_logprobs(body)
+    prompt_logprobs = body.logprobs if body.echo and wanted is None else wanted
+    prompt_only = body.max_tokens == 0 and (body.echo or wanted is not None)
     sampling = _sampling(body, model, prompts, grammar_of(body), body.logprobs, prompt_logprobs)
     max_tokens = 1 if prompt_only else body.max_tokens
     limit = partial(model.output_limit, max_tokens=max_tokens, default=DEFAULT_MAX_TOKENS, field="max_tokens")
@@ -88,16 +90,21 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     content_grammar = "" if toolbox.enforced else grammar_of(body)
     prompt_end = _prompt_end(model, token_ids)
     grammar = _chat_grammar(content_grammar, model, toolbox, prompt_end)
-    sampling = _sampling(body, model, [token_ids], grammar, logprobs, body.prompt_logprobs)
+    sampling = _sampling(body, model, [token_ids], grammar, logprobs, _prompt_logprobs(body))
     limit = partial(model.output_limit, max_tokens=max_tokens, default=model.defaults.max_new_tokens, field=field)
     form = _form(model, toolbox, prompt_end, bool(content_grammar))
     return _sessions(body, model, request_id, [token_ids], sampling, limit, form=form)
 
 
+def _prompt_logprobs(body: CommonBody) -> int | None:
+    """Returns how many alternatives are wanted at each token of the prompt; a stream has no place for any."""
+    return None if body.stream else body.prompt_logprobs
+
+
 def _chat_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
     top_logprobs = body.top_logprobs or 0
+    if top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
     return top_logprobs if body.logprobs else None

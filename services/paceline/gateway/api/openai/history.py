@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError, shortened
-from paceline.gateway.api.openai.bodies import ChatMessage, TextPart
+from paceline.gateway.api.openai.bodies import ChatMessage
 from paceline.gateway.api.openai.tools import ToolCall
 from paceline.gateway.http.fields import UnknownFields, read_fields, read_result, read_text
 from paceline.gateway.message.schemas import Json
@@ -81,8 +81,9 @@ def _plain(given: Any, field: str, ids: _CallIds, unknown: UnknownFields) -> Jso
 
 def _content(message: ChatMessage, field: str, unknown: UnknownFields) -> str:
     if message.role in (_TOOL, _FUNCTION):
-        return read_result(TextPart, message.content, unknown, field)
-    return "" if message.content is None else read_text(TextPart, message.content, unknown, field)
+        return read_result(message.content, unknown, field)
+    given = message.refusal if message.content is None else message.content
+    return "" if given is None else read_text(given, unknown, field)
 
 
 def _plain_call(call: ToolCall, field: str, ids: _CallIds) -> Json:

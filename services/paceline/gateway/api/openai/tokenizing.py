@@ -48,18 +48,20 @@ def tokenize(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
     Raises:
         InvalidRequestError: A field is wrong, or there are more tokens than the context holds.
     """
+    body: TokenizeChatBody | TokenizeTextBody
     if fields.get("messages") is not None and fields.get("prompt") is None:
-        chat = read_fields(TokenizeChatBody, fields, unknown)
-        model = sessions.model(chat.model)
-        tools = read_toolbox(chat.tools, None, True, unknown).tools
-        token_ids = chat_tokens(chat, model, unknown, tools=tools)
+        body = read_fields(TokenizeChatBody, fields, unknown)
+        model = sessions.model(body.model)
+        tools = read_toolbox(body.tools, None, True, unknown).tools
+        token_ids = chat_tokens(body, model, unknown, tools=tools)
     else:
-        text = read_fields(TokenizeTextBody, fields, unknown)
-        model = sessions.model(text.model)
+        body = read_fields(TokenizeTextBody, fields, unknown)
+        model = sessions.model(body.model)
         token_ids = model.codec.encode(
-            text.prompt, field="prompt", special_tokens=text.add_special_tokens, context_len=model.context_len
+            body.prompt, field="prompt", special_tokens=body.add_special_tokens, context_len=model.context_len
         )
-    return {"count": len(token_ids), "max_model_len": model.context_len, "tokens": token_ids, "token_strs": None}
+    pieces = [model.codec.piece(each) for each in token_ids] if body.return_token_strs else None
+    return {"count": len(token_ids), "max_model_len": model.context_len, "tokens": token_ids, "token_strs": pieces}
 
 
 def detokenize(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:

@@ -18,7 +18,7 @@ from paceline.gateway.api.openai.bodies import (
     Stops,
 )
 from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
-from paceline.gateway.http.fields import Fields, TextFields
+from paceline.gateway.http.fields import Fields, TextPart
 from paceline.gateway.message.tools import MAX_TOOLS
 
 # Responses whose items one request may refer to.
@@ -29,16 +29,6 @@ Metadata = Annotated[
 ]
 
 
-class InputText(TextFields):
-    """Text of a message, a refusal, or a tool's output."""
-
-    no_effect = frozenset({"annotations", "logprobs"})
-    not_served = dict.fromkeys(("image_url", "file_id", "file_data", "input_audio"), ())
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
 class InputMessage(Fields):
     """A message."""
 
@@ -46,7 +36,7 @@ class InputMessage(Fields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: SkipValidation[str | list[InputText] | None] = None
+    content: SkipValidation[str | list[TextPart] | None] = None
 
 
 class FunctionCall(Fields):
@@ -68,14 +58,7 @@ class FunctionCallOutput(Fields):
 
     type: Literal["function_call_output"]
     call_id: str = ""
-    output: SkipValidation[str | list[InputText]] = ""
-
-
-class ReasoningText(Fields):
-    """Text of reasoning."""
-
-    type: Literal["reasoning_text", "text"]
-    text: str
+    output: SkipValidation[str | list[TextPart]] = ""
 
 
 class ReasoningItem(Fields):
@@ -84,7 +67,7 @@ class ReasoningItem(Fields):
     no_effect = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
-    content: list[SkipValidation[ReasoningText]] = []  # noqa: RUF012 - pydantic copies it
+    content: list[SkipValidation[TextPart]] = []  # noqa: RUF012 - pydantic copies it
 
 
 class ResponsesTool(Fields):
@@ -145,7 +128,7 @@ class ResponsesBody(SharedBody):
     )
     not_served = {  # noqa: RUF012
         "background": (False,),
-        "context_management": ([],),
+        "context_management": (),
         "conversation": (),
         "max_tool_calls": (),
         "moderation": (),

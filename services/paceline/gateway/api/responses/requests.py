@@ -13,14 +13,12 @@ from paceline.gateway.api.responses.bodies import (
     FunctionCall,
     FunctionCallOutput,
     InputMessage,
-    InputText,
     ReasoningItem,
-    ReasoningText,
     ResponsesBody,
     ResponsesTool,
 )
 from paceline.gateway.api.responses.namespaces import flat, joined
-from paceline.gateway.http.fields import UnknownFields, read_fields, read_result, read_text
+from paceline.gateway.http.fields import UnknownFields, read_fields, read_part, read_result, read_text
 
 Json = dict[str, Any]
 _PASSED = (
@@ -139,7 +137,7 @@ def _message(item: Any, field: str, unknown: UnknownFields) -> Json | None:
     if not isinstance(kind, str) or kind == "message" or "role" in item:
         message = read_fields(InputMessage, item, unknown, field)
         given = message.content
-        text = None if given is None else read_text(InputText, given, unknown, f"{field}.content")
+        text = None if given is None else read_text(given, unknown, f"{field}.content")
         return {"role": message.role, "content": text}
     if kind == "function_call":
         call = read_fields(FunctionCall, item, unknown, field)
@@ -166,14 +164,12 @@ def _text(value: Any) -> str:
 
 
 def _result(call_id: str, output: Any, field: str, unknown: UnknownFields) -> Json:
-    content = read_result(InputText, output, unknown, f"{field}.output")
+    content = read_result(output, unknown, f"{field}.output")
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def _reasoning(item: ReasoningItem, field: str, unknown: UnknownFields) -> Json | None:
-    texts = [
-        read_fields(ReasoningText, each, unknown, f"{field}.content[{at}]").text for at, each in enumerate(item.content)
-    ]
+    texts = [read_part(each, unknown, f"{field}.content[{at}]") for at, each in enumerate(item.content)]
     return {"role": "assistant", "reasoning_content": "".join(texts)} if any(texts) else None
 
 

@@ -33,7 +33,7 @@ from tests.support.openai_bodies import (
         ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
         ({"max_tokens": -4}, "max_tokens", "at least 1, got -4"),
         ({"max_tokens": 1_000_000}, "max_tokens", "the context holds 64 tokens"),
-        ({"max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"max_tokens": "5.5"}, "max_tokens", "valid integer"),
         ({"max_tokens": 5.5}, "max_tokens", "valid integer"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
         ({"temperature": -0.1}, "temperature", "from 0 to 100"),
@@ -251,13 +251,11 @@ def test_nulls_are_absent_at_every_depth_and_the_own_message_of_a_server_goes_ba
 
 def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_place() -> None:
     unknown = UnknownFields(strict=False)
-    part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
-    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "refusal": "hm"}]
+    part = {"type": "text", "text": "the fox", "colour": "red"}
+    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "cache_control": "hm"}]
     chat(chat_body(messages=messages, thinking=1), unknown)
-    assert unknown.header == "thinking, messages[0].mood, messages[0].content[0].cache_control, " + (
-        "messages[1].refusal"
-    )
-    assert unknown.counts == {"thinking": 1, "other": 1, "cache_control": 1, "refusal": 1}
+    assert unknown.header == "thinking, messages[0].mood, messages[0].content[0].colour, messages[1].cache_control"
+    assert unknown.counts == {"thinking": 1, "other": 2, "cache_control": 1}
 
 
 def test_the_names_of_ignored_fields_are_bounded_and_fit_for_a_header() -> None:
