@@ -6,8 +6,10 @@ It knows neither models nor requests nor networks; the limits that it enforces a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from paceline.gateway.text.template_files import read_templates
 TOKENIZER_FILE = "tokenizer.json"
 # Requests that bring templates of their own mostly bring the same one.
 _NUM_TEMPLATES = 16
+_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextCodec:
@@ -71,6 +74,7 @@ class TextCodec:
         # By the few sets of special tokens that readers of answers need.
         self._showing: dict[tuple[str, ...] | None, Decodes] = {}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
+        self._decoder = _Decoder(tokenizer, self._spelling.bytes_of(vocab))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
     def own_template(self, *, with_tools: bool) -> ChatTemplate | None:
@@ -194,7 +198,9 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Returns the text of tokens, special ones spelled out or left out; broken UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=not special_tokens)
+        if not special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._special]
+        return self._decoder.decode(token_ids)
 
     def is_visible(self, token_id: int) -> bool:
         """Tells whether a token has text: known to the tokenizer and not special."""
@@ -210,7 +216,7 @@ class TextCodec:
             shown = {
                 token_id for token_id, spelled in self._special.items() if spellings is None or spelled in spellings
             }
-            self._showing[spellings] = _Showing(self._tokenizer, self._visible | shown) if shown else self
+            self._showing[spellings] = _Showing(self._decoder, self._visible | shown) if shown else self
         return self._showing[spellings]
 
     def piece(self, token_id: int) -> str | None:
@@ -227,20 +233,47 @@ class TextCodec:
         return self._spelling.to_bytes(piece)
 
 
+class _Decoder:
+    """Turns tokens into text; what is valid UTF-8 stays, whatever comes behind it.
+
+    The library's decoder of byte-fallback vocabularies gives up a whole run of bytes for one that is invalid: the text
+    of the tokens before that one would change when it comes.
+
+    Args:
+        tokenizer: The tokenizer.
+        bytes_of: By id, the byte that a token stands for; empty: it has no such tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, int]) -> None:
+        self._tokenizer = tokenizer
+        self._of_pieces = tokenizer.decoder
+        self._bytes_of = bytes_of
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones spelled out."""
+        if self._bytes_of.keys().isdisjoint(token_ids):
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        pieces: list[str] = []
+        for byte_tokens, run in groupby(token_ids, self._bytes_of.__contains__):
+            if byte_tokens:
+                valid = bytes(map(self._bytes_of.__getitem__, run)).decode(errors="replace").encode()
+                pieces += (f"<0x{byte:02X}>" for byte in valid)
+            else:
+                pieces += filter(None, map(self._tokenizer.id_to_token, run))
+        return str(self._of_pieces.decode(pieces))
+
+
 class _Showing:
     """Decodes tokens of which some are special and have the text that they are written as.
 
     Args:
-        tokenizer: The tokenizer.
+        decoder: The tokenizer's.
         visible: All tokens that have text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, visible: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoder: _Decoder, visible: frozenset[int]) -> None:
         self._visible = visible
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        self.decode = decoder.decode
 
     def is_visible(self, token_id: int) -> bool:
         return token_id in self._visible
@@ -294,10 +327,15 @@ class _Spelling:
             if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]:
                 self._space = part["pattern"]["String"]
 
+    def bytes_of(self, vocab: Mapping[str, int]) -> dict[int, int]:
+        """Returns the byte that tokens of a byte-fallback vocabulary stand for, by their ids."""
+        spelled = filter(_FALLBACK.fullmatch, vocab if self._byte_fallback else ())
+        return {vocab[piece]: int(piece[3:5], 16) for piece in spelled}
+
     def to_bytes(self, piece: str) -> bytes:
         if self._bytes_of:
             return b"".join(self._bytes_of.get(character) or character.encode() for character in piece)
-        if self._byte_fallback and len(piece) == len("<0x00>") and piece.startswith("<0x"):
+        if self._byte_fallback and _FALLBACK.fullmatch(piece):
             return bytes.fromhex(piece[3:5])
         return (piece if self._space is None else piece.replace(self._space, " ")).encode()
 

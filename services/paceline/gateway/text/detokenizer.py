@@ -21,7 +21,7 @@ class Decodes(Protocol):
     """The part of a tokenizer that is needed here."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens; broken UTF-8 becomes U+FFFD."""
+        """Returns the text of tokens; broken UTF-8 becomes U+FFFD, and changes no text before it."""
 
     def is_visible(self, token_id: int) -> bool:
         """Tells whether a token has text."""
