@@ -54,7 +54,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope
 test: $(DEV) ## what a change usually breaks, in less than 5 minutes; WORKERS=4 for more than 2, ARGS='tests/unit -x' for some
 	$(PYTEST) -m 'not full and not podman and not vllm and not wheel' $(ARGS)
 
-test-all: $(DEV) ## make test and the rest: Ray, chaos, plug-ins, TLS, laws of all rules, generated requests, browsers
+test-all: $(DEV) ## make test and the rest: Ray, chaos, TLS, laws of all rules, generated requests, browsers
 	$(PYTEST) $(ARGS)
 
 up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others

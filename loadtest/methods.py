@@ -12,12 +12,10 @@ themselves. By method and temperature the table shows
   ratio                   decode tokens/s over plain decoding of the same prompts
 
 With `--nodes N` every round verifies the N best nodes whatever that costs: the methods at equal node budget.
-`rejection` and `block` are the draft model under the other acceptance rules, whose texts are not those of plain
-decoding.
+`rejection` is the draft model under the other acceptance rule, whose texts are not those of plain decoding.
 
 Last comes a drafter with random weights. Speculation must cost nothing then: at least 0.98 of plain, and no session
-may have verified draft tokens in more than 20 rounds. `suffix` looks at outputs of earlier requests as well; each
-prompt is put to it once at a temperature.
+may have verified draft tokens in more than 20 rounds.
 """
 
 from __future__ import annotations
@@ -44,19 +42,17 @@ from training.loop import new_model
 from training.models import load_model
 
 RANDOM = "random drafter"
+REJECTION = "rejection"
 METHODS = (
     "draft_model",
     "eagle3",
     "medusa",
     "layer_skip",
     "ngram",
-    "suffix",
     "draft_model+ngram",
-    "rejection",
-    "block",
+    REJECTION,
 )
-OF_OTHER_LAW = ("rejection", "block")
-ALL_METHODS = "draft_model+eagle3+ngram+suffix+medusa+layer_skip"
+ALL_METHODS = "draft_model+eagle3+ngram+medusa+layer_skip"
 TEMPERATURES = (0.0, 1.0)
 LEAST_WITH_RANDOM, MOST_ROUNDS_WITH_RANDOM = 0.98, 20
 
@@ -118,7 +114,7 @@ def fleet_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def speculation_of(case: str) -> dict[str, Any]:
     """What requests of a case ask for."""
-    if case in OF_OTHER_LAW:
+    if case == REJECTION:
         return {"method": "draft_model", "acceptance": case}
     return {"method": "draft_model" if case == RANDOM else case}
 
@@ -170,7 +166,7 @@ def _figures(method: str, done: Sequence[Completion], plain: Sequence[Completion
         "tokens_per_s": round(speed(done), 1),
         "ratio": round(speed(done) / speed(plain), 3),
         "batch_size": round(both[0].mean_batch_size, 2),
-        "same_texts": method in OF_OTHER_LAW or same_texts(both),
+        "same_texts": method == REJECTION or same_texts(both),
     }
 
 

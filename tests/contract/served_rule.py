@@ -1,6 +1,6 @@
-"""The rules that judge chains, exactly as served but for the models: every outcome of every random number is played.
+"""The rejection rule exactly as served but for the models: every outcome of every random number is played.
 
-Both ends of a session, what goes over the wire, the samplers and the rules are the real ones; logits come from tables
+Both ends of a session, what goes over the wire, the samplers and the rule are the real ones; logits come from tables
 and the random numbers from the test. A play is run anew for every outcome, so the law of what it commits is an exact
 sum.
 """
@@ -18,12 +18,11 @@ import numpy.typing as npt
 import pytest
 
 from paceline import wire
-from paceline.core.acceptance_rules import Rules
 from paceline.core.drafted_trees import DraftedTrees, FreshTokens
 from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
-from paceline.core.params import BLOCK, DRAFT_MODEL, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft, residual, sparse_draft
 from paceline.core.session import NewTokens, commit, graft
 from paceline.core.tree import Node
@@ -33,7 +32,7 @@ from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT, rows_of
 from tests.support.guesses import to_commits
 from tests.support.trees import nodes_of, verified
-from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
+from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, cells, prefixes, uniform_cells
 
 T = TypeVar("T")
 PROMPT = (0,)
@@ -91,14 +90,6 @@ class ToyModel:
         widened = {prefix: np.exp(row.astype(np.float64)) for prefix, row in self.logits.items()}
         return {prefix: row / row.sum() for prefix, row in widened.items()}
 
-    @cached_property
-    def cuts(self) -> dict[int, list[float]]:
-        """Points at which any draft of this model changes its mind, by the number of tokens before it."""
-        found: dict[int, set[float]] = defaultdict(set)
-        for prefix, probs in self.laws.items():
-            found[len(prefix)].update(cuts_of(sparse_draft(probs)))
-        return {length: sorted(cuts) for length, cuts in found.items()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bugs:
@@ -107,13 +98,11 @@ class Bugs:
     Args:
         num_sampled: Of the tokens of the distribution that is sent, so many are sampled from; None: all.
         cut_below: The chain is cut before a token that the drafter found less probable.
-        redraws_with_old_noise: A position's draft noise is the same whatever was committed meanwhile.
         recovers_with_draft_noise: The number that drew the first guess draws the recovered or bonus token too.
     """
 
     num_sampled: int | None = None
     cut_below: float = 0.0
-    redraws_with_old_noise: bool = False
     recovers_with_draft_noise: bool = False
 
 
@@ -121,7 +110,6 @@ class Play:
     """One session between one verifier and its drafter.
 
     Args:
-        acceptance: The rule.
         target: The target model.
         draft: The draft model.
         chance: How things turn out.
@@ -130,7 +118,6 @@ class Play:
 
     def __init__(
         self,
-        acceptance: str,
         target: ToyModel,
         draft: ToyModel,
         chance: Chance,
@@ -143,13 +130,12 @@ class Play:
         self.verdict: list[float] = []
         identity = ModelIdentity(name="toy", vocab_hash="toy", vocab_size=self.vocab, context_len=64)
         self.identity, self.pool = identity, BlockPool(8)
-        speculation = SpeculationParams(acceptance=acceptance)
         request = GenerateRequest(
             session_id="s",
             epoch=1,
             prompt_token_ids=PROMPT,
             sampling=SamplingParams(max_tokens=LONGEST + 1),
-            speculation=speculation,
+            speculation=SpeculationParams(acceptance=REJECTION),
         )
         self.session = TargetSession(
             request,
@@ -158,10 +144,9 @@ class Play:
             max_model_len=64,
             pool=self.pool,
             calibrations={},
-            rule=Rules().of(speculation),
+            acceptance=REJECTION,
             submitted_s=0.0,
         )
-        self.cells = block_cells if acceptance == BLOCK else uniform_cells
         self.under_way: list[Drafts] = []
         self.sent_len = 0
         self.restart()
@@ -211,7 +196,9 @@ class Play:
         rows = {id(node): self._path(node) for node in (root, *chain)}
         drafts = [node.draft.probs(self.vocab) for node in chain if node.draft is not None]
         tokens = tuple(node.token_id for node in chain)
-        self.verdict = self.chance.pick(list(self.cells([self.target.laws[p] for p in rows.values()], drafts, tokens)))
+        self.verdict = self.chance.pick(
+            list(uniform_cells([self.target.laws[p] for p in rows.values()], drafts, tokens))
+        )
         found = self.session.judge(root, chain, lambda node: self.target.logits[rows[id(node)]])
         commit(self.session.tree.forest, [NewTokens(self.session, found.token_ids, found.chances)])
 
@@ -247,16 +234,14 @@ class Play:
         if stream != DRAFT_STREAM:
             last = self.drawn[base_len, base_len, 0] if self.bugs.recovers_with_draft_noise else self.verdict[-1]
             return self.verdict[position - base_len], last
-        key = (position,) if self.bugs.redraws_with_old_noise else (position, base_len, parent_id)
+        key = (position, base_len, parent_id)
         if key not in self.drawn:
-            self.drawn[key] = self.chance.pick(cells(self._draft_cuts(position - len(PROMPT))))
+            self.drawn[key] = self.chance.pick(cells(self._draft_cuts()))
         return self.drawn[key], 0.0
 
-    def _draft_cuts(self, depth: int) -> list[float]:
+    def _draft_cuts(self) -> list[float]:
         """Points at which anything that the number decides turns out another way."""
         assert self.last_draft is not None
-        if self.bugs.redraws_with_old_noise:
-            return self.draft.cuts[depth]
         cuts = cuts_of(self.last_draft)
         if self.bugs.recovers_with_draft_noise:
             first = self.target.laws[()]
@@ -291,7 +276,6 @@ def cuts_of(draft: SparseDraft) -> list[float]:
 
 def played(
     monkeypatch: pytest.MonkeyPatch,
-    acceptance: str,
     models: tuple[ToyModel, ToyModel],
     story: Callable[[Play], None],
     bugs: Bugs = Bugs(),
@@ -299,7 +283,7 @@ def played(
     """The law of what a story commits."""
 
     def play(chance: Chance) -> Tokens:
-        it = Play(acceptance, *models, chance, bugs)
+        it = Play(*models, chance, bugs)
         with monkeypatch.context() as patch:
             patch.setattr(draft_session, "uniforms", it.uniforms)
             patch.setattr(target_session, "uniforms", it.uniforms)

@@ -13,16 +13,15 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
+from paceline.core.params import DRAFT_MODEL, NGRAM
 from paceline.core.target_events import TargetLimits
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint
-from paceline.drafting.suffix import TextSource
+from paceline.drafting.ngram import NgramSource
 from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion, states_hash
@@ -42,7 +41,7 @@ from paceline.verifier.verifier_host import TargetHost
 from tests.support.poison import Poison
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
-LOOK_UP = (DRAFT_MODEL, NGRAM, SUFFIX)
+LOOK_UP = (DRAFT_MODEL, NGRAM)
 MAX_MODEL_LEN = 256
 MAX_QUEUE = 4
 
@@ -84,13 +83,12 @@ async def running_verifier(
     methods: Sequence[str] = LOOK_UP,
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
-    rules: Rules | None = None,
     eagle3_model: Path | None = None,
     poison: Poison | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
     async with (
-        verifier_at(folder, methods, max_num_seqs, tls_dir, rules, eagle3_model, poison=poison) as (address, host),
+        verifier_at(folder, methods, max_num_seqs, tls_dir, eagle3_model, poison=poison) as (address, host),
         channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
     ):
         yield verifier_pb2_grpc.VerifierStub(opened), host
@@ -109,7 +107,6 @@ async def verifier_at(
     methods: Sequence[str] = LOOK_UP,
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
-    rules: Rules | None = None,
     eagle3_model: Path | None = None,
     tracer: Tracer = OFF,
     poison: Poison | None = None,
@@ -121,7 +118,6 @@ async def verifier_at(
     identity = replace(
         model_identity(folder, "tiny"), states_hash=handed_out, methods=tuple(methods), context_len=MAX_MODEL_LEN
     )
-    rules = rules or Rules()
 
     def target_decoder() -> Decoder:
         decoder = load_decoder(folder, "float32", "cpu", 1)
@@ -131,7 +127,6 @@ async def verifier_at(
 
     served = ServedEngine(
         identity=identity,
-        rules=rules,
         grammars=grammars,
         make=lambda: TargetEngine(
             decoder=target_decoder(),
@@ -140,8 +135,7 @@ async def verifier_at(
             limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN),
             policy=FixedGamma(gamma=4),
             clock=time.monotonic,
-            sources=[TextSource(method) for method in methods if method not in TIER_METHODS],
-            rules=rules,
+            sources=[NgramSource()] if NGRAM in methods else [],
         ),
     )
     host = TargetHost(

@@ -17,7 +17,6 @@ from paceline.core.params import (
     LAYER_SKIP,
     MEDUSA,
     NGRAM,
-    SUFFIX,
     SamplingParams,
     SpeculationParams,
 )
@@ -116,15 +115,13 @@ def random_heads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("methods", [(NGRAM,), (NGRAM, SUFFIX)], ids="+".join)
-def test_sources_inside_the_verifier_leave_the_tokens_alone(tiny_pair, plain, sampling, methods):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), methods=methods)
+def test_look_up_leaves_the_tokens_alone(tiny_pair, plain, sampling):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), methods=(NGRAM,))
     pair.kill_drafter()
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
-    assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
-    if SUFFIX in methods:
+    if sampling == "greedy":
         accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in pair.sessions.values())
-        assert accepted > 100, "the second time, every output has been seen"
+        assert accepted > 0, "such a small model repeats itself"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -141,10 +138,10 @@ def test_heads_and_layers_leave_the_tokens_alone(tiny_pair, plain, random_heads,
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(tiny_pair, plain, random_heads, sampling):
-    pair = EnginePair(*tiny_pair, methods=(NGRAM, SUFFIX, MEDUSA, LAYER_SKIP), medusa_model=random_heads)
+    pair = EnginePair(*tiny_pair, methods=(NGRAM, MEDUSA, LAYER_SKIP), medusa_model=random_heads)
     for index, prompt in enumerate(prompts(4)):
         so_far: list[int] = []
-        for method in ("draft_model", "medusa", "suffix", "layer_skip", "ngram+draft_model"):
+        for method in ("draft_model", "medusa", "ngram", "layer_skip", "ngram+draft_model"):
             if len(so_far) == len(plain[sampling][index]):
                 break
             name = f"{index} by {method}"
@@ -255,16 +252,15 @@ def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
         return grafts
 
     # Kernels are warmed up with a forest of their own before anything counts.
-    pair = EnginePair(*tiny_pair, methods=(DRAFT_MODEL, SUFFIX), policy=FixedGamma(gamma=3))
+    pair = EnginePair(*tiny_pair, methods=(DRAFT_MODEL, NGRAM), policy=FixedGamma(gamma=3))
     monkeypatch.setattr(Forest, "hang", hung)
     monkeypatch.setattr(Forest, "graft", grafted)
-    for _ in range(2):
-        texts(pair, SAMPLINGS["sampled"], 4)
+    texts(pair, SAMPLINGS["greedy"], 16)
     fates: Counter[str] = Counter()
     for report in pair.reports:
         fates.update(report.verified_by + report.unverified_by)
     assert fates == added
-    assert min(added[DRAFT_MODEL], added[SUFFIX]) > 0
+    assert min(added[DRAFT_MODEL], added[NGRAM]) > 0
 
 
 def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(tiny_pair):

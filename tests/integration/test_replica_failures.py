@@ -210,8 +210,8 @@ async def test_the_rule_is_resolved_before_a_session_is_placed_and_does_not_chan
     fleet: ScriptedFleet,
 ) -> None:
     for index in range(3):
-        await announce(fleet, index, acceptance_rules=("coupled", "block"))
-    await announce(fleet, 3, acceptance_rules=("block", "rejection"), context_len=255)
+        await announce(fleet, index, acceptance_rules=("coupled",))
+    await announce(fleet, 3, acceptance_rules=("rejection", "coupled"), context_len=255)
     fleet.verifier.script = Script(fail_after=6, error=ZeroDivisionError("a bug"))
     await settled(fleet, 256)
     for _ in range(8):

@@ -139,7 +139,7 @@ async def test_a_lost_session_is_not_begun_anew_under_a_rule_that_would_give_oth
                 pass
 
 
-@pytest.mark.parametrize("acceptance", ["", "coupled", "block"])
+@pytest.mark.parametrize("acceptance", ["", "coupled", "rejection"])
 async def test_a_client_that_may_begin_anew_asks_for_the_rule_that_gives_the_same_tokens_unless_told_otherwise(
     fleet: ScriptedFleet, acceptance: str
 ) -> None:

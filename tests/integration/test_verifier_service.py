@@ -55,7 +55,7 @@ async def test_a_method_that_is_not_served_is_refused_and_those_that_are_change_
         plain = await tokens_of(stub, replace(ask(), speculation=SpeculationParams(enabled=False)))
         assert await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="ngram"))) == plain
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="suffix")))
+            await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="medusa")))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "speculation.method" in refused.value.details()
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError
@@ -66,7 +65,6 @@ class EnginePair:
         methods: Sequence[str] = (),
         eagle3_model: Path | None = None,
         num_draft_blocks: int = 256,
-        rules: Rules | None = None,
         sources: Callable[[Decoder], list[AnySource]] | None = None,
         decoder: Decoder | None = None,
         grammars: Grammars | None = None,
@@ -94,7 +92,6 @@ class EnginePair:
             policy=policy or Goodput(),
             clock=self.clock,
             sources=self.sources,
-            rules=rules or Rules(),
             use_threads=self.drafters_worked.append,
         )
         self.sessions: dict[str, Generated] = {}

@@ -43,7 +43,7 @@ class GenerateConfig:
     top_p: float = setting(1.0, help="Nucleus mass.", low=0.0, high=1.0)
     seed: int | None = setting(None, help="The same seed gives the same text.", low=0)
     speculation: bool = setting(True, help="Use draft tokens; they never change the text.")
-    method: str = setting("", help="Ways to draft, such as suffix or draft_model+suffix; empty: all that are served.")
+    method: str = setting("", help="Ways to draft, such as ngram or draft_model+ngram; empty: all that are served.")
     max_draft_tokens: int | None = setting(None, help="Most draft tokens verified in one step.", low=0, high=64)
     timeout_s: float = setting(120.0, help="Longest wait for the next piece.", unit="seconds", low=0.1)
 

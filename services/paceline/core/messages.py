@@ -331,9 +331,8 @@ class PositionLogprobs:
 class SpeculationRecord(NamedTuple):
     """What speculation did for one session; a round is a step that verified at least one draft token.
 
-    `lossy` marks a text whose law is not the target's, by a lossy acceptance rule or by penalties that were counted
-    anew; `mixed` one that verifiers of different arithmetic have computed; `law_only` one of an engine that promises
-    its law and not its tokens.
+    `lossy` marks a text whose law is not the target's, by penalties that were counted anew; `mixed` one that verifiers
+    of different arithmetic have computed; `law_only` one of an engine that promises its law and not its tokens.
     """
 
     num_steps: int = 0

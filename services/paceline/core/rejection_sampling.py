@@ -2,9 +2,8 @@
 
 Randomness comes in as an argument (noise or uniforms), probabilities are those after all processors. The coupled rule
 chooses the target's token without a look at any draft; the rejection rule is Leviathan et al. 2211.17192, algorithm 1,
-and Chen et al. 2302.01318, algorithm 2; block verification is Sun et al. 2403.10444, algorithm 2.
-`paceline.core.acceptance_rules` applies them to draft trees; nothing here knows models, sessions, or how random numbers
-are made.
+and Chen et al. 2302.01318, algorithm 2. `paceline.core.acceptance_rules` applies them to draft trees; nothing here
+knows models, sessions, or how random numbers are made.
 """
 
 from __future__ import annotations
@@ -110,7 +109,11 @@ def reject_walk(
         LocalProtocolError: The lengths do not fit together.
     """
     gamma = len(draft_tokens)
-    _require_rows(target_rows, draft_rows, draft_tokens, uniforms)
+    if (len(target_rows), len(draft_rows), len(uniforms)) != (gamma + 1, gamma, gamma + 1):
+        raise LocalProtocolError(
+            f"{gamma} draft tokens came with {len(target_rows)} target rows, {len(draft_rows)} draft rows"
+            f" and {len(uniforms)} uniforms"
+        )
     for index, token_id in enumerate(draft_tokens):
         target_probs, draft_probs = target_rows[index], draft_rows[index]
         if not uniforms[index] * draft_probs[token_id] < target_probs[token_id]:
@@ -118,67 +121,3 @@ def reject_walk(
             return VerifyOutcome(num_accepted=index, next_token_id=recovered)
     bonus = pick(target_rows[gamma], uniforms[gamma])
     return VerifyOutcome(num_accepted=gamma, next_token_id=bonus)
-
-
-def block_keeps(
-    target_rows: Sequence[FloatArray], draft_rows: Sequence[FloatArray], draft_tokens: Sequence[int]
-) -> tuple[list[float], list[float]]:
-    """Returns what block verification keeps of a chain (2403.10444, equations 4 and 5).
-
-    Args:
-        target_rows: gamma + 1 rows [vocab], as in `reject_walk`.
-        draft_rows: gamma rows [vocab].
-        draft_tokens: gamma token ids, each of positive draft probability.
-
-    Returns:
-        For 0 to gamma tokens, how much of the chain's draft probability the target covers; and for 1 to gamma
-        tokens, the probability that this number is accepted if no more are.
-    """
-    gamma = len(draft_tokens)
-    covered = [1.0]
-    for target_probs, draft_probs, token_id in zip(target_rows, draft_rows, draft_tokens, strict=False):
-        covered.append(min(1.0, covered[-1] * float(target_probs[token_id]) / float(draft_probs[token_id])))
-    keeps: list[float] = []
-    for length in range(1, gamma):
-        left = float(np.maximum(covered[length] * target_rows[length] - draft_rows[length], 0.0).sum())
-        missing = 1.0 - covered[length]
-        # Nothing left and nothing missing: the laws are equal, and the next token is sure to be accepted.
-        keeps.append(left / (left + missing) if left + missing > 0.0 else 1.0)
-    return covered, [*keeps, covered[gamma]] if gamma else []
-
-
-def block_walk(
-    target_rows: Sequence[FloatArray],
-    draft_rows: Sequence[FloatArray],
-    draft_tokens: Sequence[int],
-    uniforms: Sequence[float],
-) -> VerifyOutcome:
-    """Verifies a chain of draft tokens as a block (2403.10444, algorithm 2); in the mean it accepts no fewer.
-
-    Arguments and errors are those of `reject_walk`. The longest prefix whose uniform allows it is accepted: a token
-    that fails alone may be carried by those behind it.
-    """
-    gamma = len(draft_tokens)
-    _require_rows(target_rows, draft_rows, draft_tokens, uniforms)
-    covered, keeps = block_keeps(target_rows, draft_rows, draft_tokens)
-    accepted = max((length for length in range(1, gamma + 1) if uniforms[length - 1] < keeps[length - 1]), default=0)
-    if accepted == gamma:
-        bonus = pick(target_rows[gamma], uniforms[gamma])
-        return VerifyOutcome(num_accepted=gamma, next_token_id=bonus)
-    law = residual(covered[accepted] * target_rows[accepted], draft_rows[accepted])
-    recovered = pick(law, uniforms[gamma])
-    return VerifyOutcome(num_accepted=accepted, next_token_id=recovered)
-
-
-def _require_rows(
-    target_rows: Sequence[FloatArray],
-    draft_rows: Sequence[FloatArray],
-    draft_tokens: Sequence[int],
-    uniforms: Sequence[float],
-) -> None:
-    gamma = len(draft_tokens)
-    if (len(target_rows), len(draft_rows), len(uniforms)) != (gamma + 1, gamma, gamma + 1):
-        raise LocalProtocolError(
-            f"{gamma} draft tokens came with {len(target_rows)} target rows, {len(draft_rows)} draft rows"
-            f" and {len(uniforms)} uniforms"
-        )

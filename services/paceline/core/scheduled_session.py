@@ -43,7 +43,6 @@ class ScheduledSession(VerifierSession):
         stop_ids: Tokens that end it.
         max_model_len: Most tokens, prompt and output.
         acceptance: Name of the rule that judges guesses.
-        lossy: Whether that rule may choose what the target would not.
         submitted_s: When it was submitted.
         price: Of the last step.
         grammar: What its output follows; None: none.
@@ -68,7 +67,6 @@ class ScheduledSession(VerifierSession):
         stop_ids: frozenset[int] = frozenset(),
         max_model_len: int,
         acceptance: str = COUPLED,
-        lossy: bool = False,
         submitted_s: float,
         price: float = 0.0,
         grammar: OutputGrammar | None = None,
@@ -76,7 +74,6 @@ class ScheduledSession(VerifierSession):
         super().__init__(request, forest, calibrations, acceptance, grammar)
         self.serial = serial
         self.traced = bool(request.traceparent)
-        self.lossy = lossy
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
         self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0
@@ -118,11 +115,6 @@ class ScheduledSession(VerifierSession):
     def is_suspect(self) -> bool:
         """True while it may be what ended an engine before: it has not got through its prompt here."""
         return self.request.suspect and self.committed_len == self._resumed_len
-
-    @property
-    def cache_salt(self) -> str:
-        """Whose texts it may be guessed from."""
-        return self.request.cache_salt
 
     @property
     def greedy(self) -> bool:
@@ -188,15 +180,14 @@ class ScheduledSession(VerifierSession):
             self._first_token_s = now_s
         self._committed_s = now_s
         logprobs, self._logprobs = tuple(self._logprobs), []
-        record = self.tally.record(lossy=self.lossy)
+        record = self.tally.record()
         result = None if self._finish is None else self._result(self._finish, record, now_s)
         return CommittedTokens(
             tuple(self.tokens[base_len:]),
             self._fates,
             logprobs,
             result,
-            self.lossy,
-            base_len - self.prompt_len,
+            offset=base_len - self.prompt_len,
             speculation=record,
         )
 

@@ -23,7 +23,7 @@ from paceline.core.messages import (
     OpenSession,
     SpeculationRecord,
 )
-from paceline.core.params import CHAIN_RULES, COUPLED, METHODS
+from paceline.core.params import COUPLED, METHODS, REJECTION
 from paceline.core.tree import DraftTree
 from paceline.forest import Committed, Forest, Grafts, Ints, rows_of
 
@@ -55,8 +55,8 @@ class SpeculationTally:
         self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
         self.histogram[num_accepted] += 1
 
-    def record(self, *, lossy: bool = False) -> SpeculationRecord:
-        """The counts so far, of a session that a lossy rule had a part in or not."""
+    def record(self) -> SpeculationRecord:
+        """The counts so far."""
         # By place: it is made for each session in each step.
         return SpeculationRecord(
             self.num_steps,
@@ -67,7 +67,6 @@ class SpeculationTally:
             self.batch_size_sum / max(1, self.num_steps),
             self.num_hits,
             self.num_misses,
-            lossy,
         )
 
 
@@ -115,7 +114,7 @@ class VerifierSession:
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.committed_len = len(self.tokens)
         self.prompt_len = len(request.prompt_token_ids)
-        chain = acceptance in CHAIN_RULES
+        chain = acceptance == REJECTION
         # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
         can_follow = None if grammar is None or chain else grammar.permits
         self.tree = DraftTree(
@@ -261,7 +260,7 @@ class DrafterSession:
         self.tokens = list(opened.token_ids)
         self.prompt_len = opened.prompt_len
         self.sampling = opened.sampling
-        self.chain = opened.acceptance in CHAIN_RULES
+        self.chain = opened.acceptance == REJECTION
         self.price = opened.price
         self.room = opened.room
 

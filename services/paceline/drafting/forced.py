@@ -8,50 +8,42 @@ calibration learns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from typing_extensions import override
 
 from paceline.core.grammar import OutputGrammar
 from paceline.core.params import GRAMMAR
 from paceline.core.tree import DraftTree
-from paceline.engine.source_interface import Followed, Follower, LocalSource, Turn
+from paceline.engine.source_interface import Followed, LocalSource, Turn
 
 # Guesses of others below which it looks for more, the best ones.
 MOST_LEAVES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarFollower(Follower):
-    """The source at work on one session."""
-
-    grammar: OutputGrammar
-
-
-class GrammarSource(LocalSource["GrammarFollower"]):
+class GrammarSource(LocalSource[OutputGrammar]):
     """Guesses what a grammar leaves no choice of."""
 
     name = GRAMMAR
 
     @override
-    def follow(self, session: Followed) -> GrammarFollower | None:
-        return None if session.grammar is None else GrammarFollower(session.grammar)
+    def follow(self, session: Followed) -> OutputGrammar | None:
+        return session.grammar
 
     @override
-    def grow(self, turns: Sequence[Turn[GrammarFollower]]) -> list[list[float]]:
+    def grow(self, turns: Sequence[Turn[OutputGrammar]]) -> list[list[float]]:
         return [_grow(turn) for turn in turns]
 
 
-def _grow(turn: Turn[GrammarFollower]) -> list[float]:
+def _grow(turn: Turn[OutputGrammar]) -> list[float]:
     """Hangs what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
-    tree, grammar = turn.tree, turn.follower.grammar
+    tree, grammar = turn.tree, turn.follower
     survivals = _hang(tree, tree.root, grammar.forced(), turn)
     for leaf in tree.leaves(turn.limit)[:MOST_LEAVES]:
         _hang(tree, leaf, grammar.forced(tree.path(leaf)), turn)
     return survivals
 
 
-def _hang(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[GrammarFollower]) -> list[float]:
+def _hang(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[OutputGrammar]) -> list[float]:
     """Hangs a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
     survivals: list[float] = []
     survival = 1.0

@@ -13,14 +13,14 @@ import numpy as np
 from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import DraftTree
-from paceline.engine.source_interface import Followed, Follower
+from paceline.engine.source_interface import Followed
 
 # What a source needs to know of a node to guess its children.
 State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True)
-class StatelessFollower(Follower):
+class StatelessFollower:
     """A follower without state of its own: all it needs lies in the session's tokens and pages."""
 
     session: Followed

@@ -8,12 +8,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from paceline.core.acceptance_rules import Rules
+from paceline.core.acceptance_rules import rule_of
 from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import LEAST_SURVIVAL, num_tried
 from paceline.core.messages import GenerateRequest
 from paceline.core.moving_average import MovingAverage
-from paceline.core.params import CHAIN_RULES
+from paceline.core.params import REJECTION
 from paceline.core.source_record import Gain, SourceRecord
 from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Turn
@@ -40,7 +40,7 @@ class SourceCalls:
     Args:
         sources: Called in the order of what they bring a second.
         policy: Decides what guesses are worth.
-        rules: Acceptance rules.
+        default_rule: Acceptance rule of requests that name none.
         clock: Seconds, monotonic.
         forest: The trees of all sessions.
     """
@@ -49,12 +49,12 @@ class SourceCalls:
         self,
         sources: Sequence[AnySource],
         policy: Goodput,
-        rules: Rules,
+        default_rule: str,
         clock: Callable[[], float],
         forest: Forest,
     ) -> None:
         self._sources = sources
-        self._rules = rules
+        self._default_rule = default_rule
         self._policy = policy
         self._clock = clock
         self._forest = forest
@@ -70,8 +70,8 @@ class SourceCalls:
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
         """Those that a request lets draft."""
         speculation = request.speculation
-        if self._rules.of(speculation).drafts in CHAIN_RULES:
-            # These rules need the distribution of every guess, and only drafters send it.
+        if rule_of(speculation, self._default_rule) == REJECTION:
+            # It needs the distribution of every guess, and only drafters send it.
             return []
         methods = speculation.methods or [source.name for source in self._sources]
         return [source for source in self._sources if speculation.cap and source.name in methods]

@@ -22,16 +22,6 @@ class Followed(Protocol):
         ...
 
     @property
-    def prompt_len(self) -> int:
-        """How many of them are prompt."""
-        ...
-
-    @property
-    def cache_salt(self) -> str:
-        """Sessions of another salt must not show in what is guessed for it."""
-        ...
-
-    @property
     def greedy(self) -> bool:
         """Whether its target chooses without noise."""
         ...
@@ -51,15 +41,8 @@ class Followed(Protocol):
         ...
 
 
-class Follower(Protocol):
-    """A source at work on one session."""
-
-    def close(self) -> None:
-        """Called when the session has ended."""
-        return
-
-
-FollowerT = TypeVar("FollowerT", bound=Follower)
+# A source at work on one session.
+FollowerT = TypeVar("FollowerT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

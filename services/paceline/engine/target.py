@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.core.acceptance_rules import Rules, Verdict
+from paceline.core.acceptance_rules import Verdict, rule_of
 from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
-from paceline.core.params import METHODS, TIER_METHODS
+from paceline.core.params import COUPLED, METHODS, TIER_METHODS
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
@@ -66,7 +66,7 @@ class TargetEngine:
         policy: Which nodes a step verifies.
         clock: Seconds, monotonic.
         sources: Sources of guesses inside the verifier, beside the drafters.
-        rules: Acceptance rules that are served.
+        default_rule: Acceptance rule of requests that name none.
         use_threads: Sets this thread up for steps while drafters work, or idle; called before every forward.
     """
 
@@ -80,7 +80,7 @@ class TargetEngine:
         policy: Goodput,
         clock: Callable[[], float],
         sources: Sequence[AnySource] = (),
-        rules: Rules | None = None,
+        default_rule: str = COUPLED,
         use_threads: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -89,11 +89,11 @@ class TargetEngine:
         self._limits = limits
         self._policy = policy
         self._clock = clock
-        self._rules = Rules() if rules is None else rules
-        # Those of Paceline's own come first, all of them: loops are compiled for a number of sources.
-        self._forest = Forest(tuple(dict.fromkeys((*METHODS, *(source.name for source in sources)))))
+        self._default_rule = default_rule
+        # All of them, whichever are served: loops are compiled for a number of sources.
+        self._forest = Forest(METHODS)
         warm_up(self._forest)
-        self._sources = SourceCalls(sources, policy, self._rules, clock, self._forest)
+        self._sources = SourceCalls(sources, policy, default_rule, clock, self._forest)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -176,7 +176,7 @@ class TargetEngine:
             forest=self._forest,
             calibrations=self._calibrations_for(event.request, event.drafter_address, sources),
             sources=sources,
-            rule=self._rules.of(event.request.speculation),
+            acceptance=rule_of(event.request.speculation, self._default_rule),
             # Steps are not interrupted, so it may have come one ago.
             submitted_s=self._clock() if event.arrived_s is None else event.arrived_s,
             price=self._policy.price,
@@ -188,7 +188,7 @@ class TargetEngine:
     ) -> dict[str, int]:
         """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
-        rule = self._rules.of(request.speculation).name
+        rule = rule_of(request.speculation, self._default_rule)
         known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
         tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
         return {**tier, **known}

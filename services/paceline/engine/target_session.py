@@ -1,47 +1,25 @@
-"""One session inside the verifier's engine: what the scheduler knows of it, its sampler, its rule and its sources."""
+"""One session inside the verifier's engine: what the scheduler knows of it, its sampler and its sources."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from paceline.core.acceptance_rules import Coupled, Rule, Verdict, token_fates
+from paceline.core.acceptance_rules import RULES, TargetRows, Verdict, token_fates
 from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, TokenFate
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
+from paceline.core.params import COUPLED
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
 from paceline.core.tree import Node, path_tokens
 from paceline.engine.sampler import RowSampler
-from paceline.engine.source_interface import AnySource, Follower
+from paceline.engine.source_interface import AnySource
 from paceline.forest import Forest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """The target's rows of one round, as the rule sees them; see `paceline.core.acceptance_rules.TargetRows`."""
-
-    root: Node
-    logits: Callable[[Node], np.ndarray]
-    sampler: RowSampler
-    seed: int
-
-    def choose(self, node: Node) -> int:
-        """The target's choice, by the coupled noise."""
-        return self.sampler.choose(self.logits(node), node.position + 1, path_tokens(node))
-
-    def law(self, node: Node) -> np.ndarray:
-        """Processed probabilities, `[vocab]`."""
-        return self.sampler.law(self.logits(node), path_tokens(node))
-
-    def uniforms(self, count: int) -> list[float]:
-        """One for each guess, and the last for the token that follows."""
-        base_len = self.root.position + 1
-        places = [uniforms(self.seed, VERDICT_STREAM, base_len + place, base_len) for place in range(count)]
-        return [*(each for each, _ in places[:-1]), places[0][1]]
 
 
 class TargetSession(ScheduledSession):
@@ -57,7 +35,7 @@ class TargetSession(ScheduledSession):
         forest: Where its tree is; None: in one of its own.
         calibrations: Numbers of those of its sources.
         sources: Those inside the verifier.
-        rule: What judges guesses.
+        acceptance: Name of the rule that judges guesses.
         submitted_s: When it was submitted.
         price: Of the last step.
         grammar: Of its sampling parameters, before the first token of the output; None: it has none.
@@ -80,7 +58,7 @@ class TargetSession(ScheduledSession):
         forest: Forest | None = None,
         calibrations: Mapping[str, int],
         sources: Sequence[AnySource] = (),
-        rule: Rule,
+        acceptance: str = COUPLED,
         submitted_s: float,
         price: float = 0.0,
         grammar: GrammarState | None = None,
@@ -97,8 +75,7 @@ class TargetSession(ScheduledSession):
             calibrations=calibrations,
             stop_ids=stop_ids,
             max_model_len=max_model_len,
-            acceptance=rule.drafts,
-            lossy=rule.lossy,
+            acceptance=acceptance,
             submitted_s=submitted_s,
             price=price,
             grammar=None
@@ -107,7 +84,6 @@ class TargetSession(ScheduledSession):
                 grammar, vocab_size=identity.vocab_size, stop_ids=stop_ids, eos_token_ids=identity.eos_token_ids
             ),
         )
-        self._rule = rule
         self._sampler = RowSampler(
             sampling,
             identity.vocab_size,
@@ -116,11 +92,10 @@ class TargetSession(ScheduledSession):
             request.committed_token_ids,
             self.grammar,
         )
-        # A rule that is derived from it judges for itself.
-        alone = sampling.logprobs is not None or type(rule) is not Coupled
+        alone = sampling.logprobs is not None or acceptance != COUPLED
         self.choice = None if alone else self._sampler.choice
         self.gains: dict[str, Gain] = {}
-        self.followers: dict[str, Follower] = {
+        self.followers: dict[str, Any] = {
             source.name: follower for source in sources if (follower := source.follow(self)) is not None
         }
         if self.followers:
@@ -129,12 +104,6 @@ class TargetSession(ScheduledSession):
     def rank(self, logits: np.ndarray, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
         """The best guesses at a position; see `RowSampler.rank`."""
         return self._sampler.rank(logits, position, count, path)
-
-    def close(self) -> None:
-        """Frees pages, and lets the sources go."""
-        super().close()
-        for follower in self.followers.values():
-            follower.close()
 
     def judge(self, root: Node, verified: Sequence[Node], logits: Callable[[Node], np.ndarray]) -> Verdict:
         """What this round commits, up to the token that ends the text; remembers it as part of the prefix.
@@ -147,8 +116,13 @@ class TargetSession(ScheduledSession):
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.
         """
-        rows = _Rows(root=root, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
-        verdict = self._rule.judge(root, verified, rows)
+        sampler = self._sampler
+        rows = TargetRows(
+            choose=lambda node: sampler.choose(logits(node), node.position + 1, path_tokens(node)),
+            distribution=lambda node: sampler.law(logits(node), path_tokens(node)),
+            uniforms=lambda count: _uniforms(self.request.sampling.seed, root.position + 1, count),
+        )
+        verdict = RULES[self.acceptance](root, verified, rows)
         node: Node | None = root
         kept: list[int] = []
         for token_id in verdict.token_ids:
@@ -198,3 +172,9 @@ class TargetSession(ScheduledSession):
         count = self.request.sampling.logprobs
         if count is not None:
             self._logprobs.append(self._sampler.logprobs(row, token_id, count))
+
+
+def _uniforms(seed: int, base_len: int, count: int) -> list[float]:
+    """Of one round: one for each guess, and the last for the token that follows."""
+    places = [uniforms(seed, VERDICT_STREAM, base_len + place, base_len) for place in range(count)]
+    return [*(each for each, _ in places[:-1]), places[0][1]]

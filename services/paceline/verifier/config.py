@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.checkpoints.json_file import parse_object
-from paceline.core.acceptance_rules import LAWFUL, Rules
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.drafting_mode import MOST_ON_LOAN
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
-    CHAIN_RULES,
     COUPLED,
     DRAFT_MODEL,
     EAGLE3,
@@ -25,12 +20,12 @@ from paceline.core.params import (
     MEDUSA,
     METHODS,
     NGRAM,
+    REJECTION,
     TIER_METHODS,
 )
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import from_mapping, setting
 from paceline.service.learned import KEEP_NOTHING
-from paceline.service.plugins import RULES, SOURCES
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
@@ -90,11 +85,8 @@ class VerifierConfig(ModelServiceConfig):
             "model, which `paceline up` passes to drafters). Our keys for drafting: policy (goodput, or fixed for "
             "comparison), placement (tier, or for comparison verifier: the draft model or head runs inside the "
             "verifier), medusa_model and eagle3_model (folders of heads), exit_layer (how many of the first layers of "
-            "the target layer_skip drafts with; default a quarter) or layers (a list of their indices), and options "
-            "(of methods and rules of other packages, by name). Our keys for acceptance: acceptance (rule of requests "
-            "that name none: coupled, rejection, block, or that of another package; default coupled; more rules, "
-            "joined by +, are served, too) and lossy (true: rules of other packages may be lossy; their texts are "
-            "marked)."
+            "the target layer_skip drafts with; default a quarter) or layers (a list of their indices). Our key for "
+            "acceptance: acceptance (rule of requests that name none: coupled or rejection; default coupled)."
         ),
     )
     trace_sample_ratio: float = setting(
@@ -145,45 +137,26 @@ class Speculation:
     eagle3_model: Path | None = setting(None, help="Folder of the EAGLE-3 head that drafters have.")
     exit_layer: int | None = setting(None, help="How many of the first layers draft.", low=1, high=MOST_LAYERS)
     layers: tuple[int, ...] | None = setting(None, help="Layers that draft, ascending.", low=0, high=MOST_LAYERS - 1)
-    acceptance: str = setting(COUPLED, help="Rule of requests that name none; more after it, joined by +, are served.")
-    lossy: bool = setting(False, help="Whether rules of other packages may be lossy; their texts are marked.")
-    options: str = setting("", help="By the name of a method or rule of another package, its options.")
+    acceptance: str = setting(COUPLED, help="Acceptance rule of requests that name none.", choices=ACCEPTANCE_RULES)
 
     def __post_init__(self) -> None:
         """Checks which settings go together; the number of layers is checked where the model is loaded."""
         for method in self.methods:
-            if method not in TIER_METHODS and method not in SOURCES:
-                known = ", ".join((*TIER_METHODS, *SOURCES.names))
-                raise ConfigError(f"{NAME}: method must be one of {known}, got {method!r}")
+            if method not in METHODS:
+                raise ConfigError(f"{NAME}: method must be one of {', '.join(METHODS)}, got {method!r}")
         if self.exit_layer is not None and self.layers is not None:
             raise ConfigError(f"{NAME}: exit_layer and layers exclude one another")
         if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
             raise ConfigError(f"{NAME}: layers must be a list of at least one index, ascending, got {self.layers}")
-        self._check_rules()
+        if self.acceptance == REJECTION and not set(self.methods) & set(TIER_METHODS):
+            one = " or ".join(TIER_METHODS)
+            raise ConfigError(f"{NAME}: acceptance {REJECTION} needs the method {one}, got {self.method}")
         self._check_folders()
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Ways to draft that are served."""
         return tuple(self.method.split("+"))
-
-    @property
-    def rules(self) -> Rules:
-        """Acceptance rules that are served."""
-        named = tuple(dict.fromkeys(self.acceptance.split("+")))
-        more = [RULES.make(name, **self.options_of(name)) for name in named if name not in ACCEPTANCE_RULES]
-        return Rules(default=named[0], more=tuple(more))
-
-    def options_of(self, name: str) -> Mapping[str, Any]:
-        """Options of a method or rule of another package; those of ours have keys of their own.
-
-        Raises:
-            ConfigError: They are not a JSON object.
-        """
-        options = parse_object(f"{NAME}: options", self.options or "{}").get(name, {})
-        if not isinstance(options, dict):
-            raise ConfigError(f"{NAME}: options.{name} must be a JSON object, got {options!r}")
-        return options
 
     @property
     def head(self) -> Path | None:
@@ -211,17 +184,6 @@ class Speculation:
             return FixedGamma(gamma=gamma)
         return Goodput(max_nodes=gamma, most_on_loan=MOST_ON_LOAN if shares_cores else math.inf)
 
-    def _check_rules(self) -> None:
-        for rule in (each for each in (*LAWFUL, *self.rules.more) if each.name in self.acceptance.split("+")):
-            if rule.drafts not in ACCEPTANCE_RULES:
-                known = ", ".join(ACCEPTANCE_RULES)
-                raise ConfigError(f"{NAME}: acceptance {rule.name} drafts for {rule.drafts!r}; drafters know {known}")
-            if rule.drafts in CHAIN_RULES and not set(self.methods) & set(TIER_METHODS):
-                one = " or ".join(TIER_METHODS)
-                raise ConfigError(f"{NAME}: acceptance {rule.name} needs the method {one}, got {self.method}")
-            if rule.lossy and not self.lossy:
-                raise ConfigError(f'{NAME}: acceptance {rule.name} is lossy, and needs "lossy": true')
-
     def _check_folders(self) -> None:
         served = set(self.methods) & set(TIER_METHODS)
         if self.placement == IN_VERIFIER and len(served) != 1:
@@ -241,7 +203,4 @@ def speculation_from(speculative_config: str) -> Speculation:
     Raises:
         ConfigError: The JSON is broken or asks for something that is not served.
     """
-    values = dict(parse_object(NAME, speculative_config))
-    if isinstance(values.get("options"), dict):
-        values["options"] = json.dumps(values["options"])
-    return from_mapping(Speculation, values, f"{NAME}: ")
+    return from_mapping(Speculation, parse_object(NAME, speculative_config), f"{NAME}: ")

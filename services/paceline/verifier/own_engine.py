@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import folder_of
+from paceline.core.acceptance_rules import served_rules
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
@@ -57,13 +58,13 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         context_len=_max_model_len(config, own_identity),
         states_hash="" if head is None else states_hash(head),
         methods=speculation.methods,
-        acceptance_rules=speculation.rules.names(speculation.methods),
+        acceptance_rules=served_rules(speculation.acceptance, speculation.methods),
     )
     prepare_process(config.cpus, spare_cpus=config.spare_cpus)
     return ServedEngine(
         identity=identity,
         own_drafter=LOCAL if speculation.own_draft is not None else "",
-        rules=speculation.rules,
+        default_rule=speculation.acceptance,
         grammars=_grammars(config, identity),
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
@@ -183,7 +184,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
         policy=policy,
         clock=time.monotonic,
         sources=make_sources(speculation, decoder),
-        rules=speculation.rules,
+        default_rule=speculation.acceptance,
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     decoder.prepare(config.max_num_batched_tokens)

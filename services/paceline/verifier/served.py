@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.core.acceptance_rules import Rules
+from paceline.core.acceptance_rules import rule_of
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import CHAIN_RULES, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
+from paceline.core.params import COUPLED, REJECTION, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
 from paceline.core.target_events import Submit, TargetEvent, TargetOutput
 from paceline.engine.bridge import Stepper
 from paceline.engine.grammar import Grammars
@@ -43,7 +43,7 @@ class ServedEngine:
     Attributes:
         identity: Of the model as it is served: its context length is the longest session, prompt and output.
         own_drafter: Names a drafter inside the engine; empty: the verifier pairs sessions with drafters of the tier.
-        rules: Acceptance rules that are served.
+        default_rule: Acceptance rule of requests that name none.
         grammars: Compiles the grammars of requests; None: none are served.
         make: Loads the model; called in the engine thread.
         learned: Where the engine keeps what it learns.
@@ -51,7 +51,7 @@ class ServedEngine:
 
     identity: ModelIdentity
     own_drafter: str = ""
-    rules: Rules
+    default_rule: str = COUPLED
     grammars: Grammars | None = None
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
@@ -84,12 +84,12 @@ class ServedEngine:
             raise InvalidRequestError(
                 "speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}"
             )
-        rule = self.rules.of(speculation)
+        rule = rule_of(speculation, self.default_rule)
         wanted = speculation.methods or methods
-        if rule.drafts in CHAIN_RULES and not set(wanted) & set(TIER_METHODS):
+        if rule == REJECTION and not set(wanted) & set(TIER_METHODS):
             raise InvalidRequestError(
                 "speculation.acceptance",
-                f"{rule.name} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
+                f"{rule} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
             )
 
     def _check_lengths(self, request: GenerateRequest) -> None:

@@ -8,14 +8,15 @@ from dataclasses import replace
 
 from typing_extensions import override
 
+from paceline.core.acceptance_rules import served_rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.params import GRAMMAR, NGRAM, SUFFIX, TIER_METHODS, SpeculationParams
+from paceline.core.params import GRAMMAR, NGRAM, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent, TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.forced import GrammarSource
-from paceline.drafting.suffix import TextSource
+from paceline.drafting.ngram import NgramSource
 from paceline.engine.grammar import Grammars
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
@@ -51,18 +52,18 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         mean_length=config.mean_output_tokens,
         acceptance=config.acceptance,
     )
-    if beyond := sorted(set(speculation.methods) - {*TIER_METHODS, NGRAM, SUFFIX, GRAMMAR}):
+    if beyond := sorted(set(speculation.methods) - {*TIER_METHODS, NGRAM, GRAMMAR}):
         raise ConfigError(f"{NAME}: the method {beyond[0]} needs a real model, and devices are simulated")
     identity = replace(
         simulation.identity(config.model_name),
         methods=speculation.methods,
-        acceptance_rules=speculation.rules.names(speculation.methods),
+        acceptance_rules=served_rules(speculation.acceptance, speculation.methods),
     )
     logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
     return ServedEngine(
         identity=identity,
         own_drafter=LOCAL if inside else "",
-        rules=speculation.rules,
+        default_rule=speculation.acceptance,
         grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
         make=lambda: _make(config, simulation, identity, speculation),
     )
@@ -85,7 +86,7 @@ def _make(
         policy=policy,
         clock=time.monotonic,
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
-        rules=speculation.rules,
+        default_rule=speculation.acceptance,
     )
     warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
     policy.start_from(facts.starting_cost())
@@ -96,4 +97,4 @@ def _make(
 
 
 def _source(name: str) -> AnySource:
-    return TextSource(name) if name in (NGRAM, SUFFIX) else GrammarSource()
+    return NgramSource() if name == NGRAM else GrammarSource()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -26,8 +26,6 @@ from hypothesis import strategies as st
 from paceline.core.errors import LocalProtocolError
 from paceline.core.rejection_sampling import (
     VerifyOutcome,
-    block_keeps,
-    block_walk,
     overlap,
     pick,
     reject_walk,
@@ -40,7 +38,6 @@ from tests.unit.core.toy_models import (
     FloatArray,
     Law,
     Model,
-    block_cells,
     cells,
     completed,
     laws,
@@ -69,7 +66,6 @@ def rejection_law(
     *,
     reported: Model | None = None,
     walk: Walk = reject_walk,
-    cells_of: Callable[..., Iterator[tuple[list[float], float]]] = uniform_cells,
 ) -> Law:
     """Exact law of the committed run; drafts come from `draft`, the verifier is told `reported`."""
     reported = reported or draft
@@ -79,7 +75,7 @@ def rejection_law(
             continue
         heads = [tokens[:length] for length in range(gamma + 1)]
         target_rows, draft_rows = [target[head] for head in heads], [reported[head] for head in heads[:-1]]
-        for uniforms, volume in cells_of(target_rows, draft_rows, tokens):
+        for uniforms, volume in uniform_cells(target_rows, draft_rows, tokens):
             outcome = walk(target_rows, draft_rows, tokens, uniforms)
             run = (*tokens[: outcome.num_accepted], outcome.next_token_id)
             law[run] += draft_mass * volume
@@ -275,73 +271,3 @@ def test_planted_bug_reused_uniform_in_the_residual() -> None:
             first = token if outcome.num_accepted else outcome.next_token_id
             law[(first,)] += width * share
     assert total_variation(law, FIXED_TARGET, 1) > DETECTED
-
-
-# Block verification
-
-
-def block_law(
-    gamma: int, target: Model, draft: Model, *, reported: Model | None = None, walk: Walk = block_walk
-) -> Law:
-    return rejection_law(gamma, target, draft, reported=reported, walk=walk, cells_of=block_cells)
-
-
-def mean_accepted(law: Law) -> float:
-    return sum(mass * (len(run) - 1) for run, mass in law.items())
-
-
-@pytest.mark.parametrize(("vocab", "gamma"), SHAPES)
-def test_a_block_commits_the_law_of_the_target(vocab: int, gamma: int) -> None:
-    """2403.10444, theorem 1; and theorem 2: in the mean it accepts no fewer tokens than one by one."""
-    rng = np.random.default_rng(200 * vocab + gamma)
-    for _ in range(6 if gamma < 3 else 2):
-        target, draft = random_model(rng, vocab, gamma), random_model(rng, vocab, gamma - 1)
-        law = block_law(gamma, target, draft)
-        assert total_variation(law, target, gamma + 1) < 1e-12
-        assert mean_accepted(law) >= mean_accepted(rejection_law(gamma, target, draft)) - 1e-12
-
-
-@settings(deadline=None, max_examples=60)
-@given(model_pairs())
-def test_a_block_commits_the_law_of_any_target_under_any_draft(pair: tuple[int, int, Model, Model]) -> None:
-    _, gamma, target, draft = pair
-    assert total_variation(block_law(gamma, target, draft), target, gamma + 1) < 1e-12
-
-
-def test_a_block_of_one_token_is_the_rejection_rule() -> None:
-    rng = np.random.default_rng(5)
-    target, draft = random_model(rng, 4, 1), random_model(rng, 4, 0)
-    block, classic = block_law(1, target, draft), rejection_law(1, target, draft)
-    assert {run: pytest.approx(mass, abs=1e-12) for run, mass in block.items() if mass > 1e-13} == {
-        run: mass for run, mass in classic.items() if mass > 1e-13
-    }
-
-
-def test_a_block_accepts_more_than_one_by_one() -> None:
-    """The example of 2403.10444, section 3: 11/9 draft tokens against 10/9."""
-    target = {prefix: np.array([1 / 3, 2 / 3]) for prefix in prefixes(2, 2)}
-    draft = {prefix: np.array([2 / 3, 1 / 3]) for prefix in prefixes(2, 1)}
-    assert mean_accepted(rejection_law(2, target, draft)) == pytest.approx(10 / 9)
-    assert mean_accepted(block_law(2, target, draft)) == pytest.approx(11 / 9)
-
-
-def test_planted_bug_a_block_that_stops_at_the_first_failure() -> None:
-    def stops_early(
-        target_rows: Sequence[FloatArray],
-        draft_rows: Sequence[FloatArray],
-        tokens: Sequence[int],
-        uniforms: Sequence[float],
-    ) -> VerifyOutcome:
-        _, keeps = block_keeps(target_rows, draft_rows, tokens)
-        fails = [index for index, keep in enumerate(keeps) if uniforms[index] >= keep]
-        spoilt = [1.0 if fails and index > fails[0] else uniform for index, uniform in enumerate(uniforms[:-1])]
-        return block_walk(target_rows, draft_rows, tokens, [*spoilt, uniforms[-1]])
-
-    assert total_variation(block_law(2, FIXED_TARGET, FIXED_DRAFT), FIXED_TARGET, 3) < 1e-12
-    assert total_variation(block_law(2, FIXED_TARGET, FIXED_DRAFT, walk=stops_early), FIXED_TARGET, 3) > DETECTED
-
-
-def test_planted_bug_a_block_that_is_told_another_draft_distribution() -> None:
-    sampled = {prefix: sparse_draft(probs, 2).probs(4) for prefix, probs in FIXED_DRAFT.items()}
-    assert total_variation(block_law(2, FIXED_TARGET, sampled), FIXED_TARGET, 3) < 1e-12
-    assert total_variation(block_law(2, FIXED_TARGET, sampled, reported=FIXED_DRAFT), FIXED_TARGET, 3) > DETECTED

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX
+from paceline.core.params import DRAFT_MODEL, MEDUSA, NGRAM
 from paceline.core.tree import DraftTree, walk
 from tests.support.guesses import NodeGuess
 from tests.support.trees import advance, graft_into, new_tree, nodes_of, seen, show, verified
@@ -127,9 +127,9 @@ def test_where_two_sources_guess_the_same_the_surer_one_counts():
     node = tree.suggest(tree.root, 10, 0.8, NGRAM)
     assert seen(tree).children[10].survival == pytest.approx(0.8)
     assert seen(tree).children[10].children[11].survival == pytest.approx(0.4)
-    assert tree.suggest(tree.root, 10, 0.1, SUFFIX) == node
+    assert tree.suggest(tree.root, 10, 0.1, MEDUSA) == node
     assert seen(tree).children[10].survival == pytest.approx(0.8)
-    assert seen(tree).children[10].guesses == {DRAFT_MODEL: 0.5, NGRAM: 0.8, SUFFIX: 0.1}
+    assert seen(tree).children[10].guesses == {DRAFT_MODEL: 0.5, NGRAM: 0.8, MEDUSA: 0.1}
     assert tree.forest.gone(tree.row) == [DRAFT_MODEL, DRAFT_MODEL]
 
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
-from paceline.core.rejection_sampling import block_keeps
-
 FloatArray = npt.NDArray[np.float64]
 Tokens = tuple[int, ...]
 Model = dict[Tokens, FloatArray]
@@ -116,19 +114,6 @@ def uniform_cells(
         for target, draft, token in zip(target_rows, draft_rows, tokens, strict=False)
     ]
     last_laws = [*target_rows, *map(excess_law, target_rows, draft_rows)]
-    axes.append(cells(np.concatenate([np.cumsum(law) for law in last_laws]).tolist()))
-    for cell in itertools.product(*axes):
-        yield [middle for middle, _ in cell], math.prod(width for _, width in cell)
-
-
-def block_cells(
-    target_rows: Sequence[FloatArray], draft_rows: Sequence[FloatArray], tokens: Tokens
-) -> Iterator[tuple[list[float], float]]:
-    """The same for a walk that verifies the tokens as a block."""
-    covered, keeps = block_keeps(target_rows, draft_rows, tokens)
-    weighed = [share * row for share, row in zip(covered, target_rows, strict=True)]
-    last_laws = [*target_rows, *map(excess_law, weighed, draft_rows)]
-    axes = [cells([keep]) for keep in keeps]
     axes.append(cells(np.concatenate([np.cumsum(law) for law in last_laws]).tolist()))
     for cell in itertools.product(*axes):
         yield [middle for middle, _ in cell], math.prod(width for _, width in cell)

@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.acceptance_rules import Coupled
 from paceline.core.confidence import NUM_RANKED, confidences
-from paceline.core.messages import GenerateRequest
-from paceline.core.pages import BlockPool
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, verified_nodes, walk
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.backends.cpu.step_kernels import CHOICE
 from paceline.engine.sampler import RowSampler, working_space
-from paceline.engine.target_session import TargetSession
 from paceline.engine.together import rank
 from paceline.forest import Guesses
-from paceline.planning.engines import IDENTITY
 
 VOCAB, MOST_GUESSES = 700, 6
 WAYS = (
@@ -173,19 +168,3 @@ def test_guesses_of_many_rows_are_ranked_as_each_sampler_ranks_them() -> None:
         assert found.confidences[place, :count] == pytest.approx(sure)
         assert (found.token_ids[place, count:] < 0).all()
     assert any((row < 0).any() for row in found.token_ids), "a filter leaves fewer than are ranked"
-
-
-class Derived(Coupled):
-    """A rule of somebody's own."""
-
-
-@pytest.mark.parametrize(("rule", "together"), [(Coupled(), True), (Derived(), False)])
-def test_a_rule_that_is_derived_from_the_default_one_judges_for_itself(rule: Coupled, together: bool) -> None:
-    request = GenerateRequest(
-        session_id="s", epoch=1, prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=4),
-        speculation=SpeculationParams(),
-    )  # fmt: skip
-    session = TargetSession(
-        request, 1, IDENTITY, max_model_len=64, pool=BlockPool(4), calibrations={}, rule=rule, submitted_s=0.0
-    )
-    assert (session.choice is not None) == together

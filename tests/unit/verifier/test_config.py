@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import ConfigError
-from paceline.core.params import BLOCK, COUPLED
+from paceline.core.params import COUPLED, REJECTION
 from paceline.verifier.config import speculation_from
 
 
-def test_the_coupled_rule_is_the_default_and_no_lossy_one_is_served() -> None:
-    assert speculation_from("{}").rules == Rules(default=COUPLED, more=())
-
-
-def test_a_deployment_may_have_another_default() -> None:
-    assert speculation_from('{"acceptance": "block"}').rules.default == BLOCK
+def test_a_deployment_may_have_another_rule_than_the_coupled_one_for_requests_that_name_none() -> None:
+    assert speculation_from("{}").acceptance == COUPLED
+    assert speculation_from('{"acceptance": "rejection"}').acceptance == REJECTION
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ('{"acceptance": "lucky"}', "'lucky' is not known here; there are coupled, rejection, block"),
-        ('{"lossy": "yes"}', "lossy must be true or false, got 'yes'"),
+        ('{"acceptance": "lucky"}', "acceptance must be one of coupled, rejection, got 'lucky'"),
+        ('{"method": "ngram+mine"}', "method must be one of draft_model, eagle3, ngram.*got 'mine'"),
         (
-            '{"acceptance": "block", "method": "ngram"}',
-            "acceptance block needs the method draft_model or eagle3, got ngram",
+            '{"acceptance": "rejection", "method": "ngram"}',
+            "acceptance rejection needs the method draft_model or eagle3, got ngram",
         ),
     ],
 )

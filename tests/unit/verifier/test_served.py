@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import DRAFT_MODEL, NGRAM, REJECTION, SamplingParams, SpeculationParams
+from paceline.core.params import COUPLED, DRAFT_MODEL, NGRAM, REJECTION, SamplingParams, SpeculationParams
 from paceline.verifier.served import MAX_SALT_CHARS, ServedEngine, TargetStepper
 
 EOS, STOP = 7, 8
@@ -32,9 +31,9 @@ def never_made() -> TargetStepper:
     raise AssertionError("no engine is needed")
 
 
-def check(request: GenerateRequest, *methods: str, rules: Rules | None = None) -> None:
+def check(request: GenerateRequest, *methods: str, default_rule: str = COUPLED) -> None:
     identity = replace(IDENTITY, methods=methods or IDENTITY.methods)
-    ServedEngine(identity=identity, rules=rules or Rules(), make=never_made).check(request)
+    ServedEngine(identity=identity, default_rule=default_rule, make=never_made).check(request)
 
 
 def test_what_can_be_served_passes() -> None:
@@ -61,21 +60,16 @@ def test_what_it_cannot_serve_is_refused_by_name(changes: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    ("methods", "asked", "rules"),
+    ("methods", "asked", "default_rule"),
     [
-        ((NGRAM,), SpeculationParams(acceptance=REJECTION), Rules()),
-        ((DRAFT_MODEL, NGRAM), SpeculationParams(method=NGRAM), Rules(default=REJECTION)),
+        ((NGRAM,), SpeculationParams(acceptance=REJECTION), COUPLED),
+        ((DRAFT_MODEL, NGRAM), SpeculationParams(method=NGRAM), REJECTION),
     ],
 )
 def test_a_rule_for_chains_needs_a_method_that_draws_them(
-    methods: tuple[str, ...], asked: SpeculationParams, rules: Rules
+    methods: tuple[str, ...], asked: SpeculationParams, default_rule: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        check(replace(FINE, speculation=asked), *methods, rules=rules)
+        check(replace(FINE, speculation=asked), *methods, default_rule=default_rule)
     wanted = "speculation.acceptance: rejection needs the method draft_model or eagle3, and here it is ngram"
     assert str(refused.value) == wanted
-
-
-def test_a_rule_that_is_not_served_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match=r"speculation\.acceptance: typical is not served here"):
-        check(replace(FINE, speculation=SpeculationParams(acceptance="typical")))

@@ -56,7 +56,7 @@ def test_a_draft_model_or_a_head_may_run_inside():
     [
         ({"method": "medusa"}, "medusa_model must name a checkpoint folder, got None"),
         ({"method": "medusa", "medusa_model": 3}, "medusa_model must be a path, got '3'"),
-        ({"method": "heads"}, "method must be one of draft_model, eagle3, ngram, suffix, grammar, medusa, layer_skip"),
+        ({"method": "heads"}, "method must be one of draft_model, eagle3, ngram, grammar, medusa, layer_skip"),
         ({"exit_layer": 0}, "exit_layer must be a whole number from 1 to 1024, got '0'"),
         ({"exit_layer": True}, "exit_layer must be a whole number from 1 to 1024, got 'True'"),
         ({"exit_layer": 1, "layers": [0]}, "exit_layer and layers exclude one another"),

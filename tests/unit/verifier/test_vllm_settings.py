@@ -76,7 +76,7 @@ def test_vllm_does_not_speculate_where_nothing_is_to_be_drafted(changes: dict[st
     ("speculative", "message"),
     [
         ({"method": "medusa"}, "method must be one of draft_model, got 'medusa'"),
-        ({"acceptance": "block"}, "acceptance is no setting"),
+        ({"acceptance": "rejection"}, "acceptance is no setting"),
         ({"num_speculative_tokens": 65}, "num_speculative_tokens must be a whole number from 0 to 64"),
     ],
 )

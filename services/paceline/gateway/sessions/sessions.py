@@ -17,7 +17,6 @@ from paceline.core.messages import (
     CommittedTokens,
     GenerateResult,
 )
-from paceline.core.params import ACCEPTANCE_RULES
 from paceline.gateway.access.callers import Caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
 from paceline.gateway.fleet.fleet import Fleet
@@ -182,8 +181,7 @@ class Sessions:
                 num_generated_tokens=len(logged),
             )
         if logged or result is not None:
-            lossy = request.speculation.acceptance not in ("", *ACCEPTANCE_RULES)
-            yield CommittedTokens(token_ids=logged, result=result, lossy=lossy)
+            yield CommittedTokens(token_ids=logged, result=result)
         if result is None:
             async with aclosing(self._placer.committed(request, trail)) as steps:
                 async for step in steps:

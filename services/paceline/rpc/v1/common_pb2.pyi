@@ -219,9 +219,7 @@ class SpeculationParams(google.protobuf.message.Message):
     max_draft_tokens: builtins.int
     """Most draft tokens verified for this session in one step; absent: the verifier decides."""
     acceptance: builtins.str
-    """Acceptance rule: "coupled", "rejection", "block", or one that a verifier serves besides; empty: the verifier's
-    default.
-    """
+    """Acceptance rule: "coupled" or "rejection"; empty: the verifier's default."""
     method: builtins.str
     """Ways to draft, joined by "+": "draft_model", "ngram", "grammar" and others; empty: all that the verifier serves."""
     def __init__(
@@ -385,9 +383,7 @@ class SpeculationRecord(google.protobuf.message.Message):
     num_misses: builtins.int
     """Rounds whose committed path had left the tree."""
     lossy: builtins.bool
-    """The law of the text is not the target's: a lossy acceptance rule had a part in it, or penalties were counted anew
-    where it was moved.
-    """
+    """The law of the text is not the target's: penalties were counted anew where it was moved."""
     mixed: builtins.bool
     """Verifiers of different arithmetic computed the text: the same seed may bring another one."""
     law_only: builtins.bool

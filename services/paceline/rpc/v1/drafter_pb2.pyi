@@ -96,7 +96,7 @@ class OpenSession(google.protobuf.message.Message):
     room: builtins.int
     """Most nodes ahead of the committed tokens; 0: stay warm, draft nothing."""
     acceptance: builtins.str
-    """Acceptance rule; empty: "coupled". Under "rejection" and "block" the tree is a chain, and every guess is sampled
+    """Acceptance rule; empty: "coupled". Under "rejection" the tree is a chain, and every guess is sampled
     from the very distribution that is sent with it.
     """
     traceparent: builtins.str
@@ -272,7 +272,7 @@ class Drafts(google.protobuf.message.Message):
     """Probability that the guess matches if its parent does, in 1/255: one byte a node."""
     @property
     def distributions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SparseDraft]:
-        """Distribution that each guess was sampled from, under the rules "rejection" and "block"; else no entries at all."""
+        """Distribution that each guess was sampled from, under the rule "rejection"; else no entries at all."""
 
     def __init__(
         self,

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
@@ -90,7 +89,7 @@ def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
         yield ServedEngine(
             identity=identity,
             own_drafter=PROPOSER,
-            rules=Rules(default=REJECTION),
+            default_rule=REJECTION,
             make=lambda: _make_engine(config, settings, identity, processes),
         )
 

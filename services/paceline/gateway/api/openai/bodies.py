@@ -17,13 +17,11 @@ from paceline.core.params import (
     MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
-    MAX_METHOD_CHARS,
     MAX_PRIORITY,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     METHODS,
-    NAME_PATTERN,
 )
 from paceline.gateway.api.openai.tools import AllowedChoice, CalledFunction, NamedTool, Tool, ToolCall
 from paceline.gateway.http.fields import Fields, TextPart, UnknownFields, read_fields
@@ -103,6 +101,9 @@ Stops = Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)]
 TEMPLATE_LIMITS: Mapping[str, Any] = {"propertyNames": {"not": {"enum": sorted(TEMPLATE_NAMES)}}}
 
 
+_METHOD = "|".join(METHODS)
+
+
 def _described(default: Any = ..., **limits: Any) -> Any:
     """Returns a field whose limits are described here and checked, for both doors, where sessions are made."""
     return Field(default, json_schema_extra=limits)
@@ -125,11 +126,9 @@ class SpeculationBody(Fields):
 
     enabled: bool = True
     max_draft_tokens: int | None = _described(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
-    acceptance: str = _described(
-        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN})?$", examples=[*ACCEPTANCE_RULES]
-    )
+    acceptance: str = _described("", enum=["", *ACCEPTANCE_RULES])
     method: str = _described(
-        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN}(\+{NAME_PATTERN})*)?$", examples=[*METHODS]
+        "", pattern=rf"^(({_METHOD})(\+({_METHOD})){{0,{len(METHODS) - 1}}})?$", examples=[*METHODS]
     )
     token_fates: bool = False
 

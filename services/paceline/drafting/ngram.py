@@ -1,0 +1,107 @@
+"""Method `ngram`: what followed when the session's own text last read like this (prompt lookup decoding).
+
+No model, no extra forward pass: the last tokens of a session are looked up in its prompt and output, and the tokens
+that followed there are grown as a tree in which every place found has a vote. Nothing is done when nothing matches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from typing_extensions import override
+
+from paceline.core.params import NGRAM
+from paceline.drafting.growing import grow_best_first
+from paceline.engine.source_interface import Followed, LocalSource, Turn
+
+# Tokens that must agree for a place to count, and those beyond which agreement means no more.
+LEAST_MATCH = 2
+MOST_MATCH = 32
+# Places kept of the same tokens, the latest ones.
+MOST_PLACES = 4
+# Tokens of a prompt that are read, its last ones.
+READ_TOKENS = 8192
+
+
+class Voter(NamedTuple):
+    """A place in the text, whose next token is a vote.
+
+    Attributes:
+        at: Index of the next token.
+        match: Tokens before it that agree with the session's last ones.
+    """
+
+    at: int
+    match: int
+
+
+class NgramSource(LocalSource["NgramFollower"]):
+    """Guesses what followed the same tokens before."""
+
+    name = NGRAM
+
+    @override
+    def follow(self, session: Followed) -> NgramFollower:
+        return NgramFollower(session.tokens)
+
+    @override
+    def grow(self, turns: Sequence[Turn[NgramFollower]]) -> list[list[float]]:
+        return [
+            grow_best_first(
+                turn.tree, NGRAM, turn.follower.find(), turn.follower.ballot, limit=turn.limit, least=turn.least
+            )
+            for turn in turns
+        ]
+
+
+class NgramFollower:
+    """The source at work on one session.
+
+    Args:
+        tokens: The session's committed tokens; read as they grow.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        # Where the same tokens ended.
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._read_to = max(LEAST_MATCH, len(tokens) - READ_TOKENS)
+
+    def find(self) -> list[Voter]:
+        """Places that read like the end of the committed tokens."""
+        tokens = self._tokens
+        for end in range(self._read_to, len(tokens)):
+            places = self._places.setdefault(tuple(tokens[end - LEAST_MATCH : end]), [])
+            places.append(end)
+            if len(places) > MOST_PLACES:
+                del places[0]
+        self._read_to = max(self._read_to, len(tokens))
+        ends = self._places.get(tuple(tokens[-LEAST_MATCH:]), ())
+        return [Voter(end, _common(tokens, end)) for end in ends]
+
+    def ballot(self, voters: Sequence[Voter]) -> Iterator[tuple[int, float, list[Voter]]]:
+        """The votes for the next token: `(token_id, confidence, its voters, moved on by one token)`.
+
+        Votes weigh as much as their voters match; the longer the longest match, the surer the whole.
+        """
+        sides: dict[int, list[Voter]] = {}
+        total = 0
+        for voter in voters:
+            if voter.at < len(self._tokens):
+                side = sides.setdefault(self._tokens[voter.at], [])
+                side.append(Voter(voter.at + 1, voter.match + 1))
+                total += voter.match
+        for token_id, side in sides.items():
+            longest = max(voter.match for voter in side)
+            share = sum(voter.match - 1 for voter in side) / total
+            yield token_id, share * (1.0 - 1.0 / longest), side
+
+
+def _common(tokens: Sequence[int], end: int) -> int:
+    """Tokens before `end` that equal the last ones."""
+    most = min(MOST_MATCH, end)
+    match = LEAST_MATCH
+    while match < most and tokens[-match - 1] == tokens[end - match - 1]:
+        match += 1
+    return match

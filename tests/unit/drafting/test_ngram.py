@@ -1,0 +1,97 @@
+"""Look-up finds what followed the last time, lets places vote, and keeps within its bounds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.params import NGRAM
+from paceline.core.tree import DraftTree
+from paceline.drafting.ngram import LEAST_MATCH, MOST_PLACES, NgramFollower, NgramSource
+from paceline.engine.source_interface import Turn
+from tests.support.trees import new_tree, nodes_of, seen
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def grown(follower, tokens, *, limit=8, least=0.01) -> tuple[DraftTree, list[float]]:
+    tree = new_tree(len(tokens))
+    turn = Turn(follower=follower, tree=tree, limit=limit, least=least)
+    return tree, NgramSource().grow([turn])[0]
+
+
+def longest_path(tree) -> list[int]:
+    node = seen(tree)
+    while node.children:
+        node = max(node.children.values(), key=lambda child: child.survival)
+    return node.path()
+
+
+def test_what_followed_last_time_is_guessed():
+    tokens = [5, 6, 7, 8, 9, 10, 1, 5, 6, 7]
+    tree, survivals = grown(NgramFollower(tokens), tokens, limit=4)
+    assert longest_path(tree) == [8, 9, 10, 1]
+    assert survivals == sorted(survivals, reverse=True)
+    assert len(survivals) == 4
+
+
+def test_nothing_is_guessed_when_nothing_matches():
+    tokens = [1, 2, 3, 4, 5, 6]
+    tree, survivals = grown(NgramFollower(tokens), tokens)
+    assert (tree.num_nodes, survivals) == (0, [])
+
+
+def test_places_that_disagree_share_the_vote_and_the_longer_match_weighs_more():
+    tokens = [1, 2, 3, 4, 50, 9, 3, 4, 60, 8, 1, 2, 3, 4]
+    tree, _ = grown(NgramFollower(tokens), tokens)
+    children = seen(tree).children
+    assert children[50].survival > children[60].survival > 0
+    assert sum(child.guesses[NGRAM] for child in children.values()) < 1
+
+
+def test_a_longer_match_is_surer():
+    short, long = [1, 2, 9, 7, 1, 2], [5, 6, 1, 2, 9, 7, 5, 6, 1, 2]
+    sure = [grown(NgramFollower(tokens), tokens, limit=1)[1][0] for tokens in (short, long)]
+    assert sure[0] < sure[1]
+
+
+def test_guesses_below_the_least_survival_are_not_hung():
+    tokens = [1, 2, 9, 7, 1, 2]
+    everything, _ = grown(NgramFollower(tokens), tokens)
+    some, survivals = grown(NgramFollower(tokens), tokens, least=0.4)
+    assert 0 < some.num_nodes < everything.num_nodes
+    assert min(survivals) >= 0.4
+
+
+def test_tokens_committed_later_are_read_too():
+    tokens = [1, 2, 3]
+    follower = NgramFollower(tokens)
+    assert grown(follower, tokens)[1] == []
+    tokens += [4, 1, 2]
+    tree, _ = grown(follower, tokens, limit=2)
+    assert longest_path(tree) == [3, 4]
+
+
+@given(TOKENS)
+def test_every_guess_really_followed_these_tokens_somewhere(tokens):
+    tree, survivals = grown(NgramFollower(tokens), tokens, limit=16, least=0.0)
+    text = "," + ",".join(map(str, tokens)) + ","
+    for node in nodes_of(tree):
+        assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + node.path())) + "," in text
+    assert tree.num_nodes == len(survivals)
+    assert survivals == sorted(survivals, reverse=True)
+
+
+@given(TOKENS, st.integers(0, 6))
+def test_a_limit_cuts_off_what_is_worth_least(tokens, limit):
+    _, everything = grown(NgramFollower(tokens), tokens, limit=1000, least=0.0)
+    _, some = grown(NgramFollower(tokens), tokens, limit=limit, least=0.0)
+    assert some == everything[:limit]
+
+
+@given(TOKENS)
+def test_of_equal_tokens_only_the_latest_places_are_kept(tokens):
+    places = NgramFollower(tokens).find()
+    assert len(places) <= MOST_PLACES
+    same = [end for end in range(LEAST_MATCH, len(tokens)) if tokens[:end][-LEAST_MATCH:] == tokens[-LEAST_MATCH:]]
+    assert [voter.at for voter in places] == same[-MOST_PLACES:]
