@@ -1,21 +1,73 @@
-"""How long a new session would wait for its turn, and whether it may; pure, time comes in as an argument.
+"""Whose turn it is for places, pages and prompts, and how long a new session would wait; pure, time is an argument.
 
-By Little's law (1961) a queue of `ahead` sessions that leave at `rate` a second is `ahead / rate` seconds long. The
+Tenants get equal shares, whatever they send and whatever priority they name. By Little's law (1961) a queue of `ahead` sessions that leave at `rate` a second is `ahead / rate` seconds long. The
 rate is that of the last sessions that ended while others waited: at other times it would be the rate of requests, not
 the rate that is possible.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from paceline.core.errors import OverloadedError
+from paceline.core.scheduled_session import ScheduledSession
 
 # Ends that the rate is taken from; with fewer than `LEAST_ENDS` there is none yet.
 NUM_ENDS = 64
 LEAST_ENDS = 2
 LEAST_RETRY_S = 0.5
+# Part of its tenant's prompt rows that the oldest session gets: beside short prompts of its own tenant, a long one takes
+# at most this number of times as long as without them.
+OLDEST_PART = 4
+
+SessionT = TypeVar("SessionT", bound=ScheduledSession)
+
+
+def first_in_turn(waiting: Iterable[SessionT], held: Mapping[str, int]) -> SessionT:
+    """The session that gets a place next: that of the tenant which holds fewest, then the first in order."""
+    return min(waiting, key=lambda session: (held[session.tenant], session.order))
+
+
+def last_in_turn(running: Iterable[SessionT], held: Mapping[str, int]) -> SessionT:
+    """The session that loses its place first: that of the tenant which holds most, then the last in order."""
+    return max(running, key=lambda session: (held[session.tenant], session.order))
+
+
+def gives_way(running: Iterable[SessionT], held: Mapping[str, int], tenant: str) -> SessionT | None:
+    """The session that gives its place to a tenant's: it has no token yet, and its tenant has more all the same."""
+    readers = [each for each in running if not each.is_decoding and held[each.tenant] > held[tenant] + 1]
+    return last_in_turn(readers, held) if readers else None
+
+
+def prompt_rows(reading: Sequence[ScheduledSession], room: int) -> dict[int, int]:
+    """How many prompt tokens a step reads of which session, by serial.
+
+    Each tenant gets an equal share of the room, and what others leave of theirs; see `_rows_of_tenant`.
+    """
+    queues: dict[str, list[ScheduledSession]] = {}
+    for session in reading:
+        queues.setdefault(session.tenant, []).append(session)
+    rows: dict[int, int] = {}
+    tenants = sorted(queues.values(), key=lambda queue: sum(each.pages.num_missing for each in queue))
+    for place, queue in enumerate(tenants):
+        theirs = _rows_of_tenant(queue, -(-room // (len(tenants) - place)))
+        room -= sum(theirs.values())
+        rows |= theirs
+    return rows
+
+
+def _rows_of_tenant(queue: Sequence[ScheduledSession], share: int) -> dict[int, int]:
+    """The shortest prompts are read first, but part of the share is that of the oldest session."""
+    oldest = min(queue, key=lambda session: session.serial)
+    rows = {oldest.serial: min(oldest.pages.num_missing, -(-share // OLDEST_PART))}
+    left = share - rows[oldest.serial]
+    for session in sorted(queue, key=lambda each: (each.request.priority, each.pages.num_missing, each.serial)):
+        more = min(left, session.pages.num_missing - rows.get(session.serial, 0))
+        rows[session.serial] = rows.get(session.serial, 0) + more
+        left -= more
+    return rows
 
 
 class QueueClock:
@@ -40,17 +92,21 @@ class QueueClock:
         return ahead * span_s / len(self._ends_s)
 
 
-def num_ahead(priority: int, others: Sequence[int], *, num_places: int) -> int:
+def num_ahead(tenant: str, priority: int, others: Sequence[tuple[str, int]], *, num_places: int) -> int:
     """Returns how many sessions must end before a new one gets a place.
 
     Args:
+        tenant: Whose it is.
         priority: Its own.
-        others: Of those under way; some of them have the places, whatever their priority.
+        others: Tenants and priorities of those under way; some of them have the places, whatever their priority.
         num_places: How many places there are.
     """
     if len(others) < num_places:
         return 0
-    before_it = sum(1 for other in others if other <= priority)
+    mine = sum(1 for other, theirs in others if other == tenant and theirs <= priority)
+    # A tenant's next session comes before another's if that one has more.
+    foreign = Counter(other for other, _ in others if other != tenant)
+    before_it = mine + sum(min(count, mine + 1) for count in foreign.values())
     return max(1, before_it + 1 - num_places)
 
 

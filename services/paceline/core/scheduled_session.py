@@ -102,8 +102,13 @@ class ScheduledSession(VerifierSession):
         self._first_token_s: float | None = None
 
     @property
+    def tenant(self) -> str:
+        """Whose it is; tenants share places and prompt rows."""
+        return self.request.tenant
+
+    @property
     def order(self) -> tuple[int, int]:
-        """Its place among all: lower ones get places and pages first, and keep them longest."""
+        """Its place among its tenant's: lower ones get places and pages first, and keep them longest."""
         return self.request.priority, self.serial
 
     @property

@@ -7,11 +7,13 @@ what the step took. It runs no model and reads no clock; the engine, and the pla
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Generic
 
 from paceline.core.acceptance_rules import Verdict
+from paceline.core.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import CommittedTokens
@@ -61,8 +63,8 @@ class Scheduler(Generic[SessionT]):
         self._scratch = scratch
         self._limits = limits
         self._policy = policy
-        # In their order.
-        self._waiting: list[SessionT] = []
+        # By tenant, in their order; a tenant that waits for nothing is left out.
+        self._waiting: dict[str, list[SessionT]] = {}
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
         self._turns: Turns[SessionT] = Turns()
@@ -94,7 +96,7 @@ class Scheduler(Generic[SessionT]):
     # Events
 
     def submit(self, session: SessionT) -> None:
-        """Takes in a session; it waits for a place, behind those of lower priority and those that came before it."""
+        """Takes in a session; it waits for a place, behind its tenant's of lower priority and those that came before."""
         self._sessions[session.session_id] = session
         self._wait(session)
         self.tier.connect(session)
@@ -109,7 +111,7 @@ class Scheduler(Generic[SessionT]):
         if session in self._running:
             self._running.remove(session)
         else:
-            self._waiting.remove(session)
+            self._leave_queue(session)
 
     def receive(self, event: DraftsArrived) -> None:
         """Takes in a drafter's messages."""
@@ -181,10 +183,18 @@ class Scheduler(Generic[SessionT]):
         self.outcomes += [(serial, each) for serial, each in announced if each is not None]
 
     def _admit(self, now_s: float) -> None:
-        while self._waiting and len(self._running) < self._limits.max_num_seqs:
-            if not self._waiting[0].admit(now_s):
-                return
-            self._running.append(self._waiting.pop(0))
+        """Gives places and pages; a tenant below its share takes them from prompts of one above."""
+        while self._waiting:
+            held = Counter(session.tenant for session in self._running)
+            session = first_in_turn((queue[0] for queue in self._waiting.values()), held)
+            while len(self._running) >= self._limits.max_num_seqs or not session.admit(now_s):
+                other = gives_way(self._running, held, session.tenant)
+                if other is None:
+                    return
+                self._preempt(other)
+                held[other.tenant] -= 1
+            self._leave_queue(session)
+            self._running.append(session)
 
     def _with_pages(self, sessions: Sequence[SessionT]) -> tuple[list[SessionT], list[SessionT]]:
         """Reserves pages for what decoding sessions have committed; returns these, and those whose prompts are read.
@@ -197,26 +207,28 @@ class Scheduler(Generic[SessionT]):
         lost = set[int]()
         for session in decoding:
             while session.serial not in lost and not session.pages.reserve(session.committed_len):
-                lost.add(self._preempt())
+                loser = last_in_turn(self._running, Counter(each.tenant for each in self._running))
+                self._preempt(loser)
+                lost.add(loser.serial)
         if lost:
             decoding, joining = ([each for each in part if each.serial not in lost] for part in (decoding, joining))
         return decoding, joining
 
-    def _preempt(self) -> int:
-        """Takes the pages of the last in order, the youngest of equals; it will be computed anew when there is room.
-
-        Returns:
-            Its serial.
-        """
-        session = max(self._running, key=_ORDER)
+    def _preempt(self, session: SessionT) -> None:
+        """Takes a session's pages; it will be computed anew when there is room."""
         self._running.remove(session)
         session.pages.release()
         self._wait(session)
         self.report.num_preempted += 1
-        return session.serial
 
     def _wait(self, session: SessionT) -> None:
-        insort(self._waiting, session, key=_ORDER)
+        insort(self._waiting.setdefault(session.tenant, []), session, key=_ORDER)
+
+    def _leave_queue(self, session: SessionT) -> None:
+        queue = self._waiting[session.tenant]
+        queue.remove(session)
+        if not queue:
+            del self._waiting[session.tenant]
 
     def _plan_guesses(self, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float) -> Guesses:
         backlog = sum(session.pages.num_missing for session in joining)
@@ -248,16 +260,12 @@ class Scheduler(Generic[SessionT]):
     def _plan_reading(self, sessions: Sequence[SessionT], num_rows: int) -> list[Part[SessionT]]:
         """Chunks of prompts, while the step has room."""
         reading: list[Part[SessionT]] = []
-        room = self._limits.max_num_batched_tokens - num_rows
+        rows = prompt_rows(sessions, max(0, self._limits.max_num_batched_tokens - num_rows))
         for session in sessions:
-            if room <= 0:
-                break
-            start = session.pages.num_computed
-            stop = min(start + room, session.committed_len)
-            part = Part(session, start, stop, 0, decodes=False)
-            session.prefilled_to = part.stop
-            room -= part.num_rows
-            reading.append(part)
+            if count := rows[session.serial]:
+                start = session.pages.num_computed
+                session.prefilled_to = start + count
+                reading.append(Part(session, start, start + count, 0, decodes=False))
         self.report.num_prefill_rows = sum(part.num_rows for part in reading)
         return reading
 
@@ -353,7 +361,7 @@ class Scheduler(Generic[SessionT]):
     def describe(self, report: StepReport) -> StepReport:
         """Adds the present state to a report."""
         report.num_running = len(self._running)
-        report.num_waiting = len(self._waiting)
+        report.num_waiting = len(self._sessions) - len(self._running)
         report.lag_tokens = self._drafts.lag_tokens(self._rows)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         return report

@@ -65,6 +65,7 @@ class _UnderWay:
 
     serial: int
     epoch: int
+    tenant: str
     priority: int
     methods: frozenset[str]
     drafter_address: str
@@ -270,8 +271,8 @@ class TargetHost:
             )
         # A session that continues here was admitted elsewhere; it is not sent away.
         if not request.committed_token_ids:
-            others = [each.priority for each in self._under_way.values()]
-            ahead = num_ahead(request.priority, others, num_places=self._num_places)
+            others = [(each.tenant, each.priority) for each in self._under_way.values()]
+            ahead = num_ahead(request.tenant, request.priority, others, num_places=self._num_places)
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
@@ -317,6 +318,7 @@ class TargetHost:
         return _UnderWay(
             serial=serial,
             epoch=request.epoch,
+            tenant=request.tenant,
             priority=request.priority,
             methods=methods,
             drafter_address=self.drafters.choose(methods),

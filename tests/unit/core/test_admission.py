@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.admission import LEAST_ENDS, QueueClock, check_wait, num_ahead
+from paceline.core.admission import LEAST_ENDS, OLDEST_PART, QueueClock, check_wait, num_ahead, prompt_rows
 from paceline.core.errors import OverloadedError
 
 
@@ -56,9 +60,49 @@ def test_a_wait_beyond_what_is_asked_for_is_refused_with_the_time_to_come_again(
 
 
 def test_whoever_finds_a_free_place_waits_for_nobody() -> None:
-    assert num_ahead(9, [0, 0], num_places=3) == 0
+    assert num_ahead("", 9, [("", 0)] * 2, num_places=3) == 0
 
 
 def test_the_more_important_wait_for_fewer_to_end_but_for_one_at_least() -> None:
-    others = [0] * 10 + [5] * 10
-    assert [num_ahead(priority, others, num_places=4) for priority in (-1, 0, 5)] == [1, 7, 17]
+    others = [("", 0)] * 10 + [("", 5)] * 10
+    assert [num_ahead("", priority, others, num_places=4) for priority in (-1, 0, 5)] == [1, 7, 17]
+
+
+def test_of_another_tenant_as_many_count_as_of_ones_own_and_one() -> None:
+    others = [("greedy", -1)] * 100 + [("modest", 0)] * 3
+    assert num_ahead("new", 0, others, num_places=4) == 1
+    assert num_ahead("modest", 0, others, num_places=4) == 3 + 4 + 1 - 4
+    assert num_ahead("greedy", 0, others, num_places=4) == 100 + 3 + 1 - 4
+
+
+@dataclass
+class Reading:
+    """What `prompt_rows` looks at of a session."""
+
+    serial: int
+    tenant: str
+    num_missing: int
+
+    @property
+    def pages(self) -> Reading:
+        return self
+
+    @property
+    def request(self) -> Any:
+        return SimpleNamespace(priority=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 400)), min_size=1, max_size=20), st.integers(3, 300))
+def test_each_tenant_gets_an_equal_share_of_the_rows_and_none_are_left(
+    prompts: list[tuple[str, int]], room: int
+) -> None:
+    reading: list[Any] = [Reading(serial, *each) for serial, each in enumerate(prompts)]
+    rows = prompt_rows(reading, room)
+    assert sum(rows.values()) == min(room, sum(length for _, length in prompts))
+    assert all(0 <= rows[each.serial] <= each.num_missing for each in reading)
+    tenants = {each.tenant for each in reading}
+    for tenant in tenants:
+        mine = [each for each in reading if each.tenant == tenant]
+        share = min(room // len(tenants), sum(each.num_missing for each in mine))
+        assert sum(rows[each.serial] for each in mine) >= share
+        assert rows[mine[0].serial] >= min(mine[0].num_missing, share // OLDEST_PART)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from paceline.core.acceptance_rules import Verdict
+from paceline.core.admission import OLDEST_PART
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import (
     CloseSession,
@@ -41,7 +44,7 @@ def test_a_session_that_finds_too_few_pages_waits_and_nobody_overtakes_it() -> N
     long = loop.submit("long", prompt_len=50, max_tokens=3)
     short = loop.submit("short", max_tokens=3)
     loop.step()
-    assert (len(loop.scheduler.running), len(loop.scheduler._waiting)) == (1, 2)
+    assert [each.session_id for each in loop.scheduler.running] == ["first"]
     assert loop.pool.num_used == 2, "one that has no place holds no page"
     loop.run()
     assert loop.tokens("long") == text(50, 3)
@@ -78,6 +81,86 @@ def test_prompts_of_several_sessions_share_the_rows_of_a_step() -> None:
     first, second = (loop.submit(name, prompt_len=20, max_tokens=1) for name in ("first", "second"))
     assert [(part.session, part.num_rows) for part in loop.step().reading] == [(first, 20), (second, 12)]
     assert [(part.session, part.num_rows) for part in loop.step().reading] == [(second, 8)]
+
+
+def test_a_short_prompt_is_read_at_once_however_many_long_ones_another_tenant_sends() -> None:
+    loop = VerifierLoop(max_rows=32, num_blocks=256)
+    for index in range(6):
+        loop.submit(f"long-{index}", prompt_len=200, max_tokens=1, tenant="greedy")
+    loop.step()
+    loop.submit("short", prompt_len=16, max_tokens=1, tenant="modest")
+    plan = loop.step()
+    assert {part.session.session_id: part.num_rows for part in plan.reading} == {"short": 16, "long-0": 16}
+    assert loop.tokens("short") == [16]
+
+
+def test_what_a_tenant_leaves_of_its_share_is_read_of_the_others() -> None:
+    loop = VerifierLoop(max_rows=32, num_blocks=256)
+    for tenant, length in (("a", 100), ("b", 4), ("c", 100)):
+        loop.submit(tenant, prompt_len=length, max_tokens=1, tenant=tenant)
+    assert [part.num_rows for part in loop.step().reading] == [14, 4, 14]
+    assert [part.num_rows for part in loop.step().reading] == [16, 16]
+
+
+def test_of_one_tenant_the_shortest_prompt_is_read_first_and_a_quarter_is_the_oldest_ones() -> None:
+    loop = VerifierLoop(max_rows=32, num_blocks=256)
+    oldest = loop.submit("oldest", prompt_len=64, max_tokens=1)
+    num_steps = 0
+    while not oldest.ended:
+        shorts = [loop.submit(f"{num_steps}-{index}", prompt_len=12, max_tokens=1) for index in range(2)]
+        plan = loop.step()
+        assert sum(part.num_rows for part in plan.reading) == 32
+        assert all(each.ended for each in shorts)
+        num_steps += 1
+    assert num_steps == 64 // (32 // OLDEST_PART)
+
+
+def test_places_go_to_the_tenant_that_has_fewest_whatever_the_priorities() -> None:
+    loop = VerifierLoop(max_num_seqs=2)
+    for index in range(5):
+        loop.submit(f"greedy-{index}", max_tokens=4, tenant="greedy", priority=-1)
+    loop.step()
+    loop.submit("modest", max_tokens=1, tenant="modest")
+    while not loop.heard["modest"]:
+        loop.step()
+    assert [len(loop.tokens(f"greedy-{index}")) for index in range(5)] == [4, 4, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("num_places", "num_blocks"), [(3, 256), (8, 21)])
+def test_prompts_of_a_tenant_with_most_give_their_places_and_pages_to_those_of_another(
+    num_places: int, num_blocks: int
+) -> None:
+    loop = VerifierLoop(max_num_seqs=num_places, num_blocks=num_blocks, max_rows=32)
+    greedy = [loop.submit(f"greedy-{index}", prompt_len=100, max_tokens=1, tenant="greedy") for index in range(6)]
+    loop.step()
+    loop.submit("modest", prompt_len=16, max_tokens=1, tenant="modest")
+    loop.step()
+    assert loop.tokens("modest") == [16]
+    assert loop.report.num_preempted == 1
+    loop.run()
+    assert [loop.tokens(each.session_id) for each in greedy] == [[100]] * 6
+    assert loop.pool.num_used == 0
+
+
+def test_a_prompt_gives_way_to_no_tenant_that_has_as_many() -> None:
+    loop = VerifierLoop(max_num_seqs=2, num_blocks=64, max_rows=32)
+    loop.submit("a", prompt_len=100, max_tokens=1, tenant="a")
+    loop.submit("b", prompt_len=100, max_tokens=1, tenant="b")
+    loop.step()
+    loop.submit("c", prompt_len=16, max_tokens=1, tenant="c")
+    loop.step()
+    assert [each.session_id for each in loop.scheduler.running] == ["a", "b"]
+
+
+def test_pages_are_taken_from_the_tenant_that_has_most_sessions() -> None:
+    loop = VerifierLoop(num_blocks=9, max_num_seqs=3)
+    for name, tenant in (("a", "greedy"), ("b", "greedy"), ("c", "modest")):
+        loop.submit(name, prompt_len=30, max_tokens=40, tenant=tenant)
+    while not loop.step().decoding or not loop.report.num_preempted:
+        pass
+    assert [each.session_id for each in loop.scheduler.running] == ["a", "c"]
+    loop.run()
+    assert [loop.tokens(name) for name in "abc"] == [text(30, 40)] * 3
 
 
 def test_a_prefix_that_is_known_is_not_computed_again() -> None:
@@ -415,8 +498,8 @@ def test_after_a_preemption_only_what_was_not_told_is_judged() -> None:
     loop = VerifierLoop(max_rows=32)
     session = loop.submit("judged", prompt_len=70, **judging("own"))
     loop.step()
-    loop.scheduler._preempt()
-    assert (session.num_judged, len(loop.scheduler._waiting)) == (32, 1)
+    loop.scheduler._preempt(session)
+    assert (session.num_judged, session in loop.scheduler.running) == (32, False)
     loop.run()
     assert judged(loop, "judged") == list(range(1, 70))
 
