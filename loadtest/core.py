@@ -132,7 +132,7 @@ class Verifier:
             decoder=decoder,
             identity=IDENTITY,
             num_blocks=num_sessions * KV_TOKENS // BLOCK_SIZE,
-            limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows, max_model_len=KV_TOKENS),
+            limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows),
             policy=policy,
             clock=self._clock.now_s,
         )
@@ -193,7 +193,8 @@ class Drafter:
             draft_rows=num_sessions * num_nodes // LEVELS,
             draft_rows_per_session=num_nodes // LEVELS,
         )
-        self._engine = PAIR.draft_engine(facts, Pace(facts, clock=clock.now_s, sleep=clock.sleep), IDENTITY)
+        pace = Pace(facts, clock=clock.now_s, sleep=clock.sleep)
+        self._engine = PAIR.draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
         scheduler = self._engine.scheduler
         for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
             watch.watch(scheduler, method, name)

@@ -128,7 +128,6 @@ def engine_of(
         limits=TargetLimits(
             max_num_seqs=sessions,
             max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions * (gamma + 1)),
-            max_model_len=target.config.context_len,
         ),
         policy=FixedGamma(gamma=gamma),
         clock=time.perf_counter,

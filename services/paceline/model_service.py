@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class ModelHost(Protocol):
     """The part of such a service that runs in the event loop."""
 
     identity: ModelIdentity
+    max_sessions: int
 
     @property
     def num_sessions(self) -> int:
@@ -148,6 +149,23 @@ class ModelServiceConfig:
         """Pages of committed KV, once `paceline.engine.memory` has planned them."""
         assert self.num_kv_blocks, "the memory of this service is not planned"
         return self.num_kv_blocks
+
+
+def refuse_settings(config: ModelServiceConfig, engine: str, instead: Mapping[str, str]) -> None:
+    """Refuses settings that another engine than ours takes no notice of.
+
+    Args:
+        config: Settings of a service.
+        engine: The engine.
+        instead: By the name of a setting, what there is in its place.
+
+    Raises:
+        ConfigError: Names the first one that is not as it comes.
+    """
+    for field in fields(config):
+        if field.name in instead and getattr(config, field.name) != field.default:
+            name = field.name.replace("_", "-")
+            raise ConfigError(f"--{name} is for our own engine; under --engine {engine} there is {instead[field.name]}")
 
 
 def traces_of(
@@ -291,7 +309,7 @@ async def _serve_announced(
             role=role,
             address=address,
             identity=host.identity,
-            max_sessions=config.max_num_seqs,
+            max_sessions=host.max_sessions,
             num_sessions=host.num_sessions,
             draining=draining,
             # A proxy keeps the host, but does not translate this port.

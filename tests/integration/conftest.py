@@ -128,11 +128,12 @@ async def verifier_at(
     served = ServedEngine(
         identity=identity,
         grammars=grammars,
+        max_num_seqs=max_num_seqs,
         make=lambda: TargetEngine(
             decoder=target_decoder(),
             identity=identity,
             num_blocks=128,
-            limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN),
+            limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
             policy=FixedGamma(gamma=4),
             clock=time.monotonic,
             sources=[NgramSource()] if NGRAM in methods else [],
@@ -141,7 +142,6 @@ async def verifier_at(
     host = TargetHost(
         served,
         max_queue=MAX_QUEUE,
-        max_num_seqs=max_num_seqs,
         grace_s=30.0,
         stream_interval_s=0.1,
         metrics=VerifierMetrics(CollectorRegistry(), "tiny"),
@@ -172,6 +172,7 @@ async def running_drafter(
     identity = checkpoint.identity()
     host = DraftHost(
         identity=identity,
+        max_sessions=8,
         make_engine=lambda: DraftEngine(
             decoder=checkpoint.load(1),
             identity=identity,

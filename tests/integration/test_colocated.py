@@ -65,7 +65,7 @@ class Colocated:
             decoder=slowed(decoder, clock),
             identity=identity,
             num_blocks=256,
-            limits=TargetLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=identity.context_len),
+            limits=TargetLimits(max_num_seqs=8, max_num_batched_tokens=64),
             policy=policy,
             clock=clock,
         )

@@ -277,7 +277,7 @@ async def verifier_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen
     root = Path(__file__).parents[2]
     port = free_port("127.0.0.1")
     arguments = ("--model", folder, "--port", port, "--metrics-port", 0, "--redis-url", "memory://")
-    bounds = ("--engine-stall-s", 1, "--num-kv-blocks", 64, "--max-num-batched-tokens", 32)
+    bounds = ("--engine-stall-s", 1, "--num-kv-blocks", 64, "--max-num-batched-tokens", 32, "--max-num-seqs", 8)
     started = subprocess.Popen(
         [sys.executable, "-c", SERVE, *map(str, (*arguments, *bounds))],
         stderr=subprocess.PIPE,

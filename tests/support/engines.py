@@ -84,11 +84,7 @@ class EnginePair:
             decoder=decoder,
             identity=identity,
             num_blocks=num_blocks,
-            limits=TargetLimits(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=identity.context_len,
-            ),
+            limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             policy=policy or Goodput(),
             clock=self.clock,
             sources=self.sources,

@@ -80,7 +80,7 @@ class VerifierLoop:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=1 + self.max_rows // BLOCK_SIZE)
-        limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows, max_model_len=4096)
+        limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows)
         self.scheduler: Scheduler[ScheduledSession] = Scheduler(
             pool=self.pool,
             scratch=self.scratch,

@@ -1,8 +1,8 @@
 """Whose turn it is for places, pages and prompts, and how long a new session would wait; pure, time is an argument.
 
-Tenants get equal shares, whatever they send and whatever priority they name. By Little's law (1961) a queue of `ahead` sessions that leave at `rate` a second is `ahead / rate` seconds long. The
-rate is that of the last sessions that ended while others waited: at other times it would be the rate of requests, not
-the rate that is possible.
+Tenants get equal shares, whatever they send and whatever priority they name. By Little's law (1961) a queue of `ahead`
+sessions that leave at `rate` a second is `ahead / rate` seconds long. The rate is that of the last sessions that ended
+while others waited: at other times it would be the rate of requests, not the rate that is possible.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from paceline.core.scheduled_session import ScheduledSession
 NUM_ENDS = 64
 LEAST_ENDS = 2
 LEAST_RETRY_S = 0.5
-# Part of its tenant's prompt rows that the oldest session gets: beside short prompts of its own tenant, a long one takes
-# at most this number of times as long as without them.
+# Part of its tenant's prompt rows that the oldest session gets: short prompts of its tenant delay a long one by this
+# factor at most.
 OLDEST_PART = 4
 
 SessionT = TypeVar("SessionT", bound=ScheduledSession)

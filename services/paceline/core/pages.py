@@ -33,6 +33,11 @@ def salted_root(salt: str) -> bytes | None:
     return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest() if salt else None
 
 
+def longest_session(num_blocks: int) -> int:
+    """Most tokens of a session that always finds room in so many blocks once nobody else holds any."""
+    return (num_blocks - 1) * BLOCK_SIZE
+
+
 def target_scratch_blocks(max_num_batched_tokens: int) -> int:
     """Blocks a verifier sets aside: every row of a step may be a tree node."""
     return -(-max_num_batched_tokens // BLOCK_SIZE)

@@ -96,7 +96,7 @@ class Scheduler(Generic[SessionT]):
     # Events
 
     def submit(self, session: SessionT) -> None:
-        """Takes in a session; it waits for a place, behind its tenant's of lower priority and those that came before."""
+        """Takes in a session; it waits for a place behind those of its tenant that come before it."""
         self._sessions[session.session_id] = session
         self._wait(session)
         self.tier.connect(session)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import PacelineError, RemoteProtocolError
+from paceline.core.errors import ConfigError, PacelineError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
 from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
 
@@ -77,17 +77,25 @@ TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | SuspectAn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLimits:
-    """Bounds of the engine.
+    """Bounds of the engine, beside the context that its model announces.
 
     Args:
         max_num_seqs: Most sessions that run at once.
         max_num_batched_tokens: Most rows of a step.
-        max_model_len: Most tokens of a session, prompt and output.
+
+    Raises:
+        ConfigError: A step has too few rows for its sessions.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"a step of {self.max_num_batched_tokens} rows (--max-num-batched-tokens) is too short for "
+                f"{self.max_num_seqs} sessions (--max-num-seqs), which take a row each"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from paceline.drafter.config import SIMULATED, DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.engine.drafter import DraftEngine
-from paceline.model_service import serve_model, traces_of
+from paceline.model_service import refuse_settings, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
@@ -28,6 +28,14 @@ from paceline.service.process import run
 logger = logging.getLogger(__name__)
 
 PROG = "paceline drafter"
+# Our settings that a simulated drafter's profile decides.
+NOT_FOR_SIMULATED = {
+    "max_num_seqs": "max_sessions of the profile's drafter",
+    "max_num_batched_tokens": "max_rows of the profile's drafter",
+    "draft_width": "draft_width of the profile's drafter",
+    "draft_rows": "draft_rows of the profile's drafter",
+    "draft_rows_per_session": "draft_rows_per_session of the profile's drafter",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,9 +62,10 @@ async def serve(config: DrafterConfig) -> None:
 
 async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tracer) -> None:
     tls = load_tls(config.tls_dir, DRAFTER)
-    identity, make_engine = _engine(config)
+    identity, max_sessions, make_engine = _engine(config)
     host = DraftHost(
         identity=identity,
+        max_sessions=max_sessions,
         make_engine=make_engine,
         metrics=DrafterMetrics(registry, identity.name),
         tracer=tracer,
@@ -72,32 +81,35 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tra
     )
 
 
-def _engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], DraftEngine]]:
-    """Returns the chosen engine; what the other one needs is not imported."""
+def _engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callable[[], DraftEngine]]:
+    """Returns the model, the most sessions, and what makes the engine; what the other one needs is not imported."""
     if config.engine == SIMULATED:
         return _simulated_engine(config)
     from paceline.drafter.own_engine import own_engine
 
-    return own_engine(config)
+    identity, make = own_engine(config)
+    return identity, config.max_num_seqs, make
 
 
-def _simulated_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], DraftEngine]]:
+def _simulated_engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callable[[], DraftEngine]]:
     """Returns the very engine and scheduler, with a model on a simulated device that takes its time."""
-    from paceline.simulated.model import Simulation, find_profile
+    from paceline.simulated.model import Simulation, find_profile, num_pages
 
+    refuse_settings(config, SIMULATED, NOT_FOR_SIMULATED)
     simulation = Simulation(
         profile=find_profile(config.profile),
         folder=config.model,
         mean_length=config.mean_output_tokens,
         acceptance=config.acceptance,
     )
-    identity = simulation.identity(config.model_name)
+    identity, facts = simulation.identity(config.model_name), simulation.profile.drafter
+    pages = num_pages(facts, config.num_kv_blocks)
     logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
 
     def make() -> DraftEngine:
-        return simulation.draft_engine(simulation.profile.drafter, identity, num_blocks=config.num_kv_blocks)
+        return simulation.draft_engine(facts, identity, num_blocks=pages)
 
-    return identity, make
+    return identity, facts.max_sessions, make
 
 
 if __name__ == "__main__":

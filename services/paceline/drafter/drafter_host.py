@@ -30,6 +30,7 @@ class DraftHost:
 
     Args:
         identity: The draft model.
+        max_sessions: Most sessions that it drafts for at once.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         tracer: Records spans of sessions, if it does.
@@ -39,11 +40,13 @@ class DraftHost:
         self,
         *,
         identity: ModelIdentity,
+        max_sessions: int,
         make_engine: Callable[[], DraftEngine],
         metrics: DrafterMetrics,
         tracer: Tracer = OFF,
     ) -> None:
         self.identity = identity
+        self.max_sessions = max_sessions
         self._traces = DraftTraces(tracer)
         self._metrics = metrics
         self.engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")

@@ -171,7 +171,7 @@ class TargetEngine:
             event.serial,
             self._identity,
             drafter_address=event.drafter_address,
-            max_model_len=self._limits.max_model_len,
+            max_model_len=self._identity.context_len,
             pool=self.pool,
             forest=self._forest,
             calibrations=self._calibrations_for(event.request, event.drafter_address, sources),

@@ -296,9 +296,7 @@ def target_engine(
         decoder=_pair(profile).target(pace),
         identity=IDENTITY,
         num_blocks=facts.kv_tokens // BLOCK_SIZE,
-        limits=TargetLimits(
-            max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows, max_model_len=facts.kv_tokens
-        ),
+        limits=TargetLimits(max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows),
         policy=policy,
         clock=at_work.now_s,
         use_threads=pace.beside_drafters,
@@ -309,4 +307,5 @@ def draft_engine(
     at_work: EngineAtWork[_Event, _Output], profile: Profile, facts: DrafterFacts, seed: int
 ) -> DraftEngine:
     """A drafter's engine on a device."""
-    return _pair(profile).draft_engine(facts, at_work.pace(facts, seed + OF_DRAFTERS), IDENTITY)
+    pace = at_work.pace(facts, seed + OF_DRAFTERS)
+    return _pair(profile).draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)

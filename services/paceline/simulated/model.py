@@ -13,11 +13,11 @@ from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
-from paceline.core.pages import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.engine.drafter import DraftEngine
 from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import RecordedGuesses, drawn, guesses_at
-from paceline.simulated.profile import DrafterFacts, Profile, read_profile
+from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile, read_profile
 from paceline.simulated.roofline import computed_profile
 from paceline.simulated.text import TextLaw, words_of
 
@@ -32,6 +32,21 @@ def find_profile(name: str) -> Profile:
         ConfigError: There is no such file, and the name is in another form; or the file is wrong.
     """
     return read_profile(Path(name)) if name.endswith(".json") or Path(name).is_file() else computed_profile(name)
+
+
+def num_pages(facts: DeviceFacts, asked: int | None) -> int:
+    """Pages of KV on a device: as many as it has, or fewer where that is asked for.
+
+    Raises:
+        ConfigError: `--num-kv-blocks` is more than it has, or it has too few for any session.
+    """
+    most = facts.kv_tokens // BLOCK_SIZE
+    if not LEAST_PAGES <= (asked or most) <= most:
+        raise ConfigError(
+            f"--num-kv-blocks must be from {LEAST_PAGES} to the {most} pages that the profile's kv_tokens of "
+            f"{facts.kv_tokens} on {facts.name} fill, got {asked or most}"
+        )
+    return asked or most
 
 
 def guesses_of(profile: Profile, acceptance: float | None = None) -> RecordedGuesses:
@@ -63,21 +78,19 @@ class SimulatedPair:
         """Makes the draft model on a device."""
         return SimulatedDraft(self.law, pace, self.vocab_size, GuessTable.of(self.guesses, self.vocab_size))
 
-    def draft_engine(
-        self, facts: DrafterFacts, pace: Pace, identity: ModelIdentity, *, num_blocks: int | None = None
-    ) -> DraftEngine:
+    def draft_engine(self, facts: DrafterFacts, pace: Pace, identity: ModelIdentity, *, num_blocks: int) -> DraftEngine:
         """Makes an engine with the draft model.
 
         Args:
             facts: Of its device.
             pace: Of the same.
             identity: What it calls itself.
-            num_blocks: Pages; None: as many as the device has.
+            num_blocks: Pages.
         """
         return DraftEngine(
             decoder=self.draft(pace),
             identity=identity,
-            num_blocks=num_blocks or facts.kv_tokens // BLOCK_SIZE,
+            num_blocks=num_blocks,
             limits=facts.limits,
             clock=pace.now_s,
         )
@@ -125,7 +138,7 @@ class Simulation:
         )
 
     def identity(self, name: str) -> ModelIdentity:
-        """What a service of this model announces.
+        """What a service of this model announces, if its pages hold as much.
 
         Args:
             name: Name for users; empty: the folder's.
@@ -135,7 +148,7 @@ class Simulation:
             name=name or served_name(self.folder),
             vocab_hash=vocab_hash(self.folder),
             vocab_size=self._vocab_size,
-            context_len=min(self.profile.target.kv_tokens, MOST_CONTEXT),
+            context_len=MOST_CONTEXT,
             eos_token_ids=self._eos_token_ids,
             weights_hash=fingerprint([law.encode()], []),
             arithmetic=SIMULATED,
@@ -150,9 +163,7 @@ class Simulation:
         """Makes the target model."""
         return self._pair.target(Pace(self.profile.target))
 
-    def draft_engine(
-        self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int | None = None
-    ) -> DraftEngine:
+    def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int) -> DraftEngine:
         """Makes an engine with the draft model, and runs its first steps; the arguments are those of the pair's."""
         engine = self._pair.draft_engine(facts, Pace(facts), identity, num_blocks=num_blocks)
         engine.warm_up()

@@ -58,7 +58,6 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
         host = TargetHost(
             served,
             max_queue=config.max_queue,
-            max_num_seqs=config.max_num_seqs,
             grace_s=config.grace_s,
             stream_interval_s=config.stream_interval_s,
             metrics=VerifierMetrics(registry, served.identity.name),

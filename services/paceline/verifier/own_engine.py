@@ -32,7 +32,7 @@ from paceline.model_service import HOST_PAGES
 from paceline.service.learned import TunedState, kept_in
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
-from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, warm_up
+from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, longest_served, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     identity = replace(
         own_identity,
         # Clients may ask for what fits here, which can be less than what the model allows.
-        context_len=_max_model_len(config, own_identity),
+        context_len=longest_served(config.max_model_len, own_identity.context_len, config.num_pages),
         states_hash="" if head is None else states_hash(head),
         methods=speculation.methods,
         acceptance_rules=served_rules(speculation.acceptance, speculation.methods),
@@ -66,6 +66,7 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         own_drafter=LOCAL if speculation.own_draft is not None else "",
         default_rule=speculation.acceptance,
         grammars=_grammars(config, identity),
+        max_num_seqs=limits_of(config).max_num_seqs,
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
     )
@@ -126,22 +127,6 @@ def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | Non
         return None
 
 
-def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
-    """Longest session that model and pages allow.
-
-    Raises:
-        ConfigError: `--max-model-len` is more than either allows.
-    """
-    paged = (config.num_pages - 1) * BLOCK_SIZE
-    allowed = min(identity.context_len, paged)
-    if config.max_model_len > allowed:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} is more than the model's {identity.context_len} tokens or "
-            f"the {paged} tokens of {config.num_kv_blocks} pages (--num-kv-blocks) allow"
-        )
-    return config.max_model_len or allowed
-
-
 def make_engine(
     config: VerifierConfig, identity: ModelIdentity, speculation: Speculation
 ) -> TargetEngine | ColocatedEngine:
@@ -168,6 +153,11 @@ def make_engine(
     return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
 
 
+def limits_of(config: VerifierConfig) -> TargetLimits:
+    """Bounds of our engine."""
+    return TargetLimits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+
+
 def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
@@ -176,11 +166,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
         decoder=decoder,
         identity=identity,
         num_blocks=config.num_pages,
-        limits=TargetLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=identity.context_len,
-        ),
+        limits=limits_of(config),
         policy=policy,
         clock=time.monotonic,
         sources=make_sources(speculation, decoder),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.core.acceptance_rules import rule_of
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.pages import longest_session
 from paceline.core.params import COUPLED, REJECTION, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
 from paceline.core.target_events import Submit, TargetEvent, TargetOutput
 from paceline.engine.bridge import Stepper
@@ -45,6 +46,7 @@ class ServedEngine:
         own_drafter: Names a drafter inside the engine; empty: the verifier pairs sessions with drafters of the tier.
         default_rule: Acceptance rule of requests that name none.
         grammars: Compiles the grammars of requests; None: none are served.
+        max_num_seqs: Most sessions that run at once.
         make: Loads the model; called in the engine thread.
         learned: Where the engine keeps what it learns.
     """
@@ -53,6 +55,7 @@ class ServedEngine:
     own_drafter: str = ""
     default_rule: str = COUPLED
     grammars: Grammars | None = None
+    max_num_seqs: int
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
 
@@ -105,6 +108,22 @@ class ServedEngine:
             raise InvalidRequestError("committed_token_ids", "must not hold a token that ends the text")
         if len(committed) >= sampling.max_tokens:
             raise InvalidRequestError("committed_token_ids", "must be fewer than max_tokens")
+
+
+def longest_served(asked: int, context_len: int, num_pages: int) -> int:
+    """Longest session, prompt and output, that a model and its pages allow: what is announced, and what is admitted.
+
+    Raises:
+        ConfigError: `--max-model-len` is more than either allows.
+    """
+    paged = longest_session(num_pages)
+    allowed = min(context_len, paged)
+    if asked > allowed:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the model's {context_len} tokens or the {paged} tokens of "
+            f"{num_pages} pages (--num-kv-blocks) allow"
+        )
+    return asked or allowed
 
 
 def warm_up(engine: TargetStepper, samplings: Sequence[SamplingParams], speculation: SpeculationParams) -> None:

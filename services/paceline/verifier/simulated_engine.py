@@ -11,7 +11,6 @@ from typing_extensions import override
 from paceline.core.acceptance_rules import served_rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
-from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import GRAMMAR, NGRAM, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent, TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
@@ -20,11 +19,20 @@ from paceline.drafting.ngram import NgramSource
 from paceline.engine.grammar import Grammars
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
-from paceline.simulated.model import Simulation, find_profile
-from paceline.verifier.config import NAME, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, warm_up
+from paceline.model_service import refuse_settings
+from paceline.simulated.model import Simulation, find_profile, num_pages
+from paceline.simulated.profile import DeviceFacts
+from paceline.verifier.config import NAME, SIMULATED, Speculation, VerifierConfig, speculation_from
+from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, longest_served, warm_up
 
 logger = logging.getLogger(__name__)
+
+
+# Our settings that the profile decides.
+NOT_FOR_SIMULATED = {
+    "max_num_seqs": "max_sessions of the profile's target",
+    "max_num_batched_tokens": "max_rows of the profile's target",
+}
 
 
 class SimulatedEngine(TargetEngine):
@@ -52,10 +60,15 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         mean_length=config.mean_output_tokens,
         acceptance=config.acceptance,
     )
+    refuse_settings(config, SIMULATED, NOT_FOR_SIMULATED)
     if beyond := sorted(set(speculation.methods) - {*TIER_METHODS, NGRAM, GRAMMAR}):
         raise ConfigError(f"{NAME}: the method {beyond[0]} needs a real model, and devices are simulated")
+    facts = simulation.profile.target
+    pages = num_pages(facts, config.num_kv_blocks)
+    identity = simulation.identity(config.model_name)
     identity = replace(
-        simulation.identity(config.model_name),
+        identity,
+        context_len=longest_served(config.max_model_len, identity.context_len, pages),
         methods=speculation.methods,
         acceptance_rules=served_rules(speculation.acceptance, speculation.methods),
     )
@@ -65,24 +78,25 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         own_drafter=LOCAL if inside else "",
         default_rule=speculation.acceptance,
         grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
-        make=lambda: _make(config, simulation, identity, speculation),
+        max_num_seqs=limits_of(facts).max_num_seqs,
+        make=lambda: _make(pages, simulation, identity, speculation),
     )
 
 
+def limits_of(facts: DeviceFacts) -> TargetLimits:
+    """Bounds of an engine on a device."""
+    return TargetLimits(max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows)
+
+
 def _make(
-    config: VerifierConfig, simulation: Simulation, identity: ModelIdentity, speculation: Speculation
+    num_blocks: int, simulation: Simulation, identity: ModelIdentity, speculation: Speculation
 ) -> SimulatedEngine | ColocatedEngine:
     facts, policy = simulation.profile.target, speculation.draft_policy(shares_cores=False)
-    num_blocks = config.num_kv_blocks or facts.kv_tokens // BLOCK_SIZE
     engine = SimulatedEngine(
         decoder=simulation.target(),
         identity=identity,
         num_blocks=num_blocks,
-        limits=TargetLimits(
-            max_num_seqs=facts.max_sessions,
-            max_num_batched_tokens=facts.max_rows,
-            max_model_len=config.max_model_len or identity.context_len,
-        ),
+        limits=limits_of(facts),
         policy=policy,
         clock=time.monotonic,
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],

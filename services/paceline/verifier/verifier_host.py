@@ -78,7 +78,6 @@ class TargetHost:
     Args:
         served: The engine, and what is promised with it.
         max_queue: Most sessions that wait or run.
-        max_num_seqs: Most sessions that run at once.
         grace_s: Time that sessions get to finish when the verifier stops.
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
         metrics: Where steps are counted.
@@ -92,7 +91,6 @@ class TargetHost:
         served: ServedEngine,
         *,
         max_queue: int,
-        max_num_seqs: int,
         grace_s: float,
         stream_interval_s: float,
         metrics: VerifierMetrics,
@@ -104,8 +102,7 @@ class TargetHost:
         self._served = served
         self._max_queue = max_queue
         # Sessions that have places: the engine's bound, or what its pages hold.
-        self._num_places = max_num_seqs
-        self._max_num_seqs = max_num_seqs
+        self.max_sessions = self._num_places = served.max_num_seqs
         self._queue_clock = QueueClock()
         self._compiling = FairThreads(
             1,
@@ -367,7 +364,7 @@ class TargetHost:
 
     def _hand_on(self, output: TargetOutput) -> None:
         report = output.report
-        self._num_places = report.num_running if report.num_waiting else self._max_num_seqs
+        self._num_places = report.num_running if report.num_waiting else self.max_sessions
         for seen in report.traced:
             if seen.serial in self._traces:
                 self._traces[seen.serial].saw(seen)

@@ -9,6 +9,7 @@ import pytest
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.admission import OLDEST_PART
 from paceline.core.draft_policy import Goodput
+from paceline.core.errors import ConfigError
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -20,6 +21,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost
 from paceline.core.suspects_turn import HEARD_S
+from paceline.core.target_events import TargetLimits
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.loops import DRAFTER, WRONG, Policy, VerifierLoop, text
 
@@ -140,6 +142,11 @@ def test_prompts_of_a_tenant_with_most_give_their_places_and_pages_to_those_of_a
     loop.run()
     assert [loop.tokens(each.session_id) for each in greedy] == [[100]] * 6
     assert loop.pool.num_used == 0
+
+
+def test_a_step_has_a_row_for_each_session() -> None:
+    with pytest.raises(ConfigError, match=r"64 rows \(--max-num-batched-tokens\) is too short for 65 sessions"):
+        TargetLimits(max_num_seqs=65, max_num_batched_tokens=64)
 
 
 def test_a_prompt_gives_way_to_no_tenant_that_has_as_many() -> None:

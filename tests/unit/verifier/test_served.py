@@ -33,7 +33,7 @@ def never_made() -> TargetStepper:
 
 def check(request: GenerateRequest, *methods: str, default_rule: str = COUPLED) -> None:
     identity = replace(IDENTITY, methods=methods or IDENTITY.methods)
-    ServedEngine(identity=identity, default_rule=default_rule, make=never_made).check(request)
+    ServedEngine(identity=identity, default_rule=default_rule, max_num_seqs=1, make=never_made).check(request)
 
 
 def test_what_can_be_served_passes() -> None:

@@ -90,6 +90,7 @@ def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
             identity=identity,
             own_drafter=PROPOSER,
             default_rule=REJECTION,
+            max_num_seqs=config.max_num_seqs,
             make=lambda: _make_engine(config, settings, identity, processes),
         )
 

@@ -5,7 +5,6 @@ It imports nothing of vLLM.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.json_file import parse_object
-from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
+from paceline.model_service import refuse_settings
 from paceline.service.config import from_mapping, parse_cpus, setting
-from paceline.verifier.config import NAME, VerifierConfig
+from paceline.verifier.config import NAME, VLLM, VerifierConfig
 from paceline.vllm.settings import SECTION
 
 DEFAULT_DRAFT_TOKENS = 7
@@ -76,17 +75,8 @@ def num_draft_tokens(config: VerifierConfig) -> int:
 
 
 def check_settings(config: VerifierConfig) -> None:
-    """Refuses settings of ours that have no meaning under vLLM.
-
-    Raises:
-        ConfigError: Names the first one, and what to use instead.
-    """
-    fields = {field.name: field.default for field in dataclasses.fields(VerifierConfig)}
-    for name, instead in NOT_FOR_VLLM.items():
-        if getattr(config, name) != fields[name]:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for our own engine; under --engine vllm there is {instead}"
-            )
+    """Refuses settings of ours that have no meaning under vLLM, as `ConfigError`."""
+    refuse_settings(config, VLLM, NOT_FOR_VLLM)
 
 
 def decided(config: VerifierConfig, *, on_cpu: bool) -> dict[str, Any]:
