@@ -30,6 +30,8 @@ NUM_PROPERTIES = 1000
 LEXER_PATTERN = "[ab]*a[ab]{16}c"
 # More tokens than any context: all are counted before the text is refused.
 NUM_WORDS = 200_000
+# Of a prompt; those of all workers fill more pages than the verifier has.
+NUM_PROMPT_TOKENS = 8_000
 METADATA = {f"{number:064}": "x" * 512 for number in range(16)}
 NAMED_EVENTS = {"stream": True, "stream_options": {"include_event_ids": True}}
 
@@ -114,6 +116,11 @@ async def _texts(greedy: Greedy) -> None:
     await greedy.complete(prompt="word " * NUM_WORDS)
 
 
+async def _prompts(greedy: Greedy) -> None:
+    """Prompts that take many steps to be read, new each time."""
+    await greedy.complete(prompt=[greedy.chance.randrange(3, 200) for _ in range(NUM_PROMPT_TOKENS)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greed:
     """One way to take all.
@@ -122,11 +129,13 @@ class Greed:
         deed: Is done again and again.
         num_workers: How many do it side by side.
         limited: Whether its key has a limit of requests per minute, which it tries to pass.
+        lengthens_steps: Whether it fills the steps that all share, so that of others only first tokens are promised.
     """
 
     deed: Callable[[Greedy], Awaitable[None]]
     num_workers: int
     limited: bool = False
+    lengthens_steps: bool = False
 
 
 KINDS: Mapping[str, Greed] = {
@@ -137,6 +146,7 @@ KINDS: Mapping[str, Greed] = {
     "viewers": Greed(deed=_viewers, num_workers=100),
     "resuming": Greed(deed=_resuming, num_workers=16, limited=True),
     "texts": Greed(deed=_texts, num_workers=16),
+    "prompts": Greed(deed=_prompts, num_workers=64, lengthens_steps=True),
 }
 
 

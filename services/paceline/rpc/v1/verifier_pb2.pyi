@@ -85,9 +85,11 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     suspect: builtins.bool
     """An engine died while it ran the session: its prompt is computed in steps of its own."""
     priority: builtins.int
-    """Sessions of lower numbers get places, and keep their pages, before those of higher ones; 0 is usual."""
+    """Sessions of lower numbers get places, and keep their pages, before others of their tenant; 0 is usual."""
     tenant: builtins.str
-    """Whose the session is, as a digest; tenants share the time in which grammars are compiled. Empty: not known."""
+    """Whose the session is, as a digest. Tenants share places, pages, prompt rows and the time in which grammars are
+    compiled. Empty: not known.
+    """
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt, at least one token."""
