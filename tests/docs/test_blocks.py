@@ -17,7 +17,9 @@ import pytest
 import yaml
 
 from paceline.cluster import fleet_file
+from paceline.cluster.spec import FleetSpec
 from paceline.rpc.v1 import gateway_pb2
+from paceline.service import config
 from tests.docs.blocks import Block, blocks, commands
 from tests.docs.demo import Demo
 from tests.docs.programs import check
@@ -88,12 +90,16 @@ def test_yaml_blocks_are_yaml_and_what_looks_like_a_file_of_ours_is_read_as_one(
 def files_of_ours() -> dict[frozenset[str], Callable[[dict[str, Any]], object]]:
     """How files of ours are read, by the names that stand at their top."""
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    fleet = frozenset({*fleet_file.ROLES, *fleet_file.SHARED})
-    return {frozenset(values): as_values, fleet: fleet_file.parse_spec}
+    fleet = frozenset({fleet_file.RAY, *fleet_file.NAMES})
+    return {frozenset(values): as_values, fleet: as_fleet}
 
 
 def is_one(document: Any, names: frozenset[str]) -> bool:
     return isinstance(document, dict) and document.keys() <= names
+
+
+def as_fleet(document: dict[str, Any]) -> object:
+    return config.load(FleetSpec, [], {}, "", "", fleet_file.parse_fleet(document, "").given)
 
 
 def as_values(document: dict[str, Any]) -> object:

@@ -1,4 +1,4 @@
-"""A fleet on a Ray cluster of a head and three nodes: placed, resized and moved while clients stream, no token lost.
+"""A fleet on a Ray cluster of a head and three nodes: placed, scaled and moved while clients stream, no token lost.
 
 All nodes are on this machine and each its own set of Ray's processes. The launcher is `paceline up --ray` itself; what
 it prints is all that is known of it.
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.full
 WAIT_S = 180.0
 NUM_STREAMS = 4
 WELL = re.compile(r"(\S+) is well: node (\w+), (?:http (\S+), )?grpc (\S+?)(?:, metrics (\S+))?, pid (\d+)")
-# Nodes are told apart by their custom resources. Only the head has one of everything; it is the smallest node, which
+# Nodes are told apart by their custom resources. Only the head has some of everything; it is the smallest node, which
 # Ray fills last.
-HEAD = {"front": 1.0, "verifier-gpu": 1.0, "drafter-gpu": 1.0}
+HEAD = {"front": 1.0, "verifier-gpu": 1.0, "drafter-gpu": 2.0}
 NODES = ({"verifier-gpu": 1.0}, {"verifier-gpu": 1.0}, {"drafter-gpu": 1.0})
 SMALL = {"object_store_memory": 80 * 1024 * 1024, "include_dashboard": False}
 SYSTEM = {
@@ -51,9 +51,18 @@ SPEC: dict[str, Any] = {
     "simulate": "8b+0.5b@h100+l4",
     "redis_port": 0,
     "grace_s": 5,
-    "gateway": {"port": 0, "grpc_port": 0, "cpus": 0.2, "resources": {"front": 1}},
-    "verifier": {"replicas": 2, "cpus": 0.2, "resources": {"verifier-gpu": 1}, "args": ["--num-kv-blocks=128"]},
-    "drafter": {"cpus": 0.2, "resources": {"drafter-gpu": 1}, "args": ["--num-kv-blocks=128"]},
+    "gateway_port": 0,
+    "gateway_grpc_port": 0,
+    "num_verifiers": 2,
+    "verifier_arg": ["--num-kv-blocks=128"],
+    "drafter_arg": ["--num-kv-blocks=128"],
+    "ray": {
+        "gateway": {"cpus": 0.2, "resources": {"front": 1}},
+        "verifier": {"cpus": 0.2, "resources": {"verifier-gpu": 1}},
+        "drafter": {"cpus": 0.2, "resources": {"drafter-gpu": 1}},
+        # Any lag is too much, at once.
+        "scaling": {"max_drafters": 2, "target_lag_tokens": 0.01, "upscale_delay_s": 0, "downscale_delay_s": 3},
+    },
 }
 
 
@@ -76,7 +85,7 @@ class Launcher:
         self.pids: set[int] = set()
         self._heard = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "up", "--ray", address, "--spec", str(spec)],
+            [sys.executable, "-m", "paceline", "up", "--ray", address, "--fleet", str(spec)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -100,8 +109,8 @@ class Launcher:
         with self._heard:
             assert self._heard.wait_for(holds, WAIT_S), "\n".join(self.lines)
 
-    def until_said(self, line: str, since: int = 0) -> None:
-        self.until(lambda: any(each.startswith(line) for each in self.lines[since:]))
+    def last_said_of(self, replica: str) -> str:
+        return [line for line in self.lines if line.startswith(f"{replica} ")][-1]
 
     def __enter__(self) -> Launcher:
         return self
@@ -124,7 +133,6 @@ class RayFleetOnTest:
     """The cluster and the fleet on it."""
 
     cluster: Any
-    spec: Path
     launcher: Launcher
 
     @property
@@ -149,13 +157,6 @@ class RayFleetOnTest:
         (actor,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
         self.cluster.remove_node(node, allow_graceful=False)
         os.kill(int(actor), signal.SIGKILL)
-
-    def respecify(self, **drafter: Any) -> None:
-        """Writes other numbers of drafters into the fleet's file and asks the launcher to read it again."""
-        document = yaml.safe_load(self.spec.read_text())
-        document["drafter"] = {**SPEC["drafter"], **drafter}
-        self.spec.write_text(yaml.safe_dump(document))
-        self.launcher.process.send_signal(signal.SIGHUP)
 
     def stream_while(self, disturb: Callable[[], None]) -> list[History]:
         """Streams run, each again and again, while a thread disturbs the fleet."""
@@ -240,7 +241,7 @@ def fleet(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ra
     spec = tmp_path_factory.mktemp("ray") / "fleet.yaml"
     spec.write_text(yaml.safe_dump(SPEC))
     with Launcher(cluster.address, spec) as launcher:
-        yield RayFleetOnTest(cluster, spec, launcher)
+        yield RayFleetOnTest(cluster, launcher)
 
 
 def undisturbed(fleet: RayFleetOnTest) -> list[History]:
@@ -268,19 +269,13 @@ def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet
     assert fleet.resources_of("drafter-0") == {"drafter-gpu": 1.0}
 
 
-def test_drafters_come_when_they_lag_and_go_when_the_file_says_so_under_streams(
+def test_drafters_come_when_they_lag_under_streams_and_go_when_there_are_none(
     fleet: RayFleetOnTest, reference: list[History]
 ) -> None:
-    def resize() -> None:
-        # Any lag is too much; none is too little before the new one is well.
-        fleet.respecify(max_replicas=2, target_lag_tokens=0.01, upscale_delay_s=0, downscale_delay_s=2 * WAIT_S)
-        fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places)
-        fleet.respecify(replicas=1)
-        fleet.launcher.until_said("drafter-1 is stopped")
-
-    streams = fleet.stream_while(resize)
+    streams = fleet.stream_while(lambda: fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places))
     assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
     assert fleet.node_of("drafter-1") is fleet.cluster.head_node
+    fleet.launcher.until(lambda: fleet.launcher.last_said_of("drafter-1") == "drafter-1 is stopped")
     assert left([fleet.launcher.places["drafter-1"].pid]) == []
 
 

@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from paceline import cli
 from paceline.checkpoints.source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
 from paceline.cluster.checkpoints import DEMO_DRAFTER
-from paceline.cluster.ray.order import Order, service_child
+from paceline.cluster.ray.host import Order
 from paceline.cluster.spec import Endpoint, FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.engine.identity import model_identity
@@ -187,7 +187,7 @@ def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub:
         num_threads=1,
     )
     endpoint = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
-    argv = service_child(order, endpoint).argv
+    argv = order.child(endpoint).argv
     assert argv[argv.index("--model") + 1] == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
     assert str(repository_of(folder)) == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
     assert served_name(DEMO_DRAFTER) == "demo-drafter"

@@ -32,6 +32,7 @@ PORT_STRIDE = 10
 # between this look and the start of the service it is for.
 UNCLAIMED = range(10_240, 32_768)
 TRIES = 100
+MAX_REPLICAS = 1024
 # Engines of a verifier.
 PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 # Share of the time to end in that running requests get; the rest is for shutting down.
@@ -57,7 +58,10 @@ class FleetSpec:
     """Settings of `paceline up`."""
 
     fleet: Path | None = setting(
-        None, help="File with the Helm chart's values, for settings that no flag gives; flags win."
+        None, help="YAML file with settings by their names without the dashes; flags and variables win."
+    )
+    ray: str = setting(
+        "", help="Start the fleet on a Ray cluster: its address, host:port, or auto on one of its hosts."
     )
     model: Path | None = setting(
         None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
@@ -95,9 +99,9 @@ class FleetSpec:
     )
     tls_cert: Path | None = setting(None, help="Certificate chain that gateways show to clients.")
     tls_key: Path | None = setting(None, help="Private key of --tls-cert.")
-    num_gateways: int = setting(1, help="Gateways.", low=1, high=16)
-    num_verifiers: int = setting(1, help="Verifiers.", low=1, high=64)
-    num_drafters: int = setting(1, help="Drafters.", low=1, high=64)
+    num_gateways: int = setting(1, help="Gateways.", low=1, high=MAX_REPLICAS)
+    num_verifiers: int = setting(1, help="Verifiers.", low=1, high=MAX_REPLICAS)
+    num_drafters: int = setting(1, help="Drafters.", low=1, high=MAX_REPLICAS)
     verifier_threads: int | None = setting(
         None,
         help="Threads of each verifier; without it this machine's CPUs are shared out.",
@@ -142,8 +146,10 @@ class FleetSpec:
     )
 
     def __post_init__(self) -> None:
-        """Checks the address."""
         check_host("--host", self.host)
+        if "://" in self.ray:
+            # Ray's client protocol: services dial the store on the launcher's host.
+            raise ConfigError(f"--ray must be host:port or auto, on a host of the cluster, got {self.ray!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +201,10 @@ class Ports:
         """
         try:
             return self._listen(port) if port else self._take_any()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", "there is no such port")
             raise ConfigError(
-                f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"
+                f"{flag} {port}: cannot listen on {self._host} ({why}); choose another port or 0"
             ) from None
 
     def _take_any(self) -> int:

@@ -1,4 +1,4 @@
-"""`paceline up`: a whole fleet on this machine until Ctrl-C, with its addresses and a line to try it."""
+"""`paceline up`: a whole fleet on this machine, or on a Ray cluster, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,74 +8,101 @@ from collections.abc import Sequence
 from functools import partial
 
 import paceline
-from paceline.cluster.checkpoints import fetch_models
-from paceline.cluster.fleet_file import READ, read_fleet_file
+from paceline.cluster.checkpoints import Checkpoints, fetch_models
+from paceline.cluster.fleet_file import FleetFile, RaySettings, check_for_ray, parse_fleet, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, say, table, until_ctrl_c
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec, gateway_scheme
+from paceline.cluster.spec import Endpoint, FleetSpec, gateway_scheme
 from paceline.core.errors import ConfigError
+from paceline.core.messages import GATEWAY
 from paceline.service.config import as_called, exit_with_error, parse, public_url
 from paceline.service.process import run
 
 PROG = "paceline up"
 DESCRIPTION = (
     "Starts a whole fleet on this machine (Valkey, verifiers, drafters, gateways), prints where it listens, "
-    "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair. "
-    "With --ray ADDRESS and --fleet FILE or --spec FILE it does so on a Ray cluster: paceline up --ray ADDRESS --help."
+    "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair. With --ray it does "
+    "so on a Ray cluster, which places and moves the services; no token passes through Ray."
 )
-RAY_FLAG, RAY_VARIABLE = "--ray", "PACELINE_RAY"
 
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline up`."""
-    if os.environ.get(RAY_VARIABLE) or any(argument.partition("=")[0] == RAY_FLAG for argument in argv):
-        from paceline.cluster.ray.up import main as up_on_ray
-
-        up_on_ray(argv)
-        return
     try:
+        spec, settings = fleet_settings(argv)
+        if spec.ray:
+            check_for_ray(spec, settings)
+            # Ray reports usage by default.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            run(until_ctrl_c(partial(_run_on_ray, spec, settings)), prog=PROG)
+            return
         # Before the event loop, so that Ctrl-C ends a download.
-        spec = fetch_models(fleet_spec(argv), say)
+        spec = fetch_models(spec, say)
     except ConfigError as error:
         exit_with_error(PROG, error)
-    run(serve(spec), prog=PROG)
+    run(until_ctrl_c(partial(_run_here, spec)), prog=PROG)
 
 
-def fleet_spec(argv: Sequence[str]) -> FleetSpec:
-    """Reads flags, environment and, below them, the fleet's file; prints the names of values that are not used here.
+def fleet_settings(argv: Sequence[str]) -> tuple[FleetSpec, RaySettings]:
+    """Reads flags, environment and, below them, the fleet's file.
 
     Raises:
         ConfigError: The file cannot be read.
     """
     spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
-    if spec.fleet is None:
-        return spec
-    file = read_fleet_file(spec.fleet)
-    if unused := file.unused(READ):
-        say(f"not used on one machine: {', '.join(unused)}")
-    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=file.local())
+    file: FleetFile = parse_fleet({}, "") if spec.fleet is None else read_fleet_file(spec.fleet)
+    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=file.given), file.ray
 
 
-async def serve(spec: FleetSpec) -> None:
-    """Runs the fleet until SIGINT or SIGTERM."""
-    await until_ctrl_c(partial(_run_fleet, spec))
-
-
-async def _run_fleet(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event) -> None:
+async def _run_here(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event) -> None:
     async with LocalFleet(spec, environ=os.environ, say=say) as fleet:
         started.set()
-        say(describe(fleet))
+        assert fleet.checkpoints is not None, "the fleet is started"
+        say(describe(spec, fleet.checkpoints, [fleet.endpoint(GATEWAY)], _places(fleet)))
         await stop.wait()
         say("stopping: running requests may finish")
 
 
-def describe(fleet: LocalFleet) -> str:
-    """Returns where everything listens and a command to try it."""
-    assert fleet.checkpoints is not None, "the fleet is not started"
+async def _run_on_ray(spec: FleetSpec, settings: RaySettings, started: asyncio.Event, stop: asyncio.Event) -> None:
+    from paceline.cluster.ray.fleet import RayFleet
+
+    async with RayFleet(spec, settings, environ=os.environ, say=say) as fleet, asyncio.TaskGroup() as tasks:
+        started.set()
+        assert fleet.checkpoints is not None, "the fleet is started"
+        followers = [tasks.create_task(fleet.follow()), tasks.create_task(fleet.follow_lag())]
+        # Where each replica is has been said when it was well.
+        say(describe(spec, fleet.checkpoints, fleet.endpoints(GATEWAY), []))
+        await stop.wait()
+        say("stopping: running requests may finish")
+        for follower in followers:
+            follower.cancel()
+
+
+def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[Endpoint], places: Sequence[str]) -> str:
+    """Returns what serves and where, and a command to try it."""
+    urls = [f"{gateway_scheme(spec)}://{endpoint.address}" for endpoint in gateways]
+    return "\n".join(
+        [
+            f"Paceline {paceline.__version__} is up{' on Ray' if spec.ray else ''}",
+            *describe_models(checkpoints, spec.simulate),
+            *(places or [f"gateways      {' '.join(urls)}"]),
+            "",
+            "Try it:",
+            f"  curl -N {urls[0]}/v1/completions -H 'Content-Type: application/json' \\",
+            f"    -d '{request_for(checkpoints)}'",
+            f"  {as_called('paceline generate')} 'def read_lines(path):' --url {urls[0]}",
+            "",
+            "Ctrl-C stops everything.",
+        ]
+    )
+
+
+def _places(fleet: LocalFleet) -> list[str]:
+    """Where each process listens, and its log."""
     rows = [("service", "pid", "address", "metrics")]
     for endpoint in fleet.endpoints:
         pid = str(fleet.pid(endpoint.name))
-        if endpoint.role == "gateway":
+        if endpoint.role == GATEWAY:
             http = f"{gateway_scheme(fleet.spec)}://{endpoint.address}"
             rows.append((endpoint.name, pid, http, f"{http}/metrics"))
             rows.append(("", "", f"grpc {endpoint.second_address}", ""))
@@ -86,19 +113,4 @@ def describe(fleet: LocalFleet) -> str:
             rows.append((endpoint.name, pid, f"grpc {endpoint.address}", metrics))
     if fleet.spec.redis_url is not None:
         rows.append(("store", "", public_url(fleet.spec.redis_url), ""))
-    return "\n".join(
-        [
-            f"Paceline {paceline.__version__} is up",
-            *describe_models(fleet.checkpoints, fleet.spec.simulate),
-            f"logs          {fleet.log_dir}",
-            "",
-            *table(rows),
-            "",
-            "Try it:",
-            f"  curl -N {fleet.gateway_url}/v1/completions -H 'Content-Type: application/json' \\",
-            f"    -d '{request_for(fleet.checkpoints)}'",
-            f"  {as_called('paceline generate')} 'def read_lines(path):' --url {fleet.gateway_url}",
-            "",
-            "Ctrl-C stops everything.",
-        ]
-    )
+    return [f"logs          {fleet.log_dir}", "", *table(rows)]

@@ -24,7 +24,7 @@ Every flag of every command, its environment variable and its default. {WRITTEN_
 * Files and the chart's `settings` use the same names without the dashes.
 """
 # Commands whose flags depend on another argument.
-FURTHER = ("up --ray auto", "models check")
+FURTHER = ("models check",)
 # They pass all arguments on.
 WITHOUT_FLAGS = frozenset({"bench"})
 SECTIONS = {

@@ -1,4 +1,4 @@
-"""One file for one machine, Ray and Kubernetes: the chart's values mean the same everywhere."""
+"""A fleet's file: what it says arrives on one machine and on Ray, and what it must not say is refused by name."""
 
 from __future__ import annotations
 
@@ -9,108 +9,115 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cluster.fleet_file import READ, READ_ON_RAY, parse_spec, read_fleet_file
-from paceline.cluster.up import fleet_spec
+from paceline.cluster.fleet_file import check_for_ray, parse_fleet, read_fleet_file
+from paceline.cluster.spec import FleetSpec
+from paceline.cluster.up import fleet_settings
 from paceline.core.errors import ConfigError
 
-CHART = Path(__file__).parents[3] / "k8s" / "paceline"
-FILES = sorted(CHART.glob("values/*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[3] / "docs" / "ray").glob("*.yaml"))
 
 
-def written(folder: Path, document: Any) -> Path:
+def written(folder: Path, document: Any) -> str:
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    return path
+    return f"--fleet={path}"
 
 
-def test_what_the_chart_says_of_tiers_models_and_the_store_holds_on_one_machine(tmp_path: Path) -> None:
+def test_without_a_file_a_tier_has_one_replica_of_one_cpu() -> None:
+    spec, ray = fleet_settings([])
+    assert spec == FleetSpec()
+    assert [(tier.cpus, tier.gpus, tier.strategy) for tier in ray.tiers.values()] == [(1, 0, "SPREAD")] * 3
+    assert ray.scaling.max_drafters == 0
+
+
+def test_a_file_names_settings_as_flags_do_and_flags_win(tmp_path: Path) -> None:
     document = {
-        "model": {"target": "/models/large", "draft": "/models/small"},
-        "gateway": {"replicas": 2, "settings": {"max-sessions": 32, "strict-fields": True}},
-        "verifier": {
-            "replicas": 3,
-            "engine": "vllm",
-            "vllmArgs": ["--quantization=fp8"],
-            "settings": {"speculative-config": {"method": "ngram"}, "threads": 2, "dtype": "bfloat16"},
-        },
-        "drafter": {"replicas": 4},
-        "redis": {"url": "redis://store:6379"},
-        "tracing": {"endpoint": "http://collector:4317", "sampleRatio": 0.5},
+        "model": "/models/large",
+        "speculative_config": {"method": "ngram"},
+        "num_verifiers": 3,
+        "drafter": False,
+        "verifier_arg": ["--max-num-seqs=8"],
+        "ray": {"verifier": {"env": {"OMP_PROC_BIND": 1}, "resources": {"verifier-gpu": 1}, "gpus": 0.5}},
     }
-    spec = fleet_spec(["--fleet", str(written(tmp_path, document))])
-    assert (spec.model, spec.draft_model) == (Path("/models/large"), Path("/models/small"))
-    assert (spec.num_gateways, spec.num_verifiers, spec.num_drafters) == (2, 3, 4)
-    assert spec.gateway_arg == ("--max-sessions=32", "--strict-fields")
-    assert spec.verifier_arg == ("--dtype=bfloat16", "--vllm-arg=--quantization=fp8")
-    assert (spec.verifier_engine, spec.verifier_threads) == ("vllm", 2)
+    spec, ray = fleet_settings([written(tmp_path, document), "--num-verifiers=2"])
+    assert (spec.model, spec.num_verifiers, spec.drafter) == (Path("/models/large"), 2, False)
     assert json.loads(spec.speculative_config) == {"method": "ngram"}
-    assert (spec.redis_url, spec.trace_sample_ratio) == ("redis://store:6379", 0.5)
+    assert spec.verifier_arg == ("--max-num-seqs=8",)
+    verifier = ray.tiers["verifier"]
+    assert (verifier.env, verifier.resources, verifier.gpus) == ({"OMP_PROC_BIND": "1"}, {"verifier-gpu": 1.0}, 0.5)
 
 
-def test_flags_win_over_the_file_and_no_drafters_is_plain_decoding(tmp_path: Path) -> None:
-    file = written(tmp_path, {"verifier": {"replicas": 3}, "drafter": {"replicas": 2}})
-    spec = fleet_spec(["--fleet", str(file), "--num-verifiers", "1"])
-    assert (spec.num_verifiers, spec.num_drafters) == (1, 2)
-    assert fleet_spec(["--fleet", str(written(tmp_path, {"drafter": {"replicas": 0}}))]).drafter is False
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "the file must be a mapping of names to values, got []"),
+        ({"modell": "x"}, "modell is no setting; there are ray, model"),
+        ({"fleet": "x"}, "fleet is no setting"),
+        ({"ray": "auto"}, "ray must be a mapping of names to values, got 'auto'"),
+        ({"ray": {"drafters": {}}}, "ray.drafters is no section; there are gateway, verifier, drafter, scaling"),
+        ({"ray": {"verifier": None}}, "ray.verifier must be a mapping of names to values, got None"),
+        ({"ray": {"verifier": {"replica": 2}}}, "ray.verifier.replica is no setting; there are cpus"),
+        ({"ray": {"drafter": {"cpus": 0}}}, "ray.drafter.cpus must be a number from 0.01 to 4096, got '0'"),
+        ({"ray": {"drafter": {"cpus": [1]}}}, "ray.drafter.cpus must be a number from 0.01 to 4096, got [1]"),
+        ({"ray": {"verifier": {"gpus": 1.5}}}, "ray.verifier.gpus must be a whole number above 1, or a part of one"),
+        ({"ray": {"verifier": {"accelerator_type": "H100"}}}, "ray.verifier.accelerator_type needs ray.verifier.gpus"),
+        ({"ray": {"verifier": {"strategy": "NEAR"}}}, "ray.verifier.strategy must be one of SPREAD, STRICT_SPREAD"),
+        ({"ray": {"verifier": {"resources": {"GPU": 1}}}}, "ray.verifier.resources.GPU: is set by gpus"),
+        ({"ray": {"verifier": {"resources": {"big": 0}}}}, "ray.verifier.resources.big must be a number above 0"),
+        ({"ray": {"verifier": {"env": {"PACELINE_PORT": 1}}}}, "ray.verifier.env.PACELINE_PORT: settings of a service"),
+        ({"ray": {"verifier": {"env": {"A": None}}}}, "ray.verifier.env.A must be text or a number, got None"),
+        ({"ray": {"scaling": {"max_drafters": -1}}}, "ray.scaling.max_drafters must be a whole number of at least 0"),
+    ],
+)  # fmt: skip
+def test_a_bad_key_or_value_is_refused_with_its_name_and_limit(document: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_fleet(document, "")
+    assert str(caught.value).startswith(message)
 
 
-def test_values_of_kubernetes_alone_and_words_written_wrongly_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet_spec(["--fleet", str(written(tmp_path, {"verifer": {"replicas": 3}, "gateway": {"graceSeconds": 5}}))])
-    assert capsys.readouterr().out == "not used on one machine: gateway.graceSeconds, verifer.replicas\n"
-
-
-def test_a_file_that_is_no_mapping_and_a_bad_value_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_named_when_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_fleet_file(path)
     for text, message in (
-        ("verifier: [", r"--fleet .*fleet\.yaml is no YAML"),
-        ("- verifier", r"must be a mapping of names to values, got \['verifier'\]"),
+        ("a: [", " is no YAML: while parsing"),
+        ("model: !!python/object/apply:os.system [true]", " is no YAML: could not determine a constructor"),
+        ("ray: {verifier: {cpus: many}}", ": ray.verifier.cpus must be a number from 0.01 to 4096, got 'many'"),
     ):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=message):
-            fleet_spec(["--fleet", str(path)])
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            read_fleet_file(path)
+        assert str(caught.value).startswith(f"--fleet {path}{message}")
     with pytest.raises(SystemExit):
-        fleet_spec(["--fleet", str(written(tmp_path, {"verifier": {"replicas": "many"}}))])
-    assert "fleet.yaml: verifier.replicas must be a whole number from 1 to 64, got 'many'" in capsys.readouterr().err
+        fleet_settings([written(tmp_path, {"num_verifiers": "many"})])
+    assert f"{path}: num_verifiers must be a whole number from 1 to 1024, got 'many'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_of_the_chart_starts_a_fleet_on_one_machine_and_on_ray(path: Path) -> None:
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    local, on_ray = fleet_spec(["--fleet", str(path)]), parse_spec(read_fleet_file(path).on_ray())
-    assert local.num_verifiers == on_ray.verifier.settings.replicas == values["verifier"].get("replicas", 1)
-    target = values.get("model", {}).get("target")
-    assert local.model == on_ray.services.model == (target and Path(target))
-    assert local.simulate == on_ray.services.simulate == values.get("simulate", "")
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"host": "0.0.0.0"}, "--host has no meaning with --ray"),
+        ({"pin": False}, "--pin has no meaning with --ray"),
+        ({"num_drafters": 3, "ray": {"scaling": {"max_drafters": 2}}}, "ray.scaling.max_drafters must be at least"),
+    ],
+)
+def test_what_a_cluster_would_not_do_is_refused_on_ray_alone(tmp_path: Path, document: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_for_ray(*fleet_settings([written(tmp_path, document)]))
+    assert str(caught.value).startswith(message)
 
 
-def test_on_ray_cpus_gpus_and_scaling_are_those_of_the_pods() -> None:
-    spec = parse_spec(read_fleet_file(CHART / "values" / "h100-l4.yaml").on_ray())
-    assert (spec.verifier.settings.gpus, spec.verifier.settings.cpus) == (1, 8)
-    assert spec.drafter.settings.scales
-    assert spec.gateway.settings.strategy == "STRICT_SPREAD"
+def test_rays_client_protocol_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fleet_settings(["--ray", "ray://head:10001"])
+    assert (
+        "--ray must be host:port or auto, on a host of the cluster, got 'ray://head:10001'" in capsys.readouterr().err
+    )
 
 
-def test_on_ray_drafters_are_not_scaled_without_a_limit(tmp_path: Path) -> None:
-    path = written(tmp_path, {"drafter": {"autoscaling": {"enabled": True}}})
-    with pytest.raises(ConfigError, match=r"drafter\.autoscaling\.maxReplicas must be a number of replicas"):
-        read_fleet_file(path).on_ray()
-
-
-def test_every_value_that_is_read_is_one_of_the_charts() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    assert [name for name in sorted(READ | READ_ON_RAY) if not in_schema(schema, name)] == []
-
-
-def in_schema(schema: dict[str, Any], name: str) -> bool:
-    here = schema
-    for part in name.split("."):
-        if "$ref" in here:
-            here = schema["$defs"][here["$ref"].rpartition("/")[2]]
-        if part not in here.get("properties", {}):
-            return bool(here.get("additionalProperties", True))
-        here = here["properties"][part]
-    return True
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_read(path: Path) -> None:
+    spec, ray = fleet_settings([f"--fleet={path}"])
+    check_for_ray(spec, ray)
+    if spec.verifier_engine == "vllm":
+        assert f"--vllm-arg=--tensor-parallel-size={ray.tiers['verifier'].gpus:g}" in spec.verifier_arg

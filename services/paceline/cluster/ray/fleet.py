@@ -1,6 +1,6 @@
-"""A whole fleet on a Ray cluster; `paceline up --ray` runs it.
+"""The launcher: a whole fleet on a Ray cluster; `paceline up --ray` runs it.
 
-It places, follows, resizes and stops. Requests never pass through it, and the fleet serves on while Ray is away.
+It places, follows, scales and stops. Requests never pass through it, and the fleet serves on while Ray is away.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,48 +25,116 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.drain import DrainConfig, drain
-from paceline.cluster.fleet_file import ROLES, RayFleetSpec, check_resize
+from paceline.cluster.fleet_file import RaySettings, RayTier, check_for_ray
 from paceline.cluster.health import store_health
-from paceline.cluster.ray.host import ServiceHost, own_address
-from paceline.cluster.ray.order import Order
-from paceline.cluster.ray.placement import Bundle, Slot, TierPlacement
-from paceline.cluster.ray.replica import Replica
-from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, read_lag
-from paceline.cluster.spec import FleetSpec, plan_store_port, store_child
-from paceline.cluster.supervisor import Supervisor, until_all
+from paceline.cluster.ray.host import Order, Report, ServiceHost, own_address
+from paceline.cluster.ray.scaling import Trend, read_lag, scale
+from paceline.cluster.spec import PORT_STRIDE, Endpoint, FleetSpec, plan_store_port, store_child
+from paceline.cluster.supervisor import Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.service.config import public_url
 
+LOOK_S = 0.5
 OBSERVE_S = 1.0
 DRAIN_TIMEOUT_S = 300.0
+# An actor that does not answer for this long counts as lost.
+ANSWER_S = 10.0
+# Time beyond the service's own for an actor to report that it has stopped.
+LAST_ANSWER_S = 5.0
+NODE_CHARS = 8
+# Takes the least of the resource by which Ray marks nodes with a kind of accelerator.
+ACCELERATOR_SHARE = 0.001
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Replica:
+    """What the launcher knows of a replica: its actor, and that actor's last report."""
+
+    name: str
+    role: str
+    actor: Any
+    group: Any
+    leaving: bool = False
+    report: Report | None = None
+    has_answered: bool = False
+    said: str = ""
+    _answer: asyncio.Future[Report] | None = field(default=None, init=False)
+    _asked_s: float = field(default=0.0, init=False)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where it listens; None while it is not well."""
+        return self.report.endpoint if self.report is not None and self.report.well else None
+
+    async def look(self) -> None:
+        """Waits a moment for the actor's report, and asks for the next one afterwards.
+
+        Ray keeps a question to an actor that it has yet to place, and fails one to an actor that is lost.
+        """
+        if self._answer is None:
+            self._answer = asyncio.wrap_future(self.actor.report.remote().future())
+            self._asked_s = time.monotonic()
+        done, _ = await asyncio.wait({self._answer}, timeout=LOOK_S)
+        if done:
+            answer, self._answer = self._answer, None
+            try:
+                self.report, self.has_answered = answer.result(), True
+            except RayError:
+                self.report = None
+        elif time.monotonic() - self._asked_s > ANSWER_S:
+            self.report = None
+
+    def news(self) -> str:
+        """Returns a line on its state if that has changed."""
+        before, self.said = self.said, self._state() if self.has_answered else ""
+        return self.said if self.said != before else ""
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends its process, which gets `grace_s` seconds to finish, and its actor."""
+        self.leaving = True
+        if self.has_answered:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(grace_s + LAST_ANSWER_S):
+                    await asyncio.wrap_future(self.actor.stop.remote(grace_s).future())
+        ray.kill(self.actor, no_restart=True)
+
+    def _state(self) -> str:
+        report = self.report
+        if report is None:
+            return f"{self.name} is lost: Ray looks for a place for it"
+        if report.error:
+            return f"{self.name} is down: {report.error}"
+        if not report.well or report.endpoint is None:
+            return f"{self.name} starts"
+        first, second = ("http", "grpc") if self.role == GATEWAY else ("grpc", "metrics")
+        doors = f"{first} {report.endpoint.address}, {second} {report.endpoint.second_address}"
+        return f"{self.name} is well: node {report.node[:NODE_CHARS]}, {doors}, pid {report.pid}"
 
 
 class RayFleet:
     """A fleet on Ray; an async context manager that is entered when all replicas are well.
 
     Args:
-        spec: Settings.
-        address: Of the Ray cluster, `host:port`, or `auto` for the one this machine belongs to.
+        spec: Settings; `spec.ray` is the address of the cluster.
+        settings: What only a cluster needs to know.
         environ: Environment of the store, if one is started here.
         say: Gets a line for whatever a user should know.
     """
 
     def __init__(
-        self, spec: RayFleetSpec, *, address: str, environ: Mapping[str, str], say: Callable[[str], None]
+        self, spec: FleetSpec, settings: RaySettings, *, environ: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
+        check_for_ray(spec, settings)
         self.spec = spec
         self.redis_url = ""
         self.checkpoints: Checkpoints | None = None
-        self._services = spec.services
-        self._address = address
+        self._settings = settings
         self._environ = environ
         self._say = say
-        self._replicas: dict[str, list[Replica]] = {role: [] for role in ROLES}
-        self._placements: dict[str, TierPlacement] = {}
-        self._resizing = {role: asyncio.Lock() for role in ROLES}
+        self._replicas: list[Replica] = []
         self._exits = AsyncExitStack()
         self._log_dir = Path()
 
@@ -86,84 +155,103 @@ class RayFleet:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def replicas(self, role: str) -> Sequence[Replica]:
-        """Returns the replicas of a role that are there to stay."""
-        return [replica for replica in self._replicas[role] if not replica.leaving]
+    def endpoints(self, role: str) -> list[Endpoint]:
+        """Returns where the replicas of a role listen that are well."""
+        return [each.endpoint for each in self._present(role) if each.endpoint is not None]
 
-    async def resize(self, spec: RayFleetSpec) -> None:
-        """Takes over new numbers of replicas; sessions on those that go are moved first.
-
-        Raises:
-            ConfigError: Something else differs from the present settings.
-        """
-        check_resize(self.spec, spec)
-        self.spec = spec
-        for role in ROLES:
-            count = spec.num_replicas(role)
-            if role == DRAFTER and spec.drafter.settings.scales:
-                limits = spec.drafter.settings
-                count = max(limits.min_replicas, min(limits.max_replicas, len(self.replicas(role))))
-            await self.scale(role, count)
-
-    async def scale(self, role: str, count: int) -> None:
-        """Brings a tier to `count` replicas; returns when those that leave are gone, others may still be starting."""
-        async with self._resizing[role]:
-            present = self.replicas(role)
-            if count != len(present):
-                self._say(f"{role}s: {len(present)} -> {count}")
-            self._add(role, max(0, count - len(present)))
-            await asyncio.gather(*(self._retire(replica) for replica in present[count:]))
+    async def follow(self) -> None:
+        """Says what becomes of replicas, until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
 
     async def follow_lag(self) -> None:
         """Keeps the number of drafters at what their lag calls for, until it is cancelled."""
-        state = ScalingState()
-        while True:
+        scaling, trend = self._settings.scaling, Trend()
+        while scaling.max_drafters and self.spec.drafter:
             await asyncio.sleep(OBSERVE_S)
-            settings = self.spec.drafter.settings
-            if not settings.scales:
-                continue
-            reading = await self._reading()
-            state, count = decide(settings, state, reading, now_s=time.monotonic())
-            if count != reading.num_replicas:
-                self._say(f"drafters lag {reading.lag_tokens:g} tokens behind")
-                await self.scale(DRAFTER, count)
+            drafters, well = self._present(DRAFTER), self.endpoints(DRAFTER)
+            lag_tokens = await read_lag([endpoint.second_address for endpoint in well])
+            trend, count = scale(
+                scaling,
+                trend,
+                lag_tokens,
+                fewest=self.spec.num_drafters,
+                count=len(drafters),
+                num_starting=len(drafters) - len(well),
+                now_s=time.monotonic(),
+            )
+            if count != len(drafters):
+                self._say(f"drafters lag {lag_tokens:g} tokens behind: {len(drafters)} -> {count}")
+            self._add(DRAFTER, max(0, count - len(drafters)))
+            for replica in drafters[count:]:
+                await self._retire(replica)
 
     async def stop(self) -> None:
         """Stops everything, gateways first, and leaves the Ray cluster as it was."""
-        deadline_s = time.monotonic() + self._services.grace_s
+        deadline_s = time.monotonic() + self.spec.grace_s
         try:
             for roles in ((GATEWAY,), (VERIFIER, DRAFTER)):
                 left_s = max(0.0, deadline_s - time.monotonic())
-                leaving = [replica for role in roles for replica in self._replicas[role]]
-                await asyncio.gather(*(replica.stop(left_s) for replica in leaving))
+                await asyncio.gather(*(each.stop(left_s) for each in self._replicas if each.role in roles))
         finally:
-            for placement in self._placements.values():
-                placement.remove_all()
+            for group in {id(each.group): each.group for each in self._replicas}.values():
+                remove_placement_group(group)
+            self._replicas.clear()
             await self._exits.aclose()
 
     async def _start(self) -> None:
-        named = await asyncio.to_thread(fetch_models, self.spec.services, self._say, files=TEXT_FILES)
-        self._services = services = with_heads(named)
-        self.checkpoints = await asyncio.to_thread(resolve_checkpoints, services, self._environ, self._say)
-        await asyncio.to_thread(_connect, self._address)
+        self.spec = spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say, files=TEXT_FILES))
+        self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, self._environ, self._say)
+        await asyncio.to_thread(_connect, spec.ray)
         self._exits.push_async_callback(asyncio.to_thread, ray.shutdown)
-        self._log_dir = services.log_dir or Path(tempfile.gettempdir()) / f"paceline-{secrets.token_hex(4)}"
-        self.redis_url = await self._exits.enter_async_context(shared_store(services, self._environ, self._say))
-        for role in ROLES:
-            self._placements[role] = TierPlacement(
-                self.spec.tier(role), make=_make_group, remove=remove_placement_group
-            )
-            self._add(role, self.spec.num_replicas(role))
-        everyone = [replica for role in ROLES for replica in self._replicas[role]]
-        await until_all(replica.until_well(services.start_timeout_s) for replica in everyone)
+        self._log_dir = spec.log_dir or Path(tempfile.gettempdir()) / f"paceline-{secrets.token_hex(4)}"
+        self.redis_url = await self._exits.enter_async_context(shared_store(spec, self._environ, self._say))
+        self._add(GATEWAY, spec.num_gateways)
+        self._add(VERIFIER, spec.num_verifiers)
+        self._add(DRAFTER, spec.num_drafters if spec.drafter else 0)
+        await self._until_well(spec.start_timeout_s)
+
+    async def _until_well(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while waiting := [each for each in self._replicas if each.endpoint is None]:
+            await self._look()
+            for error in (each.report.error for each in waiting if each.report is not None and each.report.error):
+                raise ConfigError(error)
+            if time.monotonic() > deadline_s:
+                why = "" if waiting[0].has_answered else ": Ray has found no node with room for it"
+                raise UnavailableError(f"{waiting[0].name} was not ready within {timeout_s:g} s{why}")
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        staying = [each for each in self._replicas if not each.leaving]
+        await asyncio.gather(*(each.look() for each in staying))
+        for line in filter(None, (each.news() for each in staying)):
+            self._say(line)
+
+    def _present(self, role: str) -> list[Replica]:
+        """The replicas of a role that are there to stay."""
+        return [each for each in self._replicas if each.role == role and not each.leaving]
 
     def _add(self, role: str, count: int) -> None:
-        """Places `count` more replicas; Ray starts them when there is room."""
-        taken = {replica.name for replica in self._replicas[role]}
-        names = (name for number in range(len(taken) + count) if (name := f"{role}-{number}") not in taken)
-        for name, slot in zip(names, self._placements[role].take(count), strict=False):
-            actor = self._actor(self._order(role, name), slot)
-            self._replicas[role].append(Replica(name, role, slot, actor, self._say))
+        """Places `count` more replicas, spread by one group; Ray starts them when there is room."""
+        if not count:
+            return
+        tier = self._settings.tiers[role]
+        group = placement_group([bundle_of(tier)] * count, strategy=tier.strategy)
+        first = len(self._present(role))
+        for bundle in range(count):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            order = self._order(role, first + bundle)
+            host: Any = ray.remote(ServiceHost)
+            actor = host.options(
+                num_cpus=tier.cpus,
+                num_gpus=tier.gpus,
+                resources=dict(tier.resources),
+                max_restarts=-1,
+                scheduling_strategy=place,
+            ).remote(order)
+            self._replicas.append(Replica(name=order.name, role=role, actor=actor, group=group))
 
     async def _retire(self, replica: Replica) -> None:
         """Takes the sessions off a replica, and then the replica away."""
@@ -173,55 +261,43 @@ class RayFleet:
         except (ConfigError, UnavailableError) as error:
             # It has no sessions if it is not known; any session that is left goes on elsewhere when it ends.
             self._say(str(error))
-        await replica.stop(self._services.grace_s)
-        self._placements[replica.role].give_back(replica.slot)
-        self._replicas[replica.role].remove(replica)
+        await replica.stop(self.spec.grace_s)
+        self._replicas.remove(replica)
+        if all(each.group is not replica.group for each in self._replicas):
+            remove_placement_group(replica.group)
         self._say(f"{replica.name} is stopped")
 
-    def _order(self, role: str, name: str) -> Order:
+    def _order(self, role: str, number: int) -> Order:
         assert self.checkpoints is not None, "the fleet is not started"
-        tier = self.spec.tier(role)
-        checkpoint = self.checkpoints.target
+        spec, tier, checkpoint = self.spec, self._settings.tiers[role], self.checkpoints.target
         if role == DRAFTER:
-            checkpoint = self.checkpoints.draft_of(int(name.rpartition("-")[2]))
-        settings = self.spec.gateway.settings
+            checkpoint = self.checkpoints.draft_of(number)
+        ports = (spec.gateway_port, spec.gateway_grpc_port) if role == GATEWAY else (0, 0)
+        port, second_port = (first and first + number * PORT_STRIDE for first in ports)
+        threads = {VERIFIER: spec.verifier_threads, DRAFTER: spec.drafter_threads}.get(role)
         return Order(
-            name=name,
+            name=f"{role}-{number}",
             role=role,
-            services=self._services,
+            services=spec,
             checkpoint=checkpoint,
             target=self.checkpoints.target if role == DRAFTER and is_eagle3(checkpoint) else None,
             redis_url=self.redis_url,
             log_dir=self._log_dir,
-            num_threads=max(1, int(tier.settings.cpus)),
-            port=settings.port if role == GATEWAY else 0,
-            second_port=settings.grpc_port if role == GATEWAY else 0,
+            num_threads=threads or max(1, int(tier.cpus)),
+            port=port,
+            second_port=second_port,
             env=tier.env,
         )
 
-    def _actor(self, order: Order, slot: Slot) -> Any:
-        """Asks Ray for the actor of a replica."""
-        tier = self.spec.tier(order.role)
-        host: Any = ray.remote(ServiceHost)
-        return host.options(
-            num_cpus=tier.settings.cpus,
-            num_gpus=tier.settings.gpus,
-            resources=dict(tier.resources),
-            max_restarts=-1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                slot.group.handle, placement_group_bundle_index=slot.bundle
-            ),
-        ).remote(order)
 
-    async def _reading(self) -> LagReading:
-        drafters = self.replicas(DRAFTER)
-        endpoints = [replica.endpoint for replica in drafters]
-        pages = [endpoint.second_address for endpoint in endpoints if endpoint is not None]
-        return LagReading(
-            num_replicas=len(drafters),
-            num_starting=len(drafters) - len(pages),
-            lag_tokens=await read_lag(pages),
-        )
+def bundle_of(tier: RayTier) -> dict[str, float]:
+    """Returns what a replica of a tier takes of a node."""
+    bundle = {"CPU": tier.cpus, **tier.resources}
+    if tier.gpus:
+        bundle["GPU"] = tier.gpus
+    if tier.accelerator_type:
+        bundle[f"accelerator_type:{tier.accelerator_type}"] = ACCELERATOR_SHARE
+    return bundle
 
 
 def _connect(address: str) -> None:
@@ -236,36 +312,30 @@ def _connect(address: str) -> None:
         raise ConfigError(f"--ray {address}: {error}") from error
 
 
-def _make_group(bundles: Sequence[Bundle], strategy: str) -> Any:
-    return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-
-
 @asynccontextmanager
-async def shared_store(
-    services: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]
-) -> AsyncIterator[str]:
+async def shared_store(spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]) -> AsyncIterator[str]:
     """Yields the URL of a store that all hosts reach; one started here has a password and ends with the block.
 
     Raises:
         ConfigError: Its port is taken, or there is no server program.
     """
-    if services.redis_url is not None:
-        say(f"using the store at {public_url(services.redis_url)}")
-        yield services.redis_url
+    if spec.redis_url is not None:
+        say(f"using the store at {public_url(spec.redis_url)}")
+        yield spec.redis_url
         return
     host = own_address()
-    port, password = plan_store_port(replace(services, host=host)), secrets.token_urlsafe(24)
+    port, password = plan_store_port(replace(spec, host=host)), secrets.token_urlsafe(24)
     url = f"redis://:{password}@{host_port(host, port)}"
     supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as work_dir:
-        child = store_child(find_server(services.redis_server), host, port, Path(work_dir), environ)
+        child = store_child(find_server(spec.redis_server), host, port, Path(work_dir), environ)
         # Every user of the host may read command lines; only the owner may read the folder.
         settings = Path(work_dir) / "valkey.conf"
         settings.write_text(f"requirepass {password}\n", encoding="ascii")
         server, *flags = child.argv
         guarded = replace(child, argv=(server, str(settings), *flags), is_healthy=store_health(url))
         try:
-            await supervisor.start([guarded], services.start_timeout_s)
+            await supervisor.start([guarded], spec.start_timeout_s)
             yield url
         finally:
-            await supervisor.stop(services.grace_s)
+            await supervisor.stop(spec.grace_s)

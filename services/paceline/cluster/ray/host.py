@@ -7,38 +7,82 @@ node's address and announces itself in the registry; requests never come here.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import ray
 
+from paceline.checkpoints.source import Repository, repository_of
 from paceline.cluster.foreground import say
-from paceline.cluster.ray.order import Order, service_child
-from paceline.cluster.spec import Endpoint, Ports
-from paceline.cluster.supervisor import Child, ChildSpec
+from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, Launch, Ports
+from paceline.cluster.supervisor import BackOff, Child, ChildSpec
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.messages import GATEWAY
 
 # What a process that never got well is given to end.
 FAILED_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The state of a replica.
+class Order:
+    """What an actor is to run.
 
     Attributes:
-        node: Ray's id of the node it is on.
-        pid: Of the process; None between two lives.
-        well: Whether the process does its work.
-        error: What ended the last life, until the next one is well.
+        name: Of the replica, in the registry too.
+        checkpoint: Folder of its model, on every node but for snapshots of the Hub; of a gateway that of the tokenizer.
+        target: Folder of the target, for the drafter of an EAGLE-3 head.
+        num_threads: Threads of a forward pass.
+        port: Of the service; 0: a free one.
+        second_port: Of its metrics, of a gateway gRPC; 0: a free one.
+        env: Variables added to the node's environment.
     """
 
+    name: str
+    role: str
+    services: FleetSpec
+    checkpoint: Path
+    target: Path | None
+    redis_url: str
+    log_dir: Path
+    num_threads: int
+    port: int = 0
+    second_port: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    back_off: BackOff = field(default_factory=BackOff)
+
+    def child(self, endpoint: Endpoint) -> ChildSpec:
+        """Returns the process of the replica on this node."""
+        environ = {**os.environ, **self.env}
+        launch = Launch(spec=self.services, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ)
+        if self.role == GATEWAY:
+            return launch.gateway(endpoint, _anywhere(self.checkpoint))
+        return launch.model(
+            endpoint,
+            _anywhere(self.checkpoint),
+            CpuShare(num_threads=self.num_threads, cpus=()),
+            announce=endpoint.address,
+            target=None if self.target is None else _anywhere(self.target),
+        )
+
+
+def _anywhere(checkpoint: Path) -> Path | Repository:
+    """What names a checkpoint on every node: a repository of the Hub, or a folder that is on all of them."""
+    return repository_of(checkpoint) or checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The state of a replica; `error` is what ended the last life, until the next one is well."""
+
     node: str
-    endpoint: Endpoint | None
-    pid: int | None
-    well: bool
-    error: str
+    endpoint: Endpoint | None = None
+    pid: int | None = None
+    well: bool = False
+    error: str = ""
 
 
 class ServiceHost:
@@ -59,15 +103,11 @@ class ServiceHost:
 
     async def report(self) -> Report:
         """Returns the state of the replica."""
-        child = self._child
-        well = child is not None and await child.spec.is_healthy()
-        return Report(
-            node=self._node,
-            endpoint=self._endpoint,
-            pid=None if child is None else child.pid,
-            well=well,
-            error="" if well else self._error,
-        )
+        child, endpoint = self._child, self._endpoint
+        if child is None:
+            return Report(node=self._node, error=self._error)
+        well = await child.spec.is_healthy()
+        return Report(node=self._node, endpoint=endpoint, pid=child.pid, well=well, error="" if well else self._error)
 
     async def stop(self, grace_s: float) -> None:
         """Ends the process, which gets `grace_s` seconds to finish, and keeps it ended."""
@@ -100,7 +140,7 @@ class ServiceHost:
         order = self._order
         order.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._endpoint = _endpoint(order)
-        child = Child(service_child(order, self._endpoint), say, order.back_off)
+        child = Child(order.child(self._endpoint), say, order.back_off)
         self._num_lives += 1
         self._child = child
         try:
@@ -126,8 +166,8 @@ def _endpoint(order: Order) -> Endpoint:
             name=order.name,
             role=order.role,
             host=host,
-            port=ports.take(order.port, f"{order.role}.port"),
-            second_port=ports.take(order.second_port, f"{order.role}.grpc_port"),
+            port=ports.take(order.port, f"--{order.role}-port"),
+            second_port=ports.take(order.second_port, f"--{order.role}-grpc-port"),
         )
 
 
