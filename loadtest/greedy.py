@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-COMPLETIONS, RESPONSES, CONSOLE = "/v1/completions", "/v1/responses", "/console/events"
+COMPLETIONS, RESPONSES, CONSOLE = "/v1/completions", "/v1/responses", "/console/figures"
 NO_CONNECTION = "no connection"
 REFUSED_PAUSE_S = 0.5
 # The tenant's machine is another one: it leaves the cores of this one to those who want them.
@@ -96,7 +96,7 @@ async def _kept(greedy: Greedy) -> None:
 
 
 async def _viewers(greedy: Greedy) -> None:
-    """Viewers of the console that stay."""
+    """Pages of the console that ask again and again."""
     await greedy.ask(CONSOLE, method="GET")
 
 

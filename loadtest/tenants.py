@@ -240,7 +240,7 @@ class _Tenant:
         for number in itertools.count():
             errands: Mapping[str, Callable[[], Awaitable[object]]] = {
                 "sign of life": partial(self._get, "/livez"),
-                "console": self._look_at_console,
+                "console": partial(self._get, CONSOLE),
                 "schema of its own": partial(self._complete, guided_json=_schema(f"{time.time_ns()}-{number}")),
                 "grammar of both": partial(self._complete, guided_regex=LEXER_PATTERN),
                 "kept response": partial(self._get, f"{RESPONSES}/{kept}"),
@@ -261,11 +261,6 @@ class _Tenant:
 
     async def _get(self, path: str) -> None:
         (await self.http.get(path)).raise_for_status()
-
-    async def _look_at_console(self) -> None:
-        async with self.http.stream("GET", CONSOLE) as response:
-            response.raise_for_status()
-            await anext(response.aiter_bytes())
 
     async def _complete(self, **fields: Any) -> None:
         body = {"prompt": "An answer:", "max_tokens": 4, **fields}

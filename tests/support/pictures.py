@@ -54,12 +54,12 @@ async def take(options: argparse.Namespace) -> bool:
         await page.goto(url)
         streams = [asyncio.create_task(stream(url, index, options.streams)) for index in range(options.streams)]
         await asyncio.sleep(options.seconds)
-        await page.fill("#max-tokens", str(MAX_TOKENS))
+        await page.fill("#max_tokens", str(MAX_TOKENS))
         await page.click("#run")
         await page.wait_for_selector("#verdict[data-state]:not([data-state=''])", timeout=PLAYGROUND_TIMEOUT_MS)
         for scheme in SCHEMES:
             await page.emulate_media(color_scheme=scheme)
-            # One more frame, so that all is drawn in the new colours.
+            # One more look, so that all is drawn in the new colours.
             await asyncio.sleep(1.5)
             path = options.out / f"console-{scheme}.png"
             await page.screenshot(path=path, full_page=True)

@@ -13,12 +13,11 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
+from paceline.core.messages import GATEWAY, REPLICA_ROLES
 from paceline.gateway.access.doors import Access, guarded, load_door_tls
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.app import create_app
-from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
-from paceline.gateway.api.console.frames import OwnCounts
+from paceline.gateway.api.console.figures import Figures
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.endpoints.workers import Workers
 from paceline.gateway.api.grpc.servicer import GatewayServicer
@@ -36,7 +35,7 @@ from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.gateway.text.codec import TextCodec
-from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
+from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
@@ -120,7 +119,6 @@ async def _serve(
         fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
     )
     limits = DoorLimits.of(config, open_files_limit())
-    console = _console(config, replica_id, fleet, sessions, placer, registry)
     resumption = Resumption(store, fleet, replica_id)
     shelf = ResponseShelf(store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes)
     app = create_app(
@@ -131,7 +129,7 @@ async def _serve(
         reader=_reader(config, limits, workers, metrics),
         shelf=shelf,
         started_s=int(time.time()),
-        console=console,
+        console=Figures(lambda: fleet.replicas) if config.console else None,
         tracer=tracer,
         supervisor=supervisor,
         keys=keys,
@@ -146,8 +144,6 @@ async def _serve(
             {"health": partial(follow_health, grpc_server, partial(_is_ready, sessions, fleet, supervisor))}
         ),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
-        # Endless streams would delay the end of the HTTP server.
-        closed_at_end(console),
     ):
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
@@ -225,29 +221,6 @@ def _placer(
 def _note_ejection(metrics: GatewayMetrics, replica_id: str) -> None:
     logger.warning("a verifier fails its sessions and gets none for a while", extra={"verifier": replica_id})
     metrics.ejections.inc()
-
-
-def _console(
-    config: GatewayConfig,
-    replica_id: str,
-    fleet: Fleet,
-    sessions: Sessions,
-    placer: Placer,
-    registry: CollectorRegistry,
-) -> ConsoleFeed | None:
-    def own_counts() -> OwnCounts:
-        verifiers = {replica.replica_id for replica in fleet.replicas if replica.role == VERIFIER}
-        return OwnCounts(
-            replica_id=replica_id,
-            num_sessions=sessions.num_running,
-            sessions_at={name: count for name, count in placer.in_flight.items() if count and name in verifiers},
-            tokens=sum(
-                registry.get_sample_value("vllm:generation_tokens_total", {MODEL_NAME: name}) or 0.0
-                for name in fleet.own_names
-            ),
-        )
-
-    return ConsoleFeed(lambda: fleet.replicas, own_counts) if config.console else None
 
 
 def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:

@@ -19,7 +19,7 @@ from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.anthropic.endpoint import ERRORS as MESSAGE_ERRORS
 from paceline.gateway.api.anthropic.endpoint import MessagesApi, count_tokens
-from paceline.gateway.api.console.feed import ConsoleFeed
+from paceline.gateway.api.console.figures import Figures
 from paceline.gateway.api.console.pages import console_routes
 from paceline.gateway.api.endpoints.endpoint import Endpoint
 from paceline.gateway.api.endpoints.reading import BodyReader
@@ -63,7 +63,7 @@ def create_app(
     reader: BodyReader,
     shelf: ResponseShelf,
     started_s: int,
-    console: ConsoleFeed | None = None,
+    console: Figures | None = None,
     tracer: Tracer = OFF,
     supervisor: Supervisor,
     keys: KeyRing | None = None,

@@ -1,1 +1,1 @@
-"""The console: a page that shows the fleet at work and lets its reader try it, and the live figures behind it."""
+"""The console: a static page that shows the fleet at work and lets its reader try it."""

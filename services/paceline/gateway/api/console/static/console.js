@@ -1,128 +1,325 @@
-// The console: live figures of the fleet, who serves whom, and the playground.
+// The console: rates from two answers of the gateway, its replicas, and a completion with and without speculation.
 
-import { panels, repaint } from "./charts.js";
-import { drawDiagram, fillTable } from "./fleet.js";
-import { offerModels, readyPlayground } from "./playground.js";
-import { events, Refusal, useKey } from "./stream.js";
-
-const FIRST_PAUSE_MS = 500;
-const LAST_PAUSE_MS = 10000;
-// Frames come every second, later where replicas do not answer the gateway; after this nobody is there.
-const SILENCE_MS = 40000;
-const UNAUTHORIZED = 401;
-const element = (id) => document.getElementById(id);
+const WINDOW = 300; // looks that are drawn
+const NARROWEST = 60; // and that a plot has room for at first
+const SMOOTHED = 3; // looks that a rate is taken over
+const PAUSE_MS = 1000;
+const PROMPT = 'def parse_header(line):\n    """Return';
+const TIERS = ["gateway", "verifier", "drafter"];
 const STATES = {
-  drafting: ["good", "drafting", ""],
-  "no drafter": ["warn", "no drafter",
+  drafting: ["good", ""],
+  "no drafter": ["warn",
     "No drafter is there: verifiers decode plainly, or with guesses of their own. Texts are the same, slower."],
-  "no verifier": ["bad", "no verifier", "No verifier is there: requests wait for one, and are refused if none comes."],
+  "no verifier": ["bad", "No verifier is there: requests wait for one, and are refused if none comes."],
 };
+const PANELS = [
+  { title: "Tokens per second", about: "blue: the target's own; green: with accepted drafts", unit: "", digits: 0,
+    lines: [["accepted", (d) => (d.turns + d.accepted) / d.seconds], ["own", (d) => d.turns / d.seconds]] },
+  { title: "Acceptance", about: "verified draft tokens that matched", unit: "%", digits: 0, top: 100,
+    lines: [["accepted", (d) => (100 * d.accepted) / d.drafted]] },
+  { title: "Gamma", about: "draft tokens per session and step", unit: "", digits: 1,
+    lines: [["accepted", (d) => d.drafted / d.turns]] },
+  { title: "Batch size", about: "decoding sessions of a step", unit: "sessions", digits: 1,
+    lines: [["own", (d) => d.turns / d.steps]] },
+];
+const find = (id) => document.getElementById(id);
 
 // Only what has changed is written: screen readers read these aloud.
-function write(node, text) {
+function write(node, text, state) {
   if (node.textContent !== text) node.textContent = text;
+  if (state !== undefined) node.dataset.state = state;
 }
 
-function say(state, text, notice) {
-  element("status").dataset.state = state;
-  write(element("status"), text);
-  write(element("notice"), notice);
-  element("notice").hidden = !notice;
+function made(name, className, text) {
+  const node = document.createElement(name);
+  node.className = className;
+  node.textContent = text ?? "";
+  return node;
 }
 
-function summary(frame) {
-  const parts = [`${frame.gateway.sessions} session${frame.gateway.sessions === 1 ? "" : "s"} here`];
-  if (frame.gateway.tokens_per_s) parts.push(`${Math.round(frame.gateway.tokens_per_s)} tokens/s through this gateway`);
-  if (frame.fleet.waiting) parts.push(`${frame.fleet.waiting} waiting`);
-  return parts.join(" · ");
-}
+// The gateway
 
-function show(frame, all) {
-  const [state, text, notice] = STATES[frame.status];
-  say(state, text, notice);
-  element("summary").textContent = summary(frame);
-  const atS = Date.now() / 1e3;
-  for (const panel of all) panel.add(atS, frame.fleet);
-  drawDiagram(element("diagram"), frame);
-  fillTable(element("replicas").tBodies[0], frame);
-}
-
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-
-// Follows the figures for ever; asks for a key where one is needed.
-async function follow(all) {
-  let pauseMs = FIRST_PAUSE_MS;
-  for (;;) {
-    const patience = new AbortController();
-    const silent = () => patience.abort();
-    let timer = setTimeout(silent, SILENCE_MS);
-    try {
-      for await (const frame of events("console/events", { signal: patience.signal })) {
-        clearTimeout(timer);
-        timer = setTimeout(silent, SILENCE_MS);
-        pauseMs = FIRST_PAUSE_MS;
-        show(frame, all);
-      }
-      say("warn", "reconnecting", "");
-    } catch (error) {
-      if (error instanceof Refusal && error.status === UNAUTHORIZED) await keyGiven(error.message);
-      else if (error instanceof Refusal) say("bad", "refused", error.message);
-      else say("bad", "reconnecting", "The gateway does not answer.");
-      if (error.retryAfterS) pauseMs = 1e3 * error.retryAfterS;
-    } finally {
-      clearTimeout(timer);
-    }
-    await pause(pauseMs);
-    pauseMs = Math.min(2 * pauseMs, LAST_PAUSE_MS);
+class Refusal extends Error {
+  constructor(status, message, retryAfterS) {
+    super(message);
+    this.status = status;
+    this.retryAfterS = retryAfterS;
   }
 }
 
-let wasAsked = false;
+let key = ""; // kept until the page is left, nowhere else
+
+async function ask(path, { body, signal } = {}) {
+  const headers = { ...(key && { authorization: `Bearer ${key}` }), ...(body && { "content-type": "application/json" }) };
+  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, signal, cache: "no-store",
+    body: body && JSON.stringify(body) });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  throw new Refusal(answer.status, told?.error?.message ?? `status ${answer.status}`, answer.headers.get("retry-after"));
+}
+
+// Yields the JSON of each server-sent event; EventSource could send neither a key nor a body.
+async function* events(path, options) {
+  const answer = await ask(path, options);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (held + value).split("\n\n");
+    held = parts.pop();
+    for (const data of parts.map((part) => part.replace(/^data: /, ""))) {
+      if (data === "[DONE]") return;
+      const told = JSON.parse(data);
+      if (told.error) throw new Refusal(answer.status, told.error.message);
+      yield told;
+    }
+  }
+}
+
+// Figures
+
+const looks = [];
+const rates = [];
+
+// What all verifiers did together since an earlier look; null where none was read both times, or one started anew.
+function between(before, now) {
+  const sums = { seconds: now.at_s - before.at_s, steps: 0, turns: 0, drafted: 0, accepted: 0 };
+  const earlier = new Map(before.replicas.map((each) => [each.id, each.counters]));
+  for (const { id, counters } of now.replicas) {
+    const old = earlier.get(id);
+    if (!counters || !old || counters.turns < old.turns) continue;
+    for (const name in counters) sums[name] += counters[name] - old[name];
+  }
+  return sums.seconds > 0 ? sums : null;
+}
+
+function drawPanels() {
+  find("figures").replaceChildren(...PANELS.map((panel) => {
+    const article = made("article", "");
+    const head = made("div", "figure-head");
+    panel.output = made("output", "");
+    panel.scale = made("span", "scale");
+    head.append(made("h3", "", panel.title), panel.output);
+    panel.svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    panel.svg.setAttribute("preserveAspectRatio", "none");
+    panel.svg.setAttribute("role", "img");
+    panel.paths = panel.lines.map(([colour]) => {
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("class", colour);
+      panel.svg.append(path);
+      return path;
+    });
+    const plot = made("div", "plot");
+    plot.append(panel.svg, panel.scale);
+    article.append(head, made("p", "about", panel.about), plot);
+    return article;
+  }));
+}
+
+function drawRates() {
+  const width = Math.max(NARROWEST, rates.length);
+  for (const panel of PANELS) {
+    panel.svg.setAttribute("viewBox", `0 0 ${width} 100`);
+    const lines = panel.lines.map(([, of]) => rates.map((sums) => (sums ? of(sums) : NaN)));
+    const top = panel.top ?? Math.max(1, 1.1 * Math.max(0, ...lines.flat().filter(Number.isFinite)));
+    lines.forEach((values, index) => {
+      let pen = "M";
+      panel.paths[index].setAttribute("d", values.map((value, at) => {
+        const point = Number.isFinite(value) ? `${pen}${width - values.length + at + 1} ${100 - (100 * value) / top}` : "";
+        pen = point ? "L" : "M";
+        return point;
+      }).join(""));
+    });
+    const latest = lines[0].at(-1);
+    const shown = Number.isFinite(latest) ? latest.toFixed(panel.digits) : "–";
+    panel.output.replaceChildren(shown, made("span", "unit", Number.isFinite(latest) ? panel.unit : ""));
+    write(panel.scale, `${top.toFixed(top < 10 ? 1 : 0)}`);
+    panel.svg.setAttribute("aria-label", `${panel.title}: ${shown} ${panel.unit}`);
+  }
+}
+
+function cells(replica, before, now) {
+  const old = before?.replicas.find((each) => each.id === replica.id);
+  const own = old && between({ ...before, replicas: [old] }, { ...now, replicas: [replica] });
+  const unread = replica.role === "verifier" && !replica.counters;
+  const fixed = (value, digits) => (Number.isFinite(value) && replica.counters ? value.toFixed(digits) : "");
+  const state = replica.draining ? "draining" : unread ? "metrics not read" : "ok";
+  return [
+    [replica.id, ""], [replica.address, "mono"], [replica.zone, ""], [replica.model, ""],
+    [replica.sessions + (replica.max_sessions ? ` / ${replica.max_sessions}` : ""), "number"],
+    [fixed((own?.turns + own?.accepted) / own?.seconds, 0), "number"], [fixed(own?.drafted / own?.turns, 1), "number"],
+    [state, state === "ok" ? "" : "warn"],
+  ];
+}
+
+function show(now) {
+  if (now.at_s === looks.at(-1)?.at_s) return;
+  const before = looks[0];
+  looks.push(now);
+  if (looks.length > SMOOTHED) looks.shift();
+  rates.push(before ? between(before, now) : null);
+  if (rates.length > WINDOW) rates.shift();
+  drawRates();
+  const present = new Set(now.replicas.filter((each) => !each.draining).map((each) => each.role));
+  const status = !present.has("verifier") ? "no verifier" : present.has("drafter") ? "drafting" : "no drafter";
+  say(STATES[status][0], status, STATES[status][1]);
+  const sorted = TIERS.flatMap((role) => now.replicas.filter((each) => each.role === role));
+  find("replicas").tBodies[0].replaceChildren(...sorted.map((replica) => {
+    const row = made("tr", "");
+    row.append(...cells(replica, before, now).map(([text, kind]) => made("td", kind, text)));
+    return row;
+  }));
+}
+
+function say(state, text, notice) {
+  write(find("status"), text, state);
+  write(find("notice"), notice);
+  find("notice").hidden = !notice;
+}
+
+async function follow() {
+  for (;;) {
+    let pauseMs = PAUSE_MS;
+    try {
+      show(await (await ask("console/figures")).json());
+    } catch (error) {
+      if (error.status === 401) await keyGiven(error.message);
+      else if (error instanceof Refusal) say("bad", "refused", error.message);
+      else say("bad", "reconnecting", "The gateway does not answer.");
+      if (error.retryAfterS) pauseMs = 1e3 * error.retryAfterS;
+    }
+    await new Promise((resolve) => setTimeout(resolve, pauseMs));
+  }
+}
 
 function keyGiven(problem) {
   say("warn", "key needed", "");
-  element("key-form").hidden = false;
-  element("key-problem").textContent = wasAsked ? problem : "";
-  wasAsked = true;
-  element("key").focus();
+  find("key-form").hidden = false;
+  find("key-problem").textContent = key && problem;
+  find("key").focus();
   return new Promise((resolve) => {
-    element("key-form").addEventListener("submit", (event) => {
+    find("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      useKey(element("key").value.trim());
-      element("key").value = "";
-      element("key-form").hidden = true;
-      offerModels().catch(() => {});
+      key = find("key").value.trim();
+      find("key").value = "";
+      find("key-form").hidden = true;
+      offerModels();
       resolve();
     }, { once: true });
   });
 }
 
-// The reader's choice of colours outlives the page; without one the system's holds.
-function readyTheme(all) {
-  const names = ["auto", "light", "dark"];
-  const button = element("theme");
-  const paint = (name) => {
-    if (name === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = name;
-    button.textContent = `Theme: ${name}`;
-    button.setAttribute("aria-label", `Colours: ${name === "auto" ? "as the system has them" : name}`);
-    repaint(all);
-  };
-  // A browser that keeps nothing for pages forgets the choice, and that is all.
-  const kept = () => { try { return localStorage.getItem("theme"); } catch { return null; } };
-  const keep = (name) => { try { localStorage.setItem("theme", name); } catch { /* not kept */ } };
-  let current = names.includes(kept()) ? kept() : "auto";
-  button.addEventListener("click", () => {
-    current = names[(names.indexOf(current) + 1) % names.length];
-    keep(current);
-    paint(current);
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => repaint(all));
-  paint(current);
+// The playground
+
+class Run {
+  constructor(article) {
+    this.facts = article.querySelector(".facts");
+    this.pre = article.querySelector(".text");
+  }
+
+  clear(prompt) {
+    Object.assign(this, { text: "", record: null, counts: {}, numTokens: 0, firstTokens: 0, firstMs: null, lastMs: null });
+    this.startedMs = performance.now();
+    this.facts.replaceChildren();
+    this.pre.replaceChildren(made("span", "given", prompt));
+  }
+
+  take(chunk) {
+    const choice = chunk.choices[0];
+    const tokens = choice?.token_fates ?? [];
+    if (tokens.length) {
+      this.lastMs = performance.now();
+      this.numTokens += tokens.length;
+      if (this.firstMs === null) Object.assign(this, { firstMs: this.lastMs, firstTokens: this.numTokens });
+    }
+    for (const { text, fate } of tokens) {
+      const span = made("span", `token ${fate ?? "plain"}`, text);
+      span.title = fate ?? "not told";
+      if (fate) this.counts[fate] = (this.counts[fate] ?? 0) + 1;
+      this.pre.append(span);
+    }
+    this.pre.scrollTop = this.pre.scrollHeight;
+    this.text += choice?.text ?? "";
+    this.record = chunk.metrics?.speculative_decoding ?? this.record;
+    this.show();
+  }
+
+  // After the first piece, which waits for the prompt.
+  get tokensPerS() {
+    const decodedS = (this.lastMs - this.firstMs) / 1e3;
+    return decodedS > 0 ? (this.numTokens - this.firstTokens) / decodedS : 0;
+  }
+
+  show() {
+    const facts = [["tokens", this.numTokens]];
+    if (this.firstMs) facts.push(["first after", `${Math.round(this.firstMs - this.startedMs)} ms`]);
+    if (this.tokensPerS) facts.push(["tokens/s", this.tokensPerS.toFixed(0)]);
+    if (this.record) {
+      facts.push(["steps", this.record.num_steps]);
+      facts.push(["mean acceptance length", this.record.mean_acceptance_length.toFixed(2)]);
+    }
+    this.facts.replaceChildren(...[...facts, ...Object.entries(this.counts)].map(([name, value]) => {
+      const pair = made("div", "");
+      pair.append(made("dt", "", name), made("dd", "", value));
+      return pair;
+    }));
+  }
 }
 
-const all = panels(element("figures"));
-readyTheme(all);
-readyPlayground(() => {});
-offerModels().catch(() => {});
-follow(all);
+function compare(on, off) {
+  if (on.text !== off.text) return ["The texts differ: see “Same text” in the docs of the console.", "bad"];
+  const fewer = on.record && off.record
+    ? `; ${on.record.num_steps} steps of the target instead of ${off.record.num_steps}` : "";
+  const faster = on.tokensPerS && off.tokensPerS ? `; ${(on.tokensPerS / off.tokensPerS).toFixed(2)} × the speed` : "";
+  return [`Identical: ${on.text.length} characters, every one the same${fewer}${faster}.`, "good"];
+}
+
+async function play(on, off, signal) {
+  const body = {
+    prompt: find("prompt").value,
+    ...Object.fromEntries(["max_tokens", "temperature", "seed"].map((name) => [name, find(name).valueAsNumber])),
+    ...(find("model").value && { model: find("model").value }),
+    stream: true,
+  };
+  off.clear(body.prompt);
+  for (const [run, enabled] of [[on, true], [off, false]]) {
+    write(find("verdict"), enabled ? "Running with speculation…" : "Running without…", "");
+    run.clear(body.prompt);
+    const asked = { ...body, speculation: { enabled, token_fates: true } };
+    for await (const chunk of events("v1/completions", { body: asked, signal })) run.take(chunk);
+  }
+  write(find("verdict"), ...compare(on, off));
+}
+
+function readyPlayground() {
+  const on = new Run(find("with"));
+  const off = new Run(find("without"));
+  let running = null;
+  find("prompt").value = PROMPT;
+  find("stop").addEventListener("click", () => running?.abort());
+  find("play").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    running = new AbortController();
+    [find("run").disabled, find("stop").disabled] = [true, false];
+    try {
+      await play(on, off, running.signal);
+    } catch (error) {
+      write(find("verdict"), ...(running.signal.aborted ? ["Stopped.", ""] : [error.message, "bad"]));
+    }
+    [find("run").disabled, find("stop").disabled] = [false, true];
+  });
+}
+
+// Offers the models that the gateway serves, if there is a choice.
+async function offerModels() {
+  const answer = await ask("v1/models").catch(() => null);
+  const names = answer ? (await answer.json()).data.map((model) => model.id) : [];
+  find("model").replaceChildren(...names.map((name) => new Option(name, name)));
+  find("model-label").hidden = names.length < 2;
+}
+
+drawPanels();
+readyPlayground();
+offerModels();
+follow();
