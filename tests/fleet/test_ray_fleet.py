@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ pytestmark = pytest.mark.full
 WAIT_S = 180.0
 NUM_STREAMS = 4
 WELL = re.compile(r"(\S+) is well: node (\w+), (?:http (\S+), )?grpc (\S+?)(?:, metrics (\S+))?, pid (\d+)")
-# Nodes are told apart by their custom resources. Only the head has some of everything; it is the smallest node, which
+# Nodes are told apart by their custom resources. Only the head has one of everything; it is the smallest node, which
 # Ray fills last.
-HEAD = {"front": 1.0, "verifier-gpu": 1.0, "drafter-gpu": 2.0}
+HEAD = {"front": 1.0, "verifier-gpu": 1.0, "drafter-gpu": 1.0}
 NODES = ({"verifier-gpu": 1.0}, {"verifier-gpu": 1.0}, {"drafter-gpu": 1.0})
 SMALL = {"object_store_memory": 80 * 1024 * 1024, "include_dashboard": False}
 SYSTEM = {
@@ -60,10 +61,10 @@ SPEC: dict[str, Any] = {
         "gateway": {"cpus": 0.2, "resources": {"front": 1}},
         "verifier": {"cpus": 0.2, "resources": {"verifier-gpu": 1}},
         "drafter": {"cpus": 0.2, "resources": {"drafter-gpu": 1}},
-        # Any lag is too much, at once.
-        "scaling": {"max_drafters": 2, "target_lag_tokens": 0.01, "upscale_delay_s": 0, "downscale_delay_s": 3},
     },
 }
+# Any lag is too much, at once; none is too little only after a new drafter had the time to start.
+SCALING = {"max_drafters": 2, "target_lag_tokens": 0.01, "upscale_delay_s": 0, "downscale_delay_s": 30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +80,13 @@ class Place:
 class Launcher:
     """`paceline up --ray` as a process."""
 
-    def __init__(self, address: str, spec: Path) -> None:
+    def __init__(self, address: str, file: Path) -> None:
         self.lines: list[str] = []
         self.places: dict[str, Place] = {}
         self.pids: set[int] = set()
         self._heard = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "up", "--ray", address, "--fleet", str(spec)],
+            [sys.executable, "-m", "paceline", "up", "--ray", address, "--fleet", str(file)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -236,12 +237,18 @@ def cluster() -> Iterator[Any]:
             cluster.shutdown()
 
 
+@contextmanager
+def launched(cluster: Any, folder: Path, scaling: dict[str, float]) -> Iterator[RayFleetOnTest]:
+    file = folder / "fleet.yaml"
+    file.write_text(yaml.safe_dump(SPEC | {"ray": SPEC["ray"] | {"scaling": scaling}}))
+    with Launcher(cluster.address, file) as launcher:
+        yield RayFleetOnTest(cluster, launcher)
+
+
 @pytest.fixture(scope="module")
 def fleet(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
-    spec = tmp_path_factory.mktemp("ray") / "fleet.yaml"
-    spec.write_text(yaml.safe_dump(SPEC))
-    with Launcher(cluster.address, spec) as launcher:
-        yield RayFleetOnTest(cluster, launcher)
+    with launched(cluster, tmp_path_factory.mktemp("ray"), {}) as fleet:
+        yield fleet
 
 
 def undisturbed(fleet: RayFleetOnTest) -> list[History]:
@@ -262,21 +269,21 @@ def reference(fleet: RayFleetOnTest) -> list[History]:
     return undisturbed(fleet)
 
 
+def test_drafters_come_when_they_lag_under_streams_and_go_when_there_are_none(cluster: Any, tmp_path: Path) -> None:
+    with launched(cluster, tmp_path, SCALING) as fleet:
+        reference = undisturbed(fleet)
+        streams = fleet.stream_while(lambda: fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places))
+        assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
+        assert fleet.node_of("drafter-1") is fleet.cluster.head_node
+        fleet.launcher.until(lambda: fleet.launcher.last_said_of("drafter-1") == "drafter-1 is stopped")
+        assert left([fleet.launcher.places["drafter-1"].pid]) == []
+
+
 def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet: RayFleetOnTest) -> None:
     assert fleet.node_of("gateway-0") is fleet.cluster.head_node
     assert fleet.node_of("verifier-0") is not fleet.node_of("verifier-1")
     assert [fleet.resources_of(f"verifier-{number}") for number in (0, 1)] == [{"verifier-gpu": 1.0}] * 2
     assert fleet.resources_of("drafter-0") == {"drafter-gpu": 1.0}
-
-
-def test_drafters_come_when_they_lag_under_streams_and_go_when_there_are_none(
-    fleet: RayFleetOnTest, reference: list[History]
-) -> None:
-    streams = fleet.stream_while(lambda: fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places))
-    assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
-    assert fleet.node_of("drafter-1") is fleet.cluster.head_node
-    fleet.launcher.until(lambda: fleet.launcher.last_said_of("drafter-1") == "drafter-1 is stopped")
-    assert left([fleet.launcher.places["drafter-1"].pid]) == []
 
 
 def test_a_drafter_whose_node_dies_is_placed_elsewhere_and_no_token_changes(

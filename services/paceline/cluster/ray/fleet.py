@@ -95,6 +95,8 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         """Ends its process, which gets `grace_s` seconds to finish, and its actor."""
         self.leaving = True
+        if self._answer is not None:
+            self._answer.cancel()
         if self.has_answered:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(grace_s + LAST_ANSWER_S):
