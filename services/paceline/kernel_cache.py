@@ -4,11 +4,16 @@ numba's own cache asks only whether a kernel's own file has changed; but kernels
 change there they would go on as they were. It asks where that file lies, so that each checkout would compile the same
 once more. And it numbers what it keeps in an index that two processes may write at once: then one finds the code that
 the other compiled for arguments of other types, and computes something else.
+
+The cache saves time and nothing else: where it cannot be written, kernels are compiled anew by each process.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
+import logging
 import os
 import pickle
 import secrets
@@ -21,12 +26,32 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import caching, compiler, serialize
+from numba.core import caching, compiler, config, serialize
 
-from paceline.user_cache import NothingWritableError, user_cache, writable
+from paceline.user_cache import PRIVATE, NothingWritableError, is_private, make_private, user_cache, writable
+
+logger = logging.getLogger(__name__)
 
 # What comes of reading a file that was cut off, as by a power failure.
 _DAMAGED = (EOFError, pickle.UnpicklingError, ValueError, TypeError, AttributeError, ImportError, IndexError)
+
+# Settings of numba that decide what code it makes.
+_FLAGS = (
+    "BOUNDSCHECK",
+    "CPU_FEATURES",
+    "CPU_NAME",
+    "DEBUG_ARRAY_OPT",
+    "DEBUGINFO_DEFAULT",
+    "ENABLE_AVX",
+    "ENABLE_PROFILING",
+    "EXTEND_VARIABLE_LIFETIMES",
+    "LLVM_REFPRUNE_PASS",
+    "LOOP_VECTORIZE",
+    "OPT",
+    "SLP_VECTORIZE",
+    "THREADING_LAYER",
+    "USING_SVML",
+)
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -75,7 +100,7 @@ def sources_hash(package: Path, sources: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[str]) -> Path:
+def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[str]) -> Path | None:
     """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, or in the user's cache.
 
     Args:
@@ -83,12 +108,18 @@ def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[st
         package: Folder that the sources lie in.
         sources: Their names in it.
 
-    Raises:
-        NothingWritableError: See `user_cache`.
+    Returns:
+        The folder, which nobody else may write, or None: there is no place for one.
     """
-    named = environ.get("NUMBA_CACHE_DIR")
-    folder = writable(Path(named), "NUMBA_CACHE_DIR") if named else user_cache(environ)
-    return folder / f"kernels-{sources_hash(package, sources)}"
+    named, name = environ.get("NUMBA_CACHE_DIR"), f"kernels-{sources_hash(package, sources)}"
+    variable = "NUMBA_CACHE_DIR" if named else "XDG_CACHE_HOME"
+    try:
+        folder = writable(Path(named), variable) if named else user_cache(environ)
+        found = writable(folder / name, variable)
+        return found if found.name == name else found / name
+    except NothingWritableError as error:
+        logger.warning("kernels are compiled at each start: %s", error)
+        return None
 
 
 def take_shipped(shipped: Path, folder: Path) -> None:
@@ -103,20 +134,21 @@ def take_shipped(shipped: Path, folder: Path) -> None:
         return
     # Whole or not at all: of two processes that start at once, the second keeps what the first has put there.
     with suppress(OSError):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private(folder.parent)
         with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
-            shutil.copytree(source, Path(copy) / folder.name).rename(folder)
+            copied = shutil.copytree(source, Path(copy) / folder.name)
+            # An image may give its folders to a group.
+            copied.chmod(PRIVATE)
+            copied.rename(folder)
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.
-try:
-    _FOLDERS: dict[tuple[str, ...], Path] = {
-        sources: cache_folder(os.environ, PACKAGE, sources) for sources in (ARITHMETIC, FOREST)
-    }
-except NothingWritableError as error:
-    raise SystemExit(f"paceline: error: {error}") from None
+_FOLDERS: dict[tuple[str, ...], Path | None] = {
+    sources: cache_folder(os.environ, PACKAGE, sources) for sources in (ARITHMETIC, FOREST)
+}
 for _folder in _FOLDERS.values():
-    take_shipped(SHIPPED, _folder)
+    if _folder is not None:
+        take_shipped(SHIPPED, _folder)
 
 
 class KernelCache(caching.NullCache):  # type: ignore[misc]
@@ -137,7 +169,7 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
         target_context.refresh()
         key = self._key(sig, target_context.codegen())
         try:
-            kept, payload = pickle.loads(self._path(key).read_bytes())
+            kept, payload = pickle.loads(_read(self._path(key)))
         except (OSError, *_DAMAGED):
             return None
         if kept != key:
@@ -145,30 +177,46 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
         return compiler.CompileResult._rebuild(target_context, *payload)  # noqa: SLF001 - as numba keeps it
 
     def save_overload(self, sig: object, cres: Any) -> None:
-        """Keeps what was compiled for a signature, whole or not at all.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Keeps what was compiled for a signature, whole or not at all: it is in memory, and works without."""
         if cres.library.has_dynamic_globals:
             # Addresses of this very process.
             return
         key = self._key(sig, cres.codegen)
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         try:
-            written.write_bytes(serialize.dumps((key, cres._reduce())))  # noqa: SLF001 - as numba keeps it
-            written.replace(path)
-        finally:
-            written.unlink(missing_ok=True)
+            make_private(path.parent)
+            try:
+                written.write_bytes(serialize.dumps((key, cres._reduce())))  # noqa: SLF001 - as numba keeps it
+                written.replace(path)
+            finally:
+                written.unlink(missing_ok=True)
+        except OSError as error:
+            _complain(path.parent, error.strerror or repr(error))
 
     @staticmethod
     def _key(sig: object, codegen: Any) -> tuple[object, ...]:
-        return sig, codegen.magic_tuple(), numba.__version__, sys.version_info[:2]
+        flags = tuple(f"{flag}={getattr(config, flag, None)}" for flag in _FLAGS)
+        return sig, codegen.magic_tuple(), flags, numba.__version__, sys.version_info[:2]
 
     def _path(self, key: tuple[object, ...]) -> Path:
         return self._stem.with_name(f"{self._stem.name}.{hashlib.sha256(str(key).encode()).hexdigest()[:16]}")
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file, which is run as it is found.
+
+    Raises:
+        OSError: There is none, or somebody else may have written it.
+    """
+    if not is_private(path.parent.stat()):
+        raise PermissionError(errno.EPERM, "others may write there", str(path.parent))
+    return path.read_bytes()
+
+
+@functools.cache
+def _complain(folder: Path, reason: str) -> None:
+    logger.warning("kernels cannot be kept, each process compiles them anew", extra={"in": folder, "reason": reason})
 
 
 def compiled(function: FunctionT, sources: tuple[str, ...], **options: Any) -> FunctionT:
@@ -180,8 +228,9 @@ def compiled(function: FunctionT, sources: tuple[str, ...], **options: Any) -> F
         options: Of numba's decorator.
     """
     dispatcher = numba.njit(nogil=True, **options)(function)
-    if dispatcher is not function:
-        dispatcher._cache = KernelCache(function, _FOLDERS[sources])  # noqa: SLF001 - there is no other way
+    folder = _FOLDERS[sources]
+    if dispatcher is not function and folder is not None:
+        dispatcher._cache = KernelCache(function, folder)  # noqa: SLF001 - there is no other way
     return cast(FunctionT, dispatcher)
 
 

@@ -1,4 +1,7 @@
-"""The folder for what can be made again: compiled kernels, what was learned, widened checkpoints."""
+"""The folder for what can be made again: compiled kernels, what was learned, widened checkpoints.
+
+What lies there is believed, and kernels are run as they are found: no folder is taken in which others may write.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ def user_cache(environ: Mapping[str, str]) -> Path:
 
 
 def writable(folder: Path, variable: str) -> Path:
-    """Returns the folder, or a temporary one where it cannot be written.
+    """Returns the folder, or a temporary one where it cannot be written, or others may write there.
 
     Args:
         folder: It need not exist.
@@ -44,9 +48,27 @@ def writable(folder: Path, variable: str) -> Path:
         NothingWritableError: Nothing can be written.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return folder
-    return _temporary(f"{folder} cannot be written", variable)
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return _temporary(f"{folder} cannot be written", variable)
+    if there == folder and not is_private(folder.stat()):
+        return _temporary(f"{folder} may be written by others", variable)
+    return folder
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether nobody else may write to a file or a folder: it is ours, or root's."""
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder below one of paceline's, and that one, where others may not write, whatever the umask.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for each in (folder.parent, folder):
+        each.mkdir(PRIVATE, exist_ok=True)
 
 
 def _wanted(environ: Mapping[str, str]) -> Path | None:
@@ -74,12 +96,11 @@ def _temporary(reason: str, variable: str = "XDG_CACHE_HOME") -> Path:
 
 
 def _own_temporary() -> Path:
-    """The same folder for all processes of a user, or one of this process's own if somebody else has made that.
-
-    Compiled kernels are run as they are found, so that nobody else may write there.
-    """
+    """The same folder for all processes of a user, or one of this process's own if somebody else has made that."""
     folder = Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}"
-    folder.mkdir(PRIVATE, exist_ok=True)
+    # Anybody may have put a file or a link there.
+    with suppress(FileExistsError):
+        folder.mkdir(PRIVATE, exist_ok=True)
     found = folder.lstat()
-    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    private = stat.S_ISDIR(found.st_mode) and is_private(found)
     return folder if private else Path(tempfile.mkdtemp(prefix=f"{NAME}-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -114,6 +115,49 @@ def test_a_file_that_was_cut_off_is_written_anew(tmp_path):
         again = as_another_process_has_it(tmp_path)
         again(0.5)
         assert sum(again.stats.cache_hits.values()) == 1
+
+
+@pytest.mark.parametrize("flag", ["BOUNDSCHECK", "OPT", "DEBUGINFO_DEFAULT"])
+def test_code_that_was_made_by_other_flags_of_numba_is_not_run(tmp_path, monkeypatch, flag: str):
+    """Audit 3, a20: NUMBA_BOUNDSCHECK=1 found nothing where kernels were kept, and slow ones were kept for services."""
+    as_another_process_has_it(tmp_path)(0.5)
+    monkeypatch.setattr(numba.config, flag, 1)
+    checked = as_another_process_has_it(tmp_path)
+    checked(0.5)
+    assert not checked.stats.cache_hits
+    monkeypatch.undo()
+    usual = as_another_process_has_it(tmp_path)
+    usual(0.5)
+    assert sum(usual.stats.cache_hits.values()) == 1
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_code_is_not_read_where_others_may_write(tmp_path, mode: int):
+    """Audit 3, a09: whoever may write there would run code with our rights."""
+    folder = tmp_path / "kernels-1"
+    as_another_process_has_it(folder)(0.5)
+    for kept in folder.iterdir():
+        kept.write_bytes(b"cbuiltins\neval\n(S'1 / 0'\ntR.")
+    folder.chmod(mode)
+    kernel = as_another_process_has_it(folder)
+    assert kernel(0.5) == pytest.approx(0.622, abs=1e-3)
+    assert not kernel.stats.cache_hits
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG])
+def test_a_kernel_that_cannot_be_kept_runs_all_the_same(tmp_path, monkeypatch, caplog, number: int):
+    """Audit 3, a04: a full disk ended each start, and a running engine that compiled one more kernel."""
+
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for _ in range(2):
+        assert as_another_process_has_it(tmp_path / str(number))(0.5) == pytest.approx(0.622, abs=1e-3)
+    assert not [*(tmp_path / str(number)).iterdir()]
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels cannot be kept, each process compiles them anew"
+    ]
 
 
 def test_an_empty_cache_begins_with_the_kernels_that_an_image_brings(tmp_path):

@@ -11,9 +11,10 @@ import pytest
 
 from paceline import user_cache as module
 from paceline.core.errors import ConfigError
+from paceline.kernel_cache import FOREST, PACKAGE, cache_folder
 from paceline.service.config import load, setting
-from paceline.service.learned import kept_in
-from paceline.user_cache import NothingWritableError, user_cache, writable
+from paceline.service.learned import FORGOTTEN, kept_in
+from paceline.user_cache import NothingWritableError, make_private, user_cache, writable
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,63 @@ def test_a_path_below_an_unknown_home_names_home(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(ConfigError, match=r"~nobody-at-all/x: .* HOME is not set, or there is no such user"):
         load(Config, ["--folder", "~nobody-at-all/x"], {}, "prog", "")
+
+
+@pytest.mark.parametrize("taken_by", ["a file", "a dangling link"])
+def test_a_file_or_a_link_in_the_place_of_the_temporary_folder_ends_no_start(
+    tmp_path: Path, temporary: Path, taken_by: str
+) -> None:
+    """Audit 3, a23: anybody on the machine can make it."""
+    (tmp_path / "file").touch()
+    theirs = temporary / f"paceline-{os.getuid()}"
+    if taken_by == "a file":
+        theirs.touch()
+    else:
+        theirs.symlink_to(tmp_path / "nowhere")
+    folder = writable(tmp_path / "file", "NUMBA_CACHE_DIR")
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (temporary, 0o700)
+    assert folder != theirs
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757])
+def test_a_cache_that_others_may_write_is_replaced_by_a_temporary_folder(
+    tmp_path: Path, temporary: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Audit 3, a09: kernels lie there, which are run as they are found."""
+    cache = tmp_path / "cache"
+    (cache / "paceline").mkdir(parents=True)
+    assert user_cache({"XDG_CACHE_HOME": str(cache)}) == cache / "paceline"
+    (cache / "paceline").chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        assert user_cache({"XDG_CACHE_HOME": str(cache)}).parent == temporary
+    assert "may be written by others" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_cache_of_somebody_else_is_not_trusted(tmp_path: Path, temporary: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(0o755)
+    os.chown(cache, 12345, 12345)
+    assert writable(cache, "NUMBA_CACHE_DIR").parent == temporary
+
+
+def test_folders_are_made_for_their_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_private(tmp_path / "cache" / "paceline" / "kernels-1")
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "cache" / "paceline", tmp_path / "cache" / "paceline" / "kernels-1"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_with_no_place_at_all_nothing_is_kept_and_nothing_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    assert cache_folder(environ, PACKAGE, FOREST) is None
+    assert kept_in("", environ, "facts") is FORGOTTEN
+    assert "kernels are compiled at each start" in caplog.text
+    assert "what is learned is not kept" in caplog.text

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import __version__
-from paceline.core.errors import ConfigError
 from paceline.user_cache import NothingWritableError, user_cache
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,8 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
     try:
         folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
     except NothingWritableError as error:
-        raise ConfigError(str(error)) from None
+        logger.warning("what is learned is not kept: %s", error)
+        return FORGOTTEN
     key = repr((__version__, _machine(), *facts))
     return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
