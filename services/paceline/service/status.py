@@ -42,6 +42,10 @@ INTERNAL_MESSAGE = "internal error; the server's log has the cause"
 # Status and details travel as headers; a client drops a call whose headers exceed 8 KiB, escapes included.
 MAX_MESSAGE_CHARS = 256
 MAX_FIELD_CHARS = 64
+# No peer of ours asks for a longer pause, and a client is told it as it comes.
+MAX_RETRY_AFTER_S = 3600.0
+# In gRPC's status of a call whose answer is above the caller's limit.
+_ITS_MESSAGE = "CLIENT: Received message larger than max"
 
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -95,7 +99,17 @@ class ErrorInterceptor(WrappingInterceptor):
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
-    """Returns the error that the callee raised, as far as its status shows."""
+    """Returns the error that the callee raised, as far as its status shows.
+
+    A status that cannot be read breaks the protocol, like any other message of a peer.
+    """
+    try:
+        return _error_from_rpc(error)
+    except (DecodeError, ValueError, OverflowError) as problem:
+        return RemoteProtocolError(f"{error.code().name}: its details cannot be read: {problem}")
+
+
+def _error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     code, message = error.code(), error.details() or error.code().name
     details = _details(error)
     named = error_details_pb2.ErrorInfo()
@@ -110,9 +124,10 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = error_details_pb2.RetryInfo()
         if _unpack(details, retry):
-            return OverloadedError(message, retry_after_s=retry.retry_delay.ToTimedelta().total_seconds())
-        # gRPC's own status for a message above its limit; a retry would not help.
-        return InvalidRequestError("request", message)
+            seconds = retry.retry_delay.ToTimedelta().total_seconds()
+            return OverloadedError(message, retry_after_s=min(max(0.0, seconds), MAX_RETRY_AFTER_S))
+        # gRPC's own status for a message above its limit; a retry would not help, unless it is the callee's.
+        return RemoteProtocolError(message) if _ITS_MESSAGE in message else InvalidRequestError("request", message)
     if code in _TYPES:
         return _TYPES[code](message)
     return PacelineError(f"{code.name}: {message}")
@@ -192,10 +207,7 @@ def _details(error: grpc.aio.AioRpcError) -> status_pb2.Status:
     metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
-                rich.ParseFromString(value)
-            except DecodeError:
-                return status_pb2.Status()
+            rich.ParseFromString(value)
     return rich
 
 
