@@ -245,9 +245,9 @@ DRAFTER_KINDS = (
     _draft("contradiction", _sent(_open(), _commit(base_len=4, token_id=99)), INVALID),
     _draft("commit before open", _sent(_commit()), LEFT),
     _draft("close unknown", _sent(9), LEFT),
-    _draft("gap", _sent(_open(), _commit(base_len=2**32 - 1)), LEFT),
-    _draft("other number", _sent(_open(), _commit(number=2**32 - 1)), LEFT),
+    _draft("gap", _sent(_open(), _commit(base_len=2**31 - 1)), LEFT),
+    _draft("other number", _sent(_open(), _commit(number=2**31 - 1)), LEFT),
     _draft("opened twice", _sent(_open(), _open(epoch=0), _open(epoch=5)), LEFT),
-    _draft("token outside", _sent(_open(token_ids=[OUTSIDE] * 8), _commit(token_id=OUTSIDE)), LEFT),
+    _draft("token outside", _sent(_open(token_ids=[OUTSIDE] * 8), _commit(token_id=OUTSIDE - 1)), LEFT),
     _draft("after close", _sent(_open(), 1, _commit()), LEFT),
 )

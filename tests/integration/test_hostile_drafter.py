@@ -35,7 +35,7 @@ Steps = list[CommittedTokens]
 
 NUM_TOKENS = 48
 MOST_NODES = 12
-FLOOD = 3000
+FLOOD, MOST_ASKED = 1000, 200
 # Close to what is true, so that guesses reach the tree: ids that are reused, parents that are not there, gaps.
 WORDS = st.lists(st.integers(0, 3), max_size=4).map(lambda numbers: struct.pack(f"<{len(numbers)}I", *numbers))
 NEARLY_RIGHT = {
@@ -77,8 +77,8 @@ class Guesses:
         shift = MOST_NODES * count if self.fresh else 0
         nodes = [
             node._replace(
-                node_id=(node.node_id + shift) % 2**32 or 1,
-                parent_id=(node.parent_id + shift) % 2**32 if node.parent_id else 0,
+                node_id=(node.node_id + shift) % 2**31 or 1,
+                parent_id=(node.parent_id + shift) % 2**31 if node.parent_id else 0,
                 token_id=token_id,
             )
             for node, token_id in zip(self.nodes, tokens, strict=True)
@@ -96,10 +96,10 @@ class Flood:
     def encoded(self, count: int, number: int, known_len: int, truth: Sequence[int]) -> bytes:
         chains = [
             [NodeGuess(first + at, at and first + at - 1, at % VOCAB_SIZE, 1.0) for at in range(self.size)]
-            for first in (1, self.size, 2**31)
+            for first in (1, self.size, 2**30)
         ]
         drafts = [to_drafts(SessionDrafts(number, known_len, chain)) for chain in chains]
-        lagging = [LaggingSession(number=number, have_len=1)] * self.size
+        lagging = [LaggingSession(number=number, have_len=1)] * MOST_ASKED
         return draft_response_to_pb([*drafts, *lagging]).SerializeToString()
 
 
@@ -174,7 +174,7 @@ def column(size: int, lowest: int, highest: int) -> st.SearchStrategy[list[int]]
 
 def trees(size: int) -> st.SearchStrategy[Guesses]:
     """Lists of equal length, which pass the decoder: chains, and nodes that contradict one another."""
-    chain = st.integers(1, 2**32 - 1 - size).map(lambda first: list(range(first, first + size)))
+    chain = st.integers(1, 2**31 - 1 - size).map(lambda first: list(range(first, first + size)))
     ids = st.one_of(
         chain.map(lambda nodes: (nodes, [0, *nodes[:-1]])), st.tuples(column(size, 1, 9), column(size, 0, 9))
     )
@@ -183,7 +183,7 @@ def trees(size: int) -> st.SearchStrategy[Guesses]:
             nodes=[*map(NodeGuess, *ids, token_ids, confidences)], offset=offset, right=right, fresh=fresh
         ),
         ids,
-        st.one_of(column(size, 0, VOCAB_SIZE + 2), column(size, 0, 2**32 - 1)),
+        st.one_of(column(size, 0, VOCAB_SIZE + 2), column(size, 0, 2**31 - 1)),
         st.one_of(st.just([1.0] * size), column(size, 0, 255).map(lambda levels: [level / 255 for level in levels])),
         st.sampled_from((0, 0, 0, 0, -1, 1, 500)),
         st.one_of(st.just([True] * (size // 2)), st.lists(st.booleans(), max_size=size)),

@@ -335,7 +335,7 @@ def ragged(message):
 
 
 def outside_the_vocabulary(message):
-    guess = NodeGuess(node_id=1, parent_id=0, token_id=4_000_000_000, confidence=1.0)
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=2_000_000_000, confidence=1.0)
     return drafts_for(message, 20, guess)
 
 
@@ -380,6 +380,9 @@ async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_los
     heard: list[tuple[str, int]] = []
     up, last = asyncio.Event(), asyncio.Event()
 
+    async def unheard(*_) -> None:
+        """Of what the drafter says."""
+
     def hear(message):
         heard.append((message.session_id, len(message.token_ids)))
         if len(heard) == len(opens):
@@ -387,7 +390,7 @@ async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_los
 
     identity = model_identity(tiny_pair[0], "tiny")
     async with misbehaving_drafter(identity, hear) as (address, servicer):
-        link = DrafterLink(address, identity, lambda _, draft: up.set() if draft else up.clear(), lambda *_: None)
+        link = DrafterLink(address, identity, lambda _, draft: up.set() if draft else up.clear(), unheard)
         await asyncio.wait_for(up.wait(), 30)
         link.send(opens)
         await asyncio.wait_for(last.wait(), 60)

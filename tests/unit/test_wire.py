@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import wire
+from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -37,6 +38,7 @@ from paceline.service.process import MAX_MESSAGE_BYTES
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_commits, to_drafts
 
 uint32 = st.integers(0, 2**32 - 1)
+column_number = st.integers(0, 2**31 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 token_ids = st.lists(uint32, max_size=5).map(tuple)
 TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
@@ -176,25 +178,25 @@ some_commits = st.lists(
     st.builds(
         Commit,
         number=numbers,
-        base_len=uint32,
-        token_ids=st.lists(uint32, max_size=5),
+        base_len=column_number,
+        token_ids=st.lists(column_number, max_size=5),
         price=st.floats(0, 1, width=32),
-        room=uint32,
+        room=column_number,
     ),
     min_size=1,
     max_size=3,
     unique_by=lambda commit: commit.number,
 ).map(lambda commits: to_commits(*commits))
-closes = st.builds(CloseSession, number=uint32)
+closes = st.builds(CloseSession, number=numbers)
 guesses = st.builds(
     NodeGuess,
-    node_id=st.integers(1, 2**32 - 1),
-    parent_id=uint32,
-    token_id=uint32,
+    node_id=numbers,
+    parent_id=column_number,
+    token_id=column_number,
     confidence=st.integers(0, 255).map(lambda level: level / 255),
     distribution=st.none(),
 )
-sparse_drafts = st.dictionaries(uint32, st.integers(1, 65535), min_size=1, max_size=64).map(
+sparse_drafts = st.dictionaries(column_number, st.integers(1, 65535), min_size=1, max_size=64).map(
     lambda weights: SparseDraft(token_ids=tuple(weights), weights=tuple(weights.values()))
 )
 drawn_guesses = st.builds(
@@ -202,7 +204,7 @@ drawn_guesses = st.builds(
 )
 some_drafts = st.one_of(
     st.lists(
-        st.builds(SessionDrafts, number=uint32, base_len=uint32, nodes=st.lists(each, min_size=1, max_size=4)),
+        st.builds(SessionDrafts, number=numbers, base_len=column_number, nodes=st.lists(each, min_size=1, max_size=4)),
         max_size=3,
         unique_by=lambda session: session.number,
     )
@@ -310,7 +312,7 @@ def test_sessions_opened_at_once_are_split_into_messages_that_pass_in_order() ->
 
 
 def test_commits_that_are_too_many_for_a_message_go_in_several() -> None:
-    told = to_commits(*(Commit(number, 1, [2**31 + number] * 100_000, 0.5, 8) for number in range(1, 21)))
+    told = to_commits(*(Commit(number, 1, [2**30 + number] * 100_000, 0.5, 8) for number in range(1, 21)))
     parts = list(wire.in_parts([told, CloseSession(number=1)]))
     sent = [commit for part in parts for message in part if isinstance(message, Commits) for commit in message]
     assert sent == [*told]
@@ -326,13 +328,34 @@ def test_a_session_larger_than_a_part_has_a_part_of_its_own() -> None:
 
 
 def test_a_drafters_answers_are_split_too() -> None:
-    draft = SparseDraft(token_ids=tuple(range(2**31, 2**31 + 64)), weights=(MAX_WEIGHT,) * 64)
-    nodes = [NodeGuess(2**31 + index, 0, 2**31, 1.0, draft) for index in range(8)]
-    said = [to_drafts(SessionDrafts(index, 1, nodes)) for index in range(2_000)]
+    draft = SparseDraft(token_ids=tuple(range(2**31 - 64, 2**31)), weights=(MAX_WEIGHT,) * 64)
+    nodes = [NodeGuess(2**30 + index, 0, 2**31 - 1, 1.0, draft) for index in range(8)]
+    said = [to_drafts(SessionDrafts(index, 1, nodes)) for index in range(1, 2_000)]
     parts = list(wire.in_parts(said))
     assert [message for part in parts for message in part] == said
     assert len(parts) > 1
     assert max(wire.draft_response_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
+
+
+def test_nodes_of_too_many_sessions_for_a_message_go_in_several() -> None:
+    nodes = [NodeGuess(1 + index, index, 5, 1.0) for index in range(256)]
+    sessions = [SessionDrafts(number, 1, nodes) for number in range(1, 1001)]
+    parts = list(wire.in_parts([to_drafts(*sessions)]))
+    assert max(wire.draft_response_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
+    received = [each for part in parts for each in wire.draft_response_from_pb(wire.draft_response_to_pb(part))[1]]
+    assert [session.number for each in received if isinstance(each, Drafts) for session in by_session(each)] == [
+        *range(1, 1001)
+    ]
+
+
+def test_a_part_has_at_most_as_many_messages_as_a_peer_reads() -> None:
+    closes = [CloseSession(number=number) for number in range(1, 1001)]
+    parts = list(wire.in_parts(closes))
+    assert [len(part) for part in parts] == [256, 256, 256, 232]
+    assert [wire.draft_request_from_pb(wire.draft_request_to_pb(part))[1] for part in parts] == parts
+    lagging = [LaggingSession(number=number, have_len=0) for number in range(1, 258)]
+    with pytest.raises(RemoteProtocolError, match="DraftResponse: has 257 entries, at most 256 are allowed"):
+        wire.draft_response_from_pb(wire.draft_response_to_pb(lagging))
 
 
 @given(st.floats(0, 1))

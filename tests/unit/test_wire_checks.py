@@ -12,8 +12,10 @@ import pytest
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import MAX_ENTRIES, SamplingParams, SpeculationParams
+from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
+from paceline.wire.drafts import MAX_NODES
 
 TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=9, context_len=9)
@@ -145,10 +147,44 @@ def test_a_session_is_named_once_in_a_message() -> None:
         wire.draft_response_from_pb(message)
 
 
-def test_ends_that_fall_are_refused() -> None:
-    message = draft_response(sessions=word(1, 2, 3), base_lens=word(1, 1, 1), ends=word(2**31 + 1, 0, 1))
-    with pytest.raises(RemoteProtocolError, match=r"Drafts\.ends: must grow"):
-        wire.draft_response_from_pb(message)
+FALLING = [(1, 0, 1), (2**31 + 1, 0, 1), (2**31 - 1, 2**32 - 2, 1), (2**31, 0, 1), (0, 2**32 - 1, 1)]
+
+
+@pytest.mark.parametrize("ends", FALLING)
+def test_ends_that_fall_are_refused_however_far_apart_they_are(ends: tuple[int, ...]) -> None:
+    """Audit 3, a01: as int32 the differences of the third were 2^31 - 1, 2^31 - 1 and 3, and a loop read outside."""
+    columns = {"sessions": word(1, 2, 3), "base_lens": word(1, 1, 1), "ends": word(*ends)}
+    with pytest.raises(RemoteProtocolError, match=r"Drafts\.ends: must"):
+        wire.draft_response_from_pb(draft_response(**columns))
+    columns |= {"prices": struct.pack("<3f", 0, 0, 0), "rooms": word(4, 4, 4)}
+    with pytest.raises(RemoteProtocolError, match=r"Commits\.ends: must"):
+        wire.draft_request_from_pb(draft_request(**columns))
+
+
+@pytest.mark.parametrize("field", ["sessions", "base_lens", "node_ids", "parent_ids", "token_ids"])
+def test_numbers_that_compiled_loops_would_take_for_negative_ones_are_refused(field: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"Drafts\.{field}: must be from \d to 2147483647, got 2147483648"):
+        wire.draft_response_from_pb(draft_response(**{field: word(2**31)}))
+
+
+@pytest.mark.parametrize("field", ["sessions", "base_lens", "token_ids", "rooms"])
+def test_numbers_of_commits_that_do_not_fit_are_refused(field: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"Commits\.{field}: must be from \d to 2147483647, got 4294967295"):
+        wire.draft_request_from_pb(draft_request(**{field: word(2**32 - 1)}))
+
+
+def test_a_session_that_the_drafter_was_never_told_of_is_refused() -> None:
+    wire.draft_response_from_pb(draft_response(sessions=word(4)), last_number=4)
+    with pytest.raises(RemoteProtocolError, match=r"Drafts\.sessions: must be from 1 to 4, got 5"):
+        wire.draft_response_from_pb(draft_response(sessions=word(5)), last_number=4)
+
+
+def test_a_session_has_at_most_the_nodes_that_a_tree_holds() -> None:
+    assert MAX_NODES == SLOTS
+    nodes, confidences = word(*range(1, SLOTS + 2)), bytes(SLOTS + 1)
+    columns = {"node_ids": nodes, "parent_ids": nodes, "token_ids": nodes, "confidences": confidences}
+    with pytest.raises(RemoteProtocolError, match=r"Drafts\.node_ids: a session: has 1025 entries, at most 1024"):
+        wire.draft_response_from_pb(draft_response(ends=word(SLOTS + 1), **columns))
 
 
 def test_a_peer_of_another_version_is_refused_and_both_versions_are_named() -> None:
@@ -245,3 +281,94 @@ def test_a_malformed_answer_of_a_verifier_is_refused_by_field(answer: dict[str, 
     message = verifier_pb2.VerifierGenerateResponse(token_ids=[4, 5], **answer)
     with pytest.raises(RemoteProtocolError, match=problem):
         wire.committed_from_pb(message)
+
+
+ASKED = replace(REQUEST, sampling=SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=1))
+
+
+def judged(*token_ids: int, logprob: float = -0.5) -> common_pb2.PositionLogprobs:
+    first, *top = (common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id in token_ids)
+    return common_pb2.PositionLogprobs(chosen=first, top=top)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ({"token_ids": [4, 4]}, r"token_ids: has 2 entries, at most 1 are allowed"),
+        ({"token_ids": [9]}, r"token_ids: 9 is outside the vocabulary of 9"),
+        ({"token_ids": [4], "logprobs": [judged(4, 5, 6)]}, r"logprobs\.top: has 2 entries, at most 1 are allowed"),
+        ({"token_ids": [4], "logprobs": [judged(4, 9)]}, r"logprobs: 9 is outside the vocabulary of 9"),
+        ({"logprobs": [judged(4, logprob=float("nan"))]}, r"logprobs: the log probability of 4 is no number"),
+        ({"prompt_logprobs": [judged(4), judged(4)]}, r"prompt_logprobs: has 2 entries, at most 1 are allowed"),
+        ({"prompt_logprobs": [judged(2**32 - 1)]}, r"prompt_logprobs: 4294967295 is outside the vocabulary of 9"),
+    ],
+)
+def test_a_verifier_is_held_to_what_it_was_asked_for(answer: dict[str, Any], problem: str) -> None:
+    """Audit 3, a18: what a verifier sent beyond `max_tokens` was passed on, without end."""
+    message = verifier_pb2.VerifierGenerateResponse(**answer)
+    with pytest.raises(RemoteProtocolError, match=problem):
+        wire.check_asked(message, ASKED, num_generated=2, num_judged=0, vocab_size=9)
+    with pytest.raises(RemoteProtocolError, match="VerifierGenerateResponse"):
+        wire.check_asked(message, REQUEST, num_generated=3, num_judged=0, vocab_size=9)
+
+
+def test_what_a_verifier_was_asked_for_passes() -> None:
+    message = verifier_pb2.VerifierGenerateResponse(
+        token_ids=[4, 8], logprobs=[judged(4, 5), judged(8, 5)], prompt_logprobs=[judged(2, 3)]
+    )
+    wire.check_asked(message, ASKED, num_generated=1, num_judged=0, vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"acceptance_histogram": [1] * 66}, r"acceptance_histogram: has 66 entries, at most 65 are allowed"),
+        ({"mean_batch_size": float("nan")}, r"mean_batch_size: got nan"),
+        ({"mean_batch_size": float("inf")}, r"mean_batch_size: got inf"),
+        ({"mean_batch_size": -1.0}, r"mean_batch_size: got -1"),
+    ],
+)
+def test_a_record_of_what_cannot_have_been_is_refused(record: dict[str, Any], problem: str) -> None:
+    """Audit 3, a18: a histogram of 300,000 places stayed in the gateway's metrics for good."""
+    with pytest.raises(RemoteProtocolError, match=f"SpeculationRecord.{problem}"):
+        wire.speculation_record_from_pb(common_pb2.SpeculationRecord(**record))
+    message = verifier_pb2.VerifierGenerateResponse(speculation=common_pb2.SpeculationRecord(**record))
+    with pytest.raises(RemoteProtocolError, match=f"SpeculationRecord.{problem}"):
+        wire.committed_from_pb(message)
+
+
+@pytest.mark.parametrize("field", ["eos_token_ids", "methods", "acceptance_rules"])
+def test_a_model_of_endless_lists_is_refused(field: str) -> None:
+    names: dict[str, Any] = {field: [1] * 65 if field == "eos_token_ids" else ["x"] * 65}
+    message = common_pb2.ModelIdentity(name="m", vocab_hash="v", vocab_size=9, **names)
+    with pytest.raises(RemoteProtocolError, match=f"ModelIdentity.{field}: has 65 entries, at most 64 are allowed"):
+        wire.identity_from_pb(message)
+
+
+@pytest.mark.parametrize(("field", "most"), [*MAX_ENTRIES.items()])
+def test_entries_of_sampling_parameters_are_counted_before_anything_is_made_of_them(field: str, most: int) -> None:
+    """16 MiB hold 8 million entries of two bytes."""
+    message = common_pb2.SamplingParams(max_tokens=1)
+    for _ in range(most + 1):
+        entries = getattr(message, field)
+        entries.append(1) if field.endswith("ids") else entries.add()
+    with pytest.raises(InvalidRequestError, match=f"{field}: has {most + 1} entries, at most {most} are allowed"):
+        wire.sampling_from_pb(message)
+
+
+def test_a_text_beyond_the_context_is_refused_before_its_tokens_are_made() -> None:
+    message = wire.generate_request_to_pb(REQUEST)
+    message.prompt_token_ids.extend([2**32 - 1] * 100)
+    with pytest.raises(InvalidRequestError, match="prompt_token_ids: 102 tokens exceed the context of 64"):
+        wire.generate_request_from_pb(message, context_len=64)
+
+
+@pytest.mark.parametrize("kind", ["opens", "closes", "states", "commits"])
+def test_a_message_holds_at_most_as_many_as_a_part(kind: str) -> None:
+    """Audit 3, a13: 4 million entries of four bytes each kept an event loop busy for seconds."""
+    message = drafter_pb2.DraftRequest()
+    for _ in range(257):
+        entries: Any = getattr(message, kind)
+        entries.append(1) if kind == "closes" else entries.add()
+    with pytest.raises(RemoteProtocolError, match="DraftRequest: has 257 entries, at most 256 are allowed"):
+        wire.draft_request_from_pb(message)

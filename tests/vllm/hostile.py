@@ -18,7 +18,7 @@ from paceline.wire import draft_request_from_pb, draft_response_to_pb
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 FLOOD_NODES, FLOOD_MESSAGES = 1000, 100
-NO_TOKEN = 2**31
+NO_TOKEN = 2**31 - 1
 
 # A number that no session has.
 NOBODY = 10**9
@@ -36,7 +36,7 @@ def flood(number: int, length: int) -> Iterator[bytes]:
 def no_tokens(number: int, length: int) -> Iterator[bytes]:
     """Guesses that are no tokens."""
     yield _nodes(number, length, [NO_TOKEN] * 4)
-    yield _nodes(number, length, [2**32 - 1])
+    yield _nodes(number, length, [NO_TOKEN])
 
 
 def wrong_guesses(number: int, length: int) -> Iterator[bytes]:

@@ -193,7 +193,7 @@ class DrafterTier:
         highest = drafts.tokens
         if drafts.distributions:
             highest = np.array([max(each.token_ids) for each in drafts.distributions], np.int64)
-        within = (highest >= 0) & (highest < self._vocab_size)
+        within = highest < self._vocab_size
         return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
 
     def update(self, sessions: Sequence[LinkedSession], now_s: float) -> None:

@@ -153,7 +153,7 @@ class Commits:
         numbers: int32 `[sessions]`, see `OpenSession`.
         base_lens: int32 `[sessions]`, committed tokens before these.
         ends: int32 `[sessions]`, where the tokens of each end.
-        tokens: int32 `[tokens]`; ids from 2^31 on are negative.
+        tokens: int32 `[tokens]`.
         prices: float64 `[sessions]`, least survival worth drafting for; 1: the drafter idles.
         rooms: int32 `[sessions]`, most nodes ahead of the committed tokens.
     """
@@ -172,10 +172,10 @@ class Commits:
 
     def __iter__(self) -> Iterator[Commit]:
         """Session by session."""
-        tokens, start = self.tokens.view(np.uint32).tolist(), 0
+        tokens, start = self.tokens.tolist(), 0
         counts = (self.numbers, self.base_lens, self.ends, self.rooms)
         for number, base_len, end, room, price in zip(
-            *(column.view(np.uint32).tolist() for column in counts), self.prices.tolist(), strict=True
+            *(column.tolist() for column in counts), self.prices.tolist(), strict=True
         ):
             yield Commit(number, base_len, tokens[start:end], price, room)
             start = end
@@ -204,8 +204,6 @@ class Commits:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Drafts:
     """New nodes of the trees of some sessions, in columns; nodes come session by session, parents before children.
-
-    Unsigned numbers of the wire stand here as kernels take them: those from 2^31 on are negative.
 
     Attributes:
         numbers: int32 `[sessions]`, see `OpenSession`.
@@ -241,6 +239,11 @@ class Drafts:
     def sizes(self) -> Ints:
         """Nodes of each session, int32 `[sessions]`."""
         return sizes_of(self.ends)
+
+    def halves(self) -> tuple[Drafts, Drafts]:
+        """The first half of the sessions, and the others."""
+        first = np.arange(self.num_sessions) < self.num_sessions // 2
+        return self.only(first), self.only(~first)
 
     def only(self, sessions: Bools, nodes: Bools | None = None) -> Drafts:
         """Those of some sessions.

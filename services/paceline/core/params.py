@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 
@@ -30,6 +31,15 @@ METHODS = (*TIER_METHODS, NGRAM, GRAMMAR, MEDUSA, LAYER_SKIP)
 # Acceptance rules: which draft tokens become committed tokens. A text has the target's law under each of them.
 COUPLED, REJECTION = "coupled", "rejection"
 ACCEPTANCE_RULES = (COUPLED, REJECTION)
+
+
+# Entries of the fields that hold several.
+MAX_ENTRIES: Mapping[str, int] = {
+    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": 2 * MAX_BAD_WORDS,
+}
 
 
 def _require(field: str, ok: bool, problem: str) -> None:
@@ -96,21 +106,11 @@ class SamplingParams:
                 _require_range(field, count, 0, MAX_TOP_LOGPROBS)
 
     def _check_lists(self) -> None:
-        for field, entries, most in (
-            ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS_ENTRIES),
-            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
-            ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
-            ("bad_words", self.bad_words, 2 * MAX_BAD_WORDS),
-        ):
-            _require(field, len(entries) <= most, f"has {len(entries)} entries, at most {most} are allowed")
+        check_counts(self)
         for token_id, bias in self.logit_bias:
             _require_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         for index, word in enumerate(self.bad_words):
-            _require(
-                f"bad_words[{index}]",
-                1 <= len(word) <= MAX_BAD_WORD_TOKENS,
-                f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
-            )
+            check_bad_word(index, len(word))
         length = len(self.grammar)
         _require(
             "grammar", length <= MAX_GRAMMAR_CHARS, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}"
@@ -181,6 +181,27 @@ class SpeculationParams:
         if not self.enabled:
             return 0
         return MAX_DRAFT_TOKENS if self.max_draft_tokens is None else self.max_draft_tokens
+
+
+def check_counts(params: Any) -> None:
+    """Refuses sampling parameters, ours or a peer's message, with more entries than are allowed.
+
+    Raises:
+        InvalidRequestError: Names the field.
+    """
+    for field, most in MAX_ENTRIES.items():
+        count = len(getattr(params, field))
+        _require(field, count <= most, f"has {count} entries, at most {most} are allowed")
+
+
+def check_bad_word(index: int, num_tokens: int) -> None:
+    """Refuses a bad word that is too long, or empty.
+
+    Raises:
+        InvalidRequestError: Names it.
+    """
+    most = MAX_BAD_WORD_TOKENS
+    _require(f"bad_words[{index}]", 1 <= num_tokens <= most, f"must have 1 to {most} tokens, got {num_tokens}")
 
 
 def check_priority(priority: int) -> None:

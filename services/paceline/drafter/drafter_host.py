@@ -16,13 +16,15 @@ from paceline.engine.bridge import EngineThread
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.obs.metrics import DrafterMetrics, rows_label
 from paceline.obs.tracing import OFF, Tracer
+from paceline.service.peer_queue import PeerQueue
+from paceline.wire import in_parts, size_of
 
 logger = logging.getLogger(__name__)
 
-# A verifier that leaves the messages of this number of steps unread loses its stream; it will dial again.
-OUTBOX_LIMIT = 4096
+# A verifier that leaves more unread loses its stream; it will dial again.
+OUTBOX_BYTES = 16 * 1024 * 1024
 
-_Outbox = asyncio.Queue[Sequence[ToVerifier] | PacelineError]
+_Outbox = PeerQueue[Sequence[ToVerifier]]
 
 
 class DraftHost:
@@ -57,7 +59,7 @@ class DraftHost:
     def engine_died(self, problem: str) -> None:
         """Ends the streams of all verifiers with a status; they go on without this drafter."""
         for outbox in self._outboxes.values():
-            _replace(outbox, UnavailableError(problem))
+            outbox.fail(UnavailableError(problem))
 
     async def wind_down(self) -> None:
         """Ends the streams of all verifiers, because the drafter shuts down."""
@@ -70,23 +72,20 @@ class DraftHost:
     async def converse(
         self, requests: AsyncIterator[Sequence[ToDrafter]]
     ) -> AsyncGenerator[Sequence[ToVerifier], None]:
-        """One verifier's stream: its messages go in, the engine's answers come out.
+        """One verifier's stream: its messages go in, the engine's answers come out, in parts.
 
         Raises:
             RemoteProtocolError: The verifier broke the protocol.
             UnavailableError: The drafter stops, or the verifier does not read.
         """
         link = next(self._numbers)
-        outbox: _Outbox = asyncio.Queue(OUTBOX_LIMIT)
+        outbox: _Outbox = PeerQueue(OUTBOX_BYTES)
         self._outboxes[link] = outbox
         self._metrics.num_streams.set(len(self._outboxes))
         reader = asyncio.create_task(self._read(link, requests, outbox))
         try:
             while True:
-                messages = await outbox.get()
-                if isinstance(messages, PacelineError):
-                    raise messages
-                yield messages
+                yield await outbox.get()
         finally:
             reader.cancel()
             self._traces.closed(link)
@@ -99,13 +98,14 @@ class DraftHost:
         try:
             async for messages in requests:
                 self._traces.received(link, messages)
-                self.engine.post(VerifierMessages(link=link, messages=messages))
-            _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
+                event = VerifierMessages(link=link, messages=messages)
+                await self.engine.post_from(link, event, size_of(*messages))
+            outbox.fail(UnavailableError("the verifier ended its side of the stream"))
         except PacelineError as error:
-            _replace(outbox, error)
+            outbox.fail(error)
         except Exception as error:
             logger.exception("reading a verifier's stream failed")
-            _replace(outbox, UnavailableError(f"the stream cannot be read ({type(error).__name__})"))
+            outbox.fail(UnavailableError(f"the stream cannot be read ({type(error).__name__})"))
 
     def _deliver(self, output: DraftOutput) -> None:
         try:
@@ -114,7 +114,7 @@ class DraftHost:
             # Messages to these verifiers are lost: they dial again and open their sessions anew.
             logger.exception("drafts could not be handed on")
             for link in {*output.to_verifiers, *output.broken_links} & self._outboxes.keys():
-                _replace(self._outboxes[link], UnavailableError("the drafter could not hand on its drafts"))
+                self._outboxes[link].fail(UnavailableError("the drafter could not hand on its drafts"))
 
     def _hand_on(self, output: DraftOutput) -> None:
         for link, messages in output.to_verifiers.items():
@@ -123,12 +123,12 @@ class DraftHost:
                 continue
             self._traces.sent(link, messages)
             try:
-                outbox.put_nowait(messages)
+                outbox.put([(part, size_of(*part)) for part in in_parts(messages)])
             except asyncio.QueueFull:
-                _replace(outbox, UnavailableError("the verifier does not read its drafts"))
+                outbox.fail(UnavailableError("the verifier does not read its drafts"))
         for link, error in output.broken_links.items():
             if link in self._outboxes:
-                _replace(self._outboxes[link], error)
+                self._outboxes[link].fail(error)
         self._record(output)
 
     def _record(self, output: DraftOutput) -> None:
@@ -142,10 +142,3 @@ class DraftHost:
         self._metrics.nodes_sent.inc(report.num_nodes)
         if report.num_rows:
             self._metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
-
-
-def _replace(outbox: _Outbox, reason: PacelineError) -> None:
-    """Ends a stream; what has not been read is soft state that can be lost."""
-    while not outbox.empty():
-        outbox.get_nowait()
-    outbox.put_nowait(reason)

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, ToDrafter
 from paceline.drafter.drafter_host import DraftHost
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.wire import draft_request_from_pb, draft_response_to_pb, in_parts
+from paceline.wire import draft_request_from_pb, draft_response_to_pb
 
 HELLO_TIMEOUT_S = 5.0
 
@@ -31,9 +31,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         await self._receive_hello(requests)
         yield draft_response_to_pb((), draft=self._host.identity)
         async with aclosing(self._host.converse(_decoded(requests))) as answers:
-            async for messages in answers:
-                for part in in_parts(messages):
-                    yield draft_response_to_pb(part)
+            async for part in answers:
+                yield draft_response_to_pb(part)
 
     async def _receive_hello(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
         try:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from paceline.core.errors import OverloadedError, UnavailableError
@@ -30,6 +30,9 @@ _R = TypeVar("_R")
 
 # Far beyond what peers with bounded streams can have under way; an inbox that is full means that the engine hangs.
 INBOX_LIMIT = 65_536
+# Bytes of a peer's messages that wait for the end of a step before its stream is left unread. A drafter that sent
+# messages of 16 MiB while a step ran would fill the memory.
+PEER_BYTES = 8 * 1024 * 1024
 
 
 class Stepper(Protocol[EventT, OutputT]):
@@ -74,6 +77,9 @@ class EngineThread(Generic[_Event, _Output]):
         self._make_stepper = make_stepper
         self._deliver = deliver
         self._inbox: deque[_Event] = deque()
+        # Of the events in the inbox, by the peers that they came from; and those who wait to hand over more.
+        self._bytes_of: Counter[Hashable] = Counter()
+        self._held_up: list[asyncio.Future[None]] = []
         # What steps have done that is not handed on yet.
         self._outputs: list[_Output] = []
         self._wake = threading.Condition()
@@ -119,12 +125,33 @@ class EngineThread(Generic[_Event, _Output]):
             OverloadedError: The inbox is full.
         """
         with self._wake:
-            if self._closing or (self._ended is not None and self._ended.done()):
-                raise UnavailableError("the engine has stopped")
-            if len(self._inbox) >= INBOX_LIMIT and not always:
-                raise OverloadedError("the engine's inbox is full", retry_after_s=1.0)
-            self._inbox.append(event)
-            self._wake.notify()
+            self._post(event, always=always)
+
+    async def post_from(self, peer: Hashable, event: _Event, num_bytes: int) -> None:
+        """Hands over what a peer has sent, once no more than `PEER_BYTES` of it wait; belongs to the event loop.
+
+        Raises:
+            UnavailableError: The engine has ended.
+            OverloadedError: The inbox is full.
+        """
+        while True:
+            with self._wake:
+                waiting = self._bytes_of[peer]
+                if not waiting or waiting + num_bytes <= PEER_BYTES:
+                    self._post(event)
+                    self._bytes_of[peer] = waiting + num_bytes
+                    return
+                taken = asyncio.get_running_loop().create_future()
+                self._held_up.append(taken)
+            await taken
+
+    def _post(self, event: _Event, *, always: bool = False) -> None:
+        if self._closing or (self._ended is not None and self._ended.done()):
+            raise UnavailableError("the engine has stopped")
+        if len(self._inbox) >= INBOX_LIMIT and not always:
+            raise OverloadedError("the engine's inbox is full", retry_after_s=1.0)
+        self._inbox.append(event)
+        self._wake.notify()
 
     async def ended(self) -> None:
         """Waits until the engine ends.
@@ -155,6 +182,8 @@ class EngineThread(Generic[_Event, _Output]):
                 self._drive(stepper)
             finally:
                 self._post_outputs()
+                # Whoever is held up learns of the end.
+                self._take(0.0)
         except BaseException as error:
             logger.exception("engine %s died", self._thread.name)
             self._settle(self._ended, error)
@@ -194,7 +223,11 @@ class EngineThread(Generic[_Event, _Output]):
                 self._wake.wait(timeout_s)
             events = list(self._inbox)
             self._inbox.clear()
-            return events
+            self._bytes_of.clear()
+            held_up, self._held_up = self._held_up, []
+        for each in held_up:
+            self._settle(each, None)
+        return events
 
     def _post_outputs(self) -> None:
         assert self._loop is not None, "the thread starts after the loop is known"

@@ -44,8 +44,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # The tiers are neighbours; a proxy for outside traffic would swallow their calls.
     ("grpc.enable_http_proxy", 0),
 )
+# A host that vanished answers no ping, and tells nobody that it is gone. Pings go on while no data do.
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # What gRPC really waits for an answer: a minute otherwise.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
+    # Otherwise a verifier would compute the sessions of a gateway that vanished for hours, and `paceline drain` wait.
+    *KEEPALIVE_OPTIONS,
     # Otherwise two processes could share a port unnoticed and answer in turn.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,7 @@ class Drafters:
         target: The model they draft for.
         own: Names a drafter inside the engine that serves all sessions; empty: drafters of the tier draft.
         on_change: Called with a drafter's identity when its stream is up, with None when it is lost.
-        on_messages: Called with the messages of a drafter.
+        on_messages: Awaited with the messages of a drafter, before its next ones are read.
         metrics: Where sessions by drafter and lost streams are counted.
         zone: Where we run; empty: unknown.
         tls: Certificate to show; None: plain text.
@@ -48,7 +48,7 @@ class Drafters:
         *,
         own: str = "",
         on_change: Callable[[str, ModelIdentity | None], None],
-        on_messages: Callable[[str, Sequence[ToVerifier]], None],
+        on_messages: Callable[[str, Sequence[ToVerifier]], Awaitable[None]],
         metrics: VerifierMetrics,
         zone: str = "",
         tls: FleetTls | None = None,

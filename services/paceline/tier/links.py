@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 
@@ -16,11 +16,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
+from paceline.core.messages import DRAFTER, Commits, ModelIdentity, OpenSession, ToDrafter, ToVerifier
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.process import CHANNEL_OPTIONS
-from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts
+from paceline.service.peer_queue import PeerQueue
+from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS
+from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts, size_of
+from paceline.wire.drafts import MAX_RESPONSE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,12 @@ FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 0.5
 # The round trip is the shortest of several pings, since event loops may be busy; repeated, since paths change.
 PINGS, PING_TIMEOUT_S, PING_PERIOD_S = 5, 1.0, 60.0
-# A drafter with this many unread messages counts as dead; it is dialled again, and its sessions are opened again.
-OUTBOX_LIMIT = 4096
+# A drafter that leaves more unread counts as dead; it is dialled again, and its sessions are opened again. One that
+# said of its sessions in each step that it knew nothing, and did not read, was sent gigabytes.
+OUTBOX_BYTES = 64 * 1024 * 1024
 _OPTIONS = (
-    *CHANNEL_OPTIONS,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *{**dict(CHANNEL_OPTIONS), "grpc.max_receive_message_length": MAX_RESPONSE_BYTES}.items(),
+    *KEEPALIVE_OPTIONS,
     # Each try is a new channel, without the pause that gRPC keeps after an earlier failure.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -48,7 +50,7 @@ class DrafterLink:
         address: Where the drafter listens, `host:port`.
         target: Our model; a drafter that cannot draft for it refuses.
         on_change: Called with the drafter's identity when the stream is up, with None when it is lost.
-        on_messages: Called with the drafter's messages.
+        on_messages: Awaited with the drafter's messages; the next ones are read when it is done.
         tls: Certificate to show; None: plain text.
     """
 
@@ -57,7 +59,7 @@ class DrafterLink:
         address: str,
         target: ModelIdentity,
         on_change: Callable[[str, ModelIdentity | None], None],
-        on_messages: Callable[[str, Sequence[ToVerifier]], None],
+        on_messages: Callable[[str, Sequence[ToVerifier]], Awaitable[None]],
         tls: FleetTls | None = None,
     ) -> None:
         self.address = address
@@ -65,7 +67,9 @@ class DrafterLink:
         self._on_change = on_change
         self._on_messages = on_messages
         self._tls = tls
-        self._outbox: asyncio.Queue[Sequence[ToDrafter]] = asyncio.Queue(OUTBOX_LIMIT)
+        self._outbox: PeerQueue[Sequence[ToDrafter]] = PeerQueue(OUTBOX_BYTES)
+        # The highest number of a session that it was told; numbers grow.
+        self._last_number = 0
         self._stream: asyncio.Task[None] | None = None
         self._up = False
         # After a loss only the first failed try is logged.
@@ -87,9 +91,13 @@ class DrafterLink:
 
     def send(self, messages: Sequence[ToDrafter]) -> None:
         """Queues messages of one step; never blocks. Messages queued while the stream is down are dropped."""
+        for message in messages:
+            if isinstance(message, OpenSession):
+                self._last_number = max(self._last_number, message.number)
+            elif isinstance(message, Commits):
+                self._last_number = max(self._last_number, int(message.numbers.max(initial=0)))
         try:
-            for part in in_parts(messages):
-                self._outbox.put_nowait(part)
+            self._outbox.put([(part, size_of(*part)) for part in in_parts(messages)])
         except asyncio.QueueFull:
             self.reset("the drafter does not read")
 
@@ -133,7 +141,7 @@ class DrafterLink:
         return was_up
 
     async def _run_stream(self) -> None:
-        self._outbox = asyncio.Queue(OUTBOX_LIMIT)
+        self._outbox = PeerQueue(OUTBOX_BYTES)
         async with channel(self.address, tls=self._tls, role=DRAFTER, options=_OPTIONS) as opened:
             stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(opened)
             call = stub.Draft(self._requests(self._outbox))
@@ -150,8 +158,8 @@ class DrafterLink:
         async for response in responses:
             if response is None:  # gRPC's result for bytes that are not a message
                 raise RemoteProtocolError(f"drafter {self.address} sent bytes that are no message")
-            _, messages = draft_response_from_pb(response)
-            self._on_messages(self.address, messages)
+            _, messages = draft_response_from_pb(response, self._last_number)
+            await self._on_messages(self.address, messages)
 
     @asynccontextmanager
     async def _pinged(self, opened: grpc.aio.Channel) -> AsyncIterator[None]:
@@ -183,7 +191,7 @@ class DrafterLink:
             raise RemoteProtocolError(f"drafter {self.address} drafts for another vocabulary, or from other states")
         return draft
 
-    async def _requests(self, outbox: asyncio.Queue[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
+    async def _requests(self, outbox: PeerQueue[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
         yield draft_request_to_pb((), target=self._target)
         while True:
             # Encoded one by one as they leave; all sessions at once could block the event loop.

@@ -16,12 +16,15 @@ from paceline.core.messages import CommittedTokens
 GATHER_PER_SESSION_S = 0.004
 # Often enough for a gateway to see that its verifier is alive, and to lose little if it dies.
 GATHER_WHOLE_S = 0.5
+# Bytes that may wait for a gateway that does not read; tokens have log probabilities beside them.
+OUTBOX_BYTES = 16 * 1024 * 1024
+MESSAGE_BYTES, ENTRY_BYTES = 64, 16
 # After this silence a session sends a sign of life.
 SILENCE_S = 1.0
 
 
 class Outbox:
-    """One session's tokens until its gateway takes them; bounded by the session's `max_tokens`.
+    """One session's tokens until its gateway takes them; more than `OUTBOX_BYTES` of them end the session.
 
     The first tokens and the last go out at once. Missing tokens end the session with an error.
 
@@ -36,6 +39,7 @@ class Outbox:
         self._taken_s = asyncio.get_running_loop().time()
         self._gather_s = GATHER_WHOLE_S if whole else 0.0
         self._waiting: list[CommittedTokens] = []
+        self._num_bytes = 0
         self._error: PacelineError | None = None
         self._released_s: float | None = None
         self._ready = asyncio.Event()
@@ -52,6 +56,10 @@ class Outbox:
         if self._error is not None:
             return
         self._offset += len(committed.token_ids)
+        self._num_bytes += _size(committed)
+        if self._num_bytes > OUTBOX_BYTES:
+            self.fail(UnavailableError("the gateway does not read its tokens"))
+            return
         self._waiting.append(committed)
         if not committed.token_ids and committed.result is None:
             # A sign of life; there is nothing to gather.
@@ -91,6 +99,7 @@ class Outbox:
         await self._ready.wait()
         self._taken_s = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, []
+        self._num_bytes = 0
         if not waiting:
             assert self._error is not None, "only tokens or an error make it ready"
             raise self._error
@@ -168,6 +177,12 @@ class Outboxes:
         self._emptied_s = asyncio.get_running_loop().time()
         for outbox in self._outboxes.values():
             outbox.empty(self._emptied_s)
+
+
+def _size(committed: CommittedTokens) -> int:
+    """An upper bound of its bytes on the wire."""
+    judged = sum(1 + len(each.top) for each in (*committed.logprobs, *committed.prompt_logprobs))
+    return MESSAGE_BYTES + ENTRY_BYTES * (len(committed.token_ids) + judged)
 
 
 def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:

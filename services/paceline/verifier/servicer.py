@@ -24,7 +24,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         """Streams one session to its end."""
         await context.send_initial_metadata(((TAKEN, "1"),))
-        generate = generate_request_from_pb(request, incoming(context))
+        context_len = self._host.identity.context_len
+        generate = generate_request_from_pb(request, incoming(context), context_len=context_len)
         async with aclosing(self._host.generate(generate)) as stream:
             async for committed in stream:
                 yield committed_to_pb(committed)

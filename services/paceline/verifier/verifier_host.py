@@ -46,6 +46,7 @@ from paceline.tier.drafters import Drafters
 from paceline.verifier.outbox import Outbox, Outboxes
 from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
+from paceline.wire import size_of
 
 logger = logging.getLogger(__name__)
 
@@ -348,10 +349,11 @@ class TargetHost:
         with suppress(UnavailableError):
             self.engine.post(change, always=True)
 
-    def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
+    async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
+        arrived = DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic())
         # Drafts that find no room are dropped; the next commit brings new ones.
         with suppress(UnavailableError, OverloadedError):
-            self.engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
+            await self.engine.post_from(address, arrived, size_of(*messages))
 
     def _deliver(self, output: TargetOutput) -> None:
         try:

@@ -194,7 +194,7 @@ class Helper:
         self._scheduler.change_link(LinkChanged(address=address, up=draft is not None), time.monotonic())
         self._send_to_drafters()
 
-    def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
+    async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         self._scheduler.receive(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
         self._send_to_drafters()
         self._answer_or_wait()

@@ -19,6 +19,8 @@ from paceline.wire.drafts import draft_request_to_pb as draft_request_to_pb
 from paceline.wire.drafts import draft_response_from_pb as draft_response_from_pb
 from paceline.wire.drafts import draft_response_to_pb as draft_response_to_pb
 from paceline.wire.drafts import in_parts as in_parts
+from paceline.wire.drafts import size_of as size_of
+from paceline.wire.sessions import check_asked as check_asked
 from paceline.wire.sessions import committed_from_pb as committed_from_pb
 from paceline.wire.sessions import committed_to_pb as committed_to_pb
 from paceline.wire.sessions import generate_request_from_pb as generate_request_from_pb

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, MutableSequence
 from itertools import chain
 from typing import Any, TypeVar
@@ -11,14 +12,23 @@ from google.protobuf.message import Message
 
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, SpeculationRecord, Timings
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import (
+    MAX_DRAFT_TOKENS,
+    SamplingParams,
+    SpeculationParams,
+    check_bad_word,
+    check_counts,
+)
 from paceline.rpc.v1 import common_pb2
+from paceline.wire.columns import check_count
 
 _DataT = TypeVar("_DataT", ModelIdentity, SpeculationRecord, Timings)
 
 MAX_UINT32 = 2**32 - 1
 # Ids are in every message of a session, and in its errors.
 MAX_SESSION_ID_CHARS = 256
+# Of a model: its end tokens, methods and rules.
+MAX_NAMES = 64
 # A smaller positive value would arrive as 0, which means "not set" on the wire.
 SMALLEST_FLOAT32 = 2.0**-126
 
@@ -47,8 +57,11 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
     """Decodes sampling parameters; `top_p` and `repetition_penalty` 0 count as not set, which is off.
 
     Raises:
-        InvalidRequestError: A field is outside its limits.
+        InvalidRequestError: A field is outside its limits; of lists, before anything is made of their entries.
     """
+    check_counts(message)
+    for index, word in enumerate(message.bad_words):
+        check_bad_word(index, len(word.token_ids))
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=decimal(message.temperature),
@@ -99,8 +112,10 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
     """Decodes a model identity.
 
     Raises:
-        RemoteProtocolError: The vocabulary of the model is missing.
+        RemoteProtocolError: The vocabulary of the model is missing, or it has too many end tokens, methods or rules.
     """
+    for field in ("eos_token_ids", "methods", "acceptance_rules"):
+        check_count(f"ModelIdentity.{field}", len(getattr(message, field)), MAX_NAMES)
     if not message.vocab_hash:
         raise RemoteProtocolError("ModelIdentity.vocab_hash: must not be empty")
     if message.vocab_size == 0:
@@ -114,7 +129,14 @@ def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.Speculatio
 
 
 def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> SpeculationRecord:
-    """Decodes what speculation did."""
+    """Decodes what speculation did.
+
+    Raises:
+        RemoteProtocolError: It tells of more draft tokens in a round than there can be, or of no number of sessions.
+    """
+    check_count("SpeculationRecord.acceptance_histogram", len(message.acceptance_histogram), MAX_DRAFT_TOKENS + 1)
+    if not 0.0 <= message.mean_batch_size < math.inf:
+        raise RemoteProtocolError(f"SpeculationRecord.mean_batch_size: got {message.mean_batch_size!r}")
     return _whole(SpeculationRecord, message)
 
 

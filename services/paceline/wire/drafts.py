@@ -16,17 +16,26 @@ from paceline.core.messages import (
     Commits,
     CommittedStates,
     Drafts,
-    Ints,
     LaggingSession,
     ModelIdentity,
     OpenSession,
     ToDrafter,
     ToVerifier,
-    sizes_of,
 )
 from paceline.core.params import ACCEPTANCE_RULES, COUPLED
 from paceline.core.rejection_sampling import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2
+from paceline.wire.columns import (
+    FLOAT,
+    MAX_NUMBER,
+    WORD,
+    check_count,
+    check_size,
+    read,
+    read_sessions,
+    read_shares,
+    to_bytes,
+)
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     decimal,
@@ -40,18 +49,22 @@ from paceline.wire.common import (
 # Version of what verifier and drafter say to each other; both must have the same.
 PROTOCOL = 3
 MAX_CONFIDENCE = 255
-MAX_NUMBER = 2**31 - 1
+# Of a session in a message; a tree has no place for more (`paceline.forest.records.SLOTS`).
+MAX_NODES = 1024
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
 # Most bytes of a part, far below gRPC's limit; a single session may exceed it, and a million tokens still fit.
 PART_BYTES = 1024 * 1024
+# Most bytes of what a drafter sends: a part, or the nodes of one session.
+MAX_RESPONSE_BYTES = 2 * PART_BYTES
+# Most messages of a part: its reader makes an object of each, in its event loop, however small they are.
+PART_MESSAGES = 256
 # Most bytes of a token id on the wire, and of everything else in the opening of a session.
 TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
 # Of everything in other messages that is not counted by session, node or token.
 REST_BYTES = 64
-# Of a number in a column; of a session and a node; of the head of a distribution, and of an entry.
-WORD, FLOAT = np.dtype("<i4"), np.dtype("<f4")
+# Of a session and a node; of the head of a distribution, and of an entry.
 SESSION_BYTES, NODE_BYTES = 5 * WORD.itemsize, 3 * WORD.itemsize + 1
 DISTRIBUTION_BYTES, GUESS_BYTES = 16, TOKEN_BYTES + 3
 _MessageT = TypeVar("_MessageT", ToDrafter, ToVerifier)
@@ -67,8 +80,8 @@ def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
     part: list[_MessageT] = []
     num_bytes = 0
     for message in chain.from_iterable(map(_pieces, messages)):
-        size = _size(message)
-        if part and num_bytes + size > PART_BYTES:
+        size = size_of(message)
+        if part and (num_bytes + size > PART_BYTES or len(part) == PART_MESSAGES):
             yield part
             part, num_bytes = [], 0
         part.append(message)
@@ -79,15 +92,19 @@ def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
 
 def _pieces(message: _MessageT) -> Iterator[_MessageT]:
     """What is too large for a part in halves, as long as it tells of several sessions."""
-    if isinstance(message, Commits) and message.num_sessions > 1 and _size(message) > PART_BYTES:
+    if isinstance(message, Commits | Drafts) and message.num_sessions > 1 and size_of(message) > PART_BYTES:
         for half in message.halves():
             yield from _pieces(half)
     else:
         yield message
 
 
+def size_of(*messages: ToDrafter | ToVerifier) -> int:
+    """An upper bound of the bytes of messages on the wire; close for long ones only."""
+    return sum(map(_size, messages))
+
+
 def _size(message: ToDrafter | ToVerifier) -> int:
-    """An upper bound of a message's bytes on the wire; close for long messages only."""
     match message:
         case OpenSession():
             return HEAD_BYTES + TOKEN_BYTES * len(message.token_ids)
@@ -124,6 +141,8 @@ def draft_request_from_pb(
     Raises:
         RemoteProtocolError: A field is missing or outside its limits, or the versions of the protocol differ.
     """
+    num_messages = len(message.opens) + len(message.states) + len(message.commits) + len(message.closes)
+    check_count("DraftRequest", num_messages, PART_MESSAGES)
     target = _greeting(message.target, "the verifier", message.protocol) if message.HasField("target") else None
     decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
     decoded.extend(_states_from_pb(entry) for entry in message.states)
@@ -147,16 +166,21 @@ def draft_response_to_pb(
 
 
 def draft_response_from_pb(
-    message: drafter_pb2.DraftResponse,
+    message: drafter_pb2.DraftResponse, last_number: int = MAX_NUMBER
 ) -> tuple[ModelIdentity | None, list[ToVerifier]]:
     """Decodes a drafter's messages: its model, then new nodes and lagging sessions in that order.
+
+    Args:
+        message: Of the drafter.
+        last_number: The highest number of a session that it was told.
 
     Raises:
         RemoteProtocolError: Columns differ in length, a field is outside its limits, or the versions of the protocol
             differ.
     """
+    check_count("DraftResponse", len(message.drafts) + len(message.lagging), PART_MESSAGES)
     draft = _greeting(message.draft, "the drafter", message.protocol) if message.HasField("draft") else None
-    decoded: list[ToVerifier] = [_drafts_from_pb(entry) for entry in message.drafts]
+    decoded: list[ToVerifier] = [_drafts_from_pb(entry, last_number) for entry in message.drafts]
     decoded.extend(LaggingSession(number=entry.number, have_len=entry.have_len) for entry in message.lagging)
     return draft, decoded
 
@@ -215,28 +239,24 @@ def _trace_context(value: str) -> str:
 
 def _commits_to_pb(message: Commits) -> drafter_pb2.Commits:
     return drafter_pb2.Commits(
-        sessions=_bytes(message.numbers),
-        base_lens=_bytes(message.base_lens),
-        ends=_bytes(message.ends),
-        token_ids=_bytes(message.tokens),
+        sessions=to_bytes(message.numbers),
+        base_lens=to_bytes(message.base_lens),
+        ends=to_bytes(message.ends),
+        token_ids=to_bytes(message.tokens),
         prices=message.prices.astype(FLOAT).tobytes(),
-        rooms=_bytes(message.rooms),
+        rooms=to_bytes(message.rooms),
     )
 
 
 def _commits_from_pb(entry: drafter_pb2.Commits) -> Commits:
-    numbers, ends, tokens = _by_session("Commits", entry.sessions, entry.ends, "token_ids", entry.token_ids)
-    # Read as whole numbers first, so that their bytes are checked like those of any other column.
-    prices = _column("Commits.prices", entry.prices, len(numbers)).view(np.float32).astype(np.float64)
-    if not ((prices >= 0.0) & (prices <= 1.0)).all():
-        raise RemoteProtocolError("Commits.prices: must be numbers from 0 to 1")
+    numbers, ends, tokens = read_sessions(entry, "token_ids")
     return Commits(
         numbers=numbers,
-        base_lens=_column("Commits.base_lens", entry.base_lens, len(numbers)),
+        base_lens=read(entry, "base_lens", len(numbers)),
         ends=ends,
         tokens=tokens,
-        prices=prices,
-        rooms=_column("Commits.rooms", entry.rooms, len(numbers)),
+        prices=read_shares(entry, "prices", len(numbers)),
+        rooms=read(entry, "rooms", len(numbers)),
     )
 
 
@@ -253,12 +273,12 @@ def _states_from_pb(entry: drafter_pb2.CommittedStates) -> CommittedStates:
 
 def _drafts_to_pb(message: Drafts) -> drafter_pb2.Drafts:
     return drafter_pb2.Drafts(
-        sessions=_bytes(message.numbers),
-        base_lens=_bytes(message.base_lens),
-        ends=_bytes(message.ends),
-        node_ids=_bytes(message.ids),
-        parent_ids=_bytes(message.parent_ids),
-        token_ids=_bytes(message.tokens),
+        sessions=to_bytes(message.numbers),
+        base_lens=to_bytes(message.base_lens),
+        ends=to_bytes(message.ends),
+        node_ids=to_bytes(message.ids),
+        parent_ids=to_bytes(message.parent_ids),
+        token_ids=to_bytes(message.tokens),
         confidences=np.rint(MAX_CONFIDENCE * message.confidences).astype(np.uint8).tobytes(),
         distributions=[
             drafter_pb2.SparseDraft(token_ids=each.token_ids, weights=each.weights) for each in message.distributions
@@ -266,53 +286,21 @@ def _drafts_to_pb(message: Drafts) -> drafter_pb2.Drafts:
     )
 
 
-def _bytes(column: Ints) -> bytes:
-    return column.astype(WORD, copy=False).tobytes()
-
-
-def _drafts_from_pb(entry: drafter_pb2.Drafts) -> Drafts:
-    numbers, ends, ids = _by_session("Drafts", entry.sessions, entry.ends, "node_ids", entry.node_ids)
-    tokens = _column("Drafts.token_ids", entry.token_ids, len(ids))
-    if not ids.all():
-        raise RemoteProtocolError("Drafts.node_ids: must be at least 1, got 0")
-    _check_size("Drafts.confidences", len(entry.confidences), len(ids))
-    _check_size("Drafts.distributions", len(entry.distributions) or len(ids), len(ids))
+def _drafts_from_pb(entry: drafter_pb2.Drafts, last_number: int) -> Drafts:
+    numbers, ends, ids = read_sessions(entry, "node_ids", low=1, last_number=last_number, most_entries=MAX_NODES)
+    tokens = read(entry, "token_ids", len(ids))
+    check_size("Drafts.confidences", len(entry.confidences), len(ids))
+    check_size("Drafts.distributions", len(entry.distributions) or len(ids), len(ids))
     return Drafts(
         numbers=numbers,
-        base_lens=_column("Drafts.base_lens", entry.base_lens, len(numbers)),
+        base_lens=read(entry, "base_lens", len(numbers)),
         ends=ends,
         ids=ids,
-        parent_ids=_column("Drafts.parent_ids", entry.parent_ids, len(ids)),
+        parent_ids=read(entry, "parent_ids", len(ids)),
         tokens=tokens,
         confidences=np.frombuffer(entry.confidences, np.uint8) / MAX_CONFIDENCE,
-        distributions=[*map(_draft_from_pb, entry.distributions, tokens.view(np.uint32).tolist())],
+        distributions=[*map(_draft_from_pb, entry.distributions, tokens.tolist())],
     )
-
-
-def _by_session(message: str, sessions: bytes, ends: bytes, name: str, entries: bytes) -> tuple[Ints, Ints, Ints]:
-    """Reads the columns that say what belongs to which session, each named once: numbers, ends and entries."""
-    numbers, column = _column(f"{message}.sessions", sessions), _column(f"{message}.{name}", entries)
-    stops = _column(f"{message}.ends", ends, len(numbers))
-    if len(column) != (stops[-1] if len(stops) else 0) or (sizes_of(stops) < 0).any():
-        raise RemoteProtocolError(f"{message}.ends: must grow, up to the {len(column)} entries of {name}")
-    if len(set(numbers.tolist())) != len(numbers):
-        raise RemoteProtocolError(f"{message}.sessions: names a session twice")
-    return numbers, stops, column
-
-
-def _column(name: str, data: bytes, size: int | None = None) -> Ints:
-    """Reads a column; `size` entries must be there, None: any."""
-    if len(data) % WORD.itemsize:
-        raise RemoteProtocolError(f"{name}: must hold numbers of {WORD.itemsize} bytes, got {len(data)} bytes")
-    column = np.frombuffer(data, WORD).astype(np.int32)
-    if size is not None:
-        _check_size(name, len(column), size)
-    return column
-
-
-def _check_size(name: str, size: int, expected: int) -> None:
-    if size != expected:
-        raise RemoteProtocolError(f"{name}: has {size} entries, where {expected} are expected")
 
 
 def _draft_from_pb(draft: drafter_pb2.SparseDraft, token_id: int) -> SparseDraft:

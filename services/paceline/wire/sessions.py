@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     NS_PER_S,
@@ -14,8 +17,10 @@ from paceline.core.messages import (
 )
 from paceline.core.params import SpeculationParams, check_priority
 from paceline.rpc.v1 import common_pb2, verifier_pb2
+from paceline.wire.columns import check_count
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
+    MAX_UINT32,
     check_uint32,
     sampling_from_pb,
     sampling_to_pb,
@@ -65,12 +70,15 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
     )
 
 
-def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, traceparent: str = "") -> GenerateRequest:
+def generate_request_from_pb(
+    message: verifier_pb2.VerifierGenerateRequest, traceparent: str = "", *, context_len: int = MAX_UINT32
+) -> GenerateRequest:
     """Decodes one session for a verifier; absent `speculation` means its defaults.
 
     Args:
         message: The request.
         traceparent: Of its metadata.
+        context_len: Tokens that the verifier takes; a longer text is refused before its tokens are made.
 
     Raises:
         InvalidRequestError: A field is missing or outside its limits; token ids are not checked here.
@@ -83,6 +91,9 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
         )
     if not message.prompt_token_ids:
         raise InvalidRequestError("prompt_token_ids", "must hold at least one token")
+    num_tokens = len(message.prompt_token_ids) + len(message.committed_token_ids)
+    if num_tokens > context_len:
+        raise InvalidRequestError("prompt_token_ids", f"{num_tokens} tokens exceed the context of {context_len}")
     if not message.HasField("sampling"):
         raise InvalidRequestError("sampling", "is missing")
     speculation = SpeculationParams()
@@ -119,6 +130,51 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
         prompt_offset=committed.prompt_offset,
         speculation=None if committed.speculation is None else speculation_record_to_pb(committed.speculation),
     )
+
+
+def check_asked(
+    message: verifier_pb2.VerifierGenerateResponse,
+    request: GenerateRequest,
+    *,
+    num_generated: int,
+    num_judged: int,
+    vocab_size: int,
+) -> None:
+    """Refuses what a verifier was not asked for, or what is no token, before anything is made of it.
+
+    Args:
+        message: Of the verifier.
+        request: The session.
+        num_generated: Generated tokens of the session before this message.
+        num_judged: Log probabilities of its prompt before it.
+        vocab_size: Tokens of its model.
+
+    Raises:
+        RemoteProtocolError: There are more tokens than may still come, or more log probabilities; or one is not of the
+            vocabulary, or is no number.
+    """
+    kind, sampling = "VerifierGenerateResponse", request.sampling
+    check_count(f"{kind}.token_ids", len(message.token_ids), sampling.max_tokens - num_generated)
+    check_count(f"{kind}.prompt_logprobs", len(message.prompt_logprobs), request.num_to_judge - num_judged)
+    highest = max(message.token_ids, default=0)
+    if highest >= vocab_size:
+        raise RemoteProtocolError(f"{kind}.token_ids: {highest} is outside the vocabulary of {vocab_size}")
+    _check_judged(f"{kind}.logprobs", message.logprobs, sampling.logprobs, vocab_size)
+    _check_judged(f"{kind}.prompt_logprobs", message.prompt_logprobs, sampling.prompt_logprobs, vocab_size)
+
+
+def _check_judged(
+    name: str, positions: Sequence[common_pb2.PositionLogprobs], num_asked: int | None, vocab_size: int
+) -> None:
+    if positions and num_asked is None:
+        raise RemoteProtocolError(f"{name}: were not asked for")
+    for position in positions:
+        check_count(f"{name}.top", len(position.top), num_asked or 0)
+        for entry in (position.chosen, *position.top):
+            if entry.token_id >= vocab_size:
+                raise RemoteProtocolError(f"{name}: {entry.token_id} is outside the vocabulary of {vocab_size}")
+            if math.isnan(entry.logprob):
+                raise RemoteProtocolError(f"{name}: the log probability of {entry.token_id} is no number")
 
 
 def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> CommittedTokens:

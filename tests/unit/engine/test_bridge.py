@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from paceline.core.errors import UnavailableError
+from paceline.engine import bridge
 from paceline.engine.bridge import EngineThread
 
 
@@ -175,3 +176,59 @@ async def test_what_was_done_before_a_step_that_cannot_be_planned_is_handed_on()
     assert await asyncio.wait_for(outputs.get(), 10) == 1
     with pytest.raises(ArithmeticError, match="the second step"):
         await asyncio.wait_for(engine.ended(), 10)
+
+
+class Stuck(Adder):
+    """Its first step lasts until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+    def step(self) -> int:
+        self.begun.set()
+        self.let_go.wait(10)
+        return super().step()
+
+
+async def test_a_peer_that_sends_more_than_a_step_takes_waits_and_nobody_else(monkeypatch):
+    """Audit 3, a13: the inbox counted messages, so that what waited in it had no bound in bytes."""
+    monkeypatch.setattr(bridge, "PEER_BYTES", 100)
+    stuck = Stuck()
+    engine, outputs = await started(stuck)
+    engine.post(1)
+    await asyncio.to_thread(stuck.begun.wait, 10)
+    await engine.post_from("greedy", 10, 1000)
+    held_up = [asyncio.create_task(engine.post_from("greedy", 100, 1)) for _ in range(2)]
+    await engine.post_from("modest", 1000, 60)
+    await engine.post_from("modest", 1000, 40)
+    engine.post(1000)
+    assert not any(each.done() for each in held_up)
+    stuck.let_go.set()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*held_up)
+        while await outputs.get() < 3211:
+            pass
+    await engine.close()
+
+
+@pytest.mark.parametrize("last", [-10, 10], ids=["it dies", "it is closed"])
+async def test_a_peer_that_waits_for_an_engine_is_told_that_it_has_ended(monkeypatch, last: int):
+    monkeypatch.setattr(bridge, "PEER_BYTES", 100)
+    stuck = Stuck()
+    engine, _ = await started(stuck)
+    engine.post(last)
+    await asyncio.to_thread(stuck.begun.wait, 10)
+    await engine.post_from("greedy", 1, 1000)
+
+    async def insist() -> None:
+        while True:
+            await engine.post_from("greedy", 1, 1000)
+
+    insisting = asyncio.create_task(insist())
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(engine.close())
+    stuck.let_go.set()
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(insisting, 10)
+    await closing

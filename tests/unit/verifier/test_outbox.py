@@ -7,6 +7,7 @@ import pytest
 
 from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, PositionLogprobs, TokenFate
+from paceline.verifier import outbox as outbox_module
 from paceline.verifier.outbox import SILENCE_S, Outbox, Outboxes, joined
 
 FOR_EVER_S = 1e6
@@ -185,3 +186,15 @@ def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
         offset=5,
         running=True,
     )
+
+
+async def test_a_gateway_that_does_not_read_is_left_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "OUTBOX_BYTES", 1000)
+    outbox = Outbox()
+    top = tuple((token_id, -1.0) for token_id in range(20))
+    for offset in range(100):
+        judged = (PositionLogprobs(token_id=1, logprob=-1.0, top=top),)
+        outbox.put(CommittedTokens(token_ids=(1,), logprobs=judged, offset=offset), FOR_EVER_S)
+    assert (await outbox.take()).token_ids == (1, 1)
+    with pytest.raises(UnavailableError, match="the gateway does not read its tokens"):
+        await outbox.take()

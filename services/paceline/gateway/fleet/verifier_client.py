@@ -17,16 +17,15 @@ from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.obs.tracing import TRACEPARENT
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.process import CHANNEL_OPTIONS, TAKEN
+from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, TAKEN
 from paceline.service.status import error_from_rpc
-from paceline.wire import committed_from_pb, generate_request_to_pb
+from paceline.wire import check_asked, committed_from_pb, generate_request_to_pb
 
 STATUS_TIMEOUT_S = 1.0
 _CHANNEL_OPTIONS = (
     *CHANNEL_OPTIONS,
-    # A host that vanished answers no ping; one that restarts is found again within a second or two.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *KEEPALIVE_OPTIONS,
+    # One that restarts is found again within a second or two.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -72,12 +71,26 @@ class RunningCall:
         self.check()
         self.unheard = not self.num_heard and TAKEN in dict(error.initial_metadata())
 
+    def decoded(self, message: verifier_pb2.VerifierGenerateResponse) -> CommittedTokens:
+        """Decodes a message of the verifier.
+
+        Raises:
+            RemoteProtocolError: It is malformed, or tells of something that the verifier was not asked for.
+        """
+        check_asked(
+            message,
+            self.request,
+            num_generated=self.num_generated,
+            num_judged=self.num_judged,
+            vocab_size=self.vocab_size,
+        )
+        return committed_from_pb(message)
+
     def take(self, committed: CommittedTokens, now_s: float) -> None:
         """Takes in a message of the verifier.
 
         Raises:
-            RemoteProtocolError: Tokens are missing before these, or these were sent before or are not in the
-                vocabulary.
+            RemoteProtocolError: Tokens are missing before these, or these were sent before.
         """
         self.heard_s = now_s
         self.num_heard += 1
@@ -86,11 +99,6 @@ class RunningCall:
             raise RemoteProtocolError(
                 f"VerifierGenerateResponse.offset: must be {self.num_generated}, the number of tokens received, got "
                 f"{committed.offset}"
-            )
-        if max(committed.token_ids, default=0) >= self.vocab_size:
-            raise RemoteProtocolError(
-                f"VerifierGenerateResponse.token_ids: {max(committed.token_ids)} is outside the vocabulary of "
-                f"{self.vocab_size}"
             )
         self.ran |= committed.running or bool(committed.token_ids)
         self.num_generated += len(committed.token_ids)
@@ -102,7 +110,7 @@ class RunningCall:
             )
         self.num_judged += len(committed.prompt_logprobs)
         due = self.request.num_to_judge
-        if self.num_judged > due or (committed.token_ids and self.num_judged < due):
+        if committed.token_ids and self.num_judged < due:
             raise RemoteProtocolError(
                 f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {due} tokens"
             )
@@ -228,4 +236,4 @@ class VerifierClient:
             raise
         if not isinstance(message, verifier_pb2.VerifierGenerateResponse):
             raise RemoteProtocolError(f"the verifier at {running.address} ended the stream without a result")
-        return committed_from_pb(message)
+        return running.decoded(message)

@@ -21,7 +21,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class DraftRequest(google.protobuf.message.Message):
-    """Everything a verifier has to say after one step."""
+    """Everything a verifier has to say after one step, or a part of it: at most 256 opens, closes, states and commits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -136,7 +136,7 @@ Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 @typing.final
 class Commits(google.protobuf.message.Message):
     """What was committed to some sessions, and what is to be drafted for them, in columns of four bytes an entry,
-    little-endian, one a session or a token. Tokens come session by session, oldest first.
+    little-endian, one a session or a token. Whole numbers are below 2^31. Tokens come session by session, oldest first.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -205,7 +205,7 @@ Global___CommittedStates: typing_extensions.TypeAlias = CommittedStates
 
 @typing.final
 class DraftResponse(google.protobuf.message.Message):
-    """Everything a drafter has to say after one step."""
+    """Everything a drafter has to say after one step, or a part of it: at most 256 drafts and lagging sessions, and 2 MiB."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -242,8 +242,8 @@ Global___DraftResponse: typing_extensions.TypeAlias = DraftResponse
 
 @typing.final
 class Drafts(google.protobuf.message.Message):
-    """New nodes of the trees of some sessions, in columns: unsigned numbers of four bytes, little-endian, one a session or a
-    node. Nodes come session by session, parents before children.
+    """New nodes of the trees of some sessions, in columns: numbers below 2^31 of four bytes, little-endian, one a session or
+    a node. Nodes come session by session, parents before children; a session has at most 1024.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
