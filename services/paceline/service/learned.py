@@ -104,7 +104,7 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
         folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
     except NothingWritableError as error:
         logger.warning("what is learned is not kept: %s", error)
-        return FORGOTTEN
+        return NO_STATE
     key = repr((__version__, _machine(), *facts))
     return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
