@@ -128,7 +128,7 @@ class Verifier:
         policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
         decoder = PAIR.target(pace)
-        self._engine = TargetEngine(
+        self.engine = TargetEngine(
             decoder=decoder,
             identity=IDENTITY,
             num_blocks=num_sessions * KV_TOKENS // BLOCK_SIZE,
@@ -136,7 +136,7 @@ class Verifier:
             policy=policy,
             clock=self._clock.now_s,
         )
-        self._engine.handle(LinkChanged(address=DRAFTER, up=True))
+        self.engine.handle(LinkChanged(address=DRAFTER, up=True))
         for number in range(num_sessions):
             request = GenerateRequest(
                 session_id=str(number),
@@ -145,17 +145,17 @@ class Verifier:
                 sampling=SamplingParams(max_tokens=KV_TOKENS, temperature=0.0, ignore_eos=True),
                 speculation=SpeculationParams(),
             )
-            self._engine.handle(Submit(request=request, serial=number, drafter_address=DRAFTER))
-        scheduler = self._engine.scheduler
+            self.engine.handle(Submit(request=request, serial=number, drafter_address=DRAFTER))
+        scheduler = self.engine.scheduler
         for method, name in (("plan", "plan"), ("commit", "commit"), ("end_step", "end"), ("take_report", "end")):
             watch.watch(scheduler, method, name)
-        watch.watch(self._engine, "_run", "run")
+        watch.watch(self.engine, "_run", "run")
         watch.watch(decoder, "logits", "device")
         watch.watch(scheduler.tier, "take", "encode")
 
     def step(self, received: Sequence[bytes]) -> tuple[list[bytes], int]:
         """Takes in a drafter's messages and runs a step; returns messages for it, and how many nodes were verified."""
-        engine, part = self._engine, self._watch.part
+        engine, part = self.engine, self._watch.part
         with part("decode"):
             decoded = [draft_response_from_pb(drafter_pb2.DraftResponse.FromString(each))[1] for each in received]
         with part("receive"):
@@ -194,13 +194,13 @@ class Drafter:
             draft_rows_per_session=num_nodes // LEVELS,
         )
         pace = Pace(facts, clock=clock.now_s, sleep=clock.sleep)
-        self._engine = PAIR.draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
-        scheduler = self._engine.scheduler
+        self.engine = PAIR.draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
+        scheduler = self.engine.scheduler
         for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
             watch.watch(scheduler, method, name)
         watch.watch(scheduler.trees.forest, "grow", "grow")
-        watch.watch(self._engine, "_run", "draft_run")
-        watch.watch(self._engine._decoder, "logits", "draft_device")  # noqa: SLF001 - its own makes it
+        watch.watch(self.engine, "_run", "draft_run")
+        watch.watch(self.engine._decoder, "logits", "draft_device")  # noqa: SLF001 - its own makes it
 
     def draft(self, received: Sequence[bytes]) -> list[bytes]:
         """Takes in commits and computes some levels; returns messages for the verifier."""
@@ -208,12 +208,12 @@ class Drafter:
             messages: list[ToDrafter] = []
             for each in received:
                 messages += draft_request_from_pb(drafter_pb2.DraftRequest.FromString(each))[1]
-            self._engine.handle(VerifierMessages(link=LINK, messages=messages))
+            self.engine.handle(VerifierMessages(link=LINK, messages=messages))
         self._watch.end_step(["apply"])
         return [encoded for _ in range(LEVELS) for encoded in self._level()]
 
     def _level(self) -> list[bytes]:
-        output = self._engine.step()
+        output = self.engine.step()
         with self._watch.part("push"):
             drafts = output.to_verifiers.get(LINK, ())
             encoded = [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]

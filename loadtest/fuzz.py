@@ -5,14 +5,15 @@ over several connections at once: HTTP requests to the gateway, gRPC calls to th
 to the drafter. There are bytes that are no message, messages cut short or changed, fields beyond their limits, tokens
 outside the vocabulary, numbers of thousands of digits, hostile tools, schemas, grammars and messages (`bodies`),
 histories of agents out of their order (`agents`), bodies and messages that are too large, and streams that break the
-protocol's order. Each kind has its right statuses; the table counts what came.
+protocol's order. Each kind has its right statuses; the table counts what came. A fifth as many messages in columns go
+to the engines behind the wire, in a process of their own (`columns`).
 
 Judged are: every message is answered, none with a status that is not right for it (5xx, INTERNAL and UNKNOWN never
 are), and a history that is refused with the place in it; the resident memory of no service grows from the end of the
 first quarter, in which caches and pools fill, to the end by more than 3 % + 4 MiB; the gateway's event loop never
 stands still for 50 ms; no session is left over; every process is the one that was there at the start; and a good
 completion after it all has the text that it had before. The gateway has half of the cores, so that its stalls are its
-own.
+own. Loops whose bounds are checked and loops as they serve make the same of the columns, and their processes live.
 
     make bench NAME=fuzz ARGS='--messages 10000 --seed 7'
     make bench NAME=fuzz ARGS='--doors agents --messages 20000'
@@ -34,7 +35,7 @@ from typing import Any
 import grpc
 from tqdm import tqdm
 
-from loadtest.bad import agents, bodies, http, rpc
+from loadtest.bad import agents, bodies, columns, http, rpc
 from loadtest.bad.doors import Door, GrpcDoor, HttpDoor, send_all
 from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.bench import MIB, bench_parser, report, run, show
@@ -60,6 +61,8 @@ KINDS: Mapping[str, Sequence[Kind]] = {
 SHARES = {"http": 0.15, "bodies": 0.15, "agents": 0.2, "gateway": 0.15, "verifier": 0.2, "drafter": 0.15}
 HTTP_DOORS = ("http", "bodies", "agents")
 CONNECTIONS = 4
+# Messages in columns: one for this number of others.
+COLUMNS_OF = 5
 REST_S = 30
 # What the store keeps by design is gone within a few seconds, so that what grows is a leak.
 KEPT_BRIEFLY = ("--response-ttl-s=5", "--record-ttl-s=10")
@@ -104,6 +107,9 @@ async def measure(arguments: argparse.Namespace) -> bool:
         raise SystemExit(f"--messages must be at least 100, so that every kind comes, got {arguments.messages}")
     async with bench_fleet(**DEMO_PAIR, dtype="float32", gateway_arg=(*KEPT_BRIEFLY, *TAKES_TEMPLATES)) as fleet:
         tally, figures = await _measure_fleet(fleet, arguments)
+    number = arguments.messages // COLUMNS_OF
+    checked, compiled = [await columns.outcomes(arguments.seed, number, checked=each) for each in (True, False)]
+    figures |= {"columns_checked": checked, "columns_compiled": compiled}
     show({"door": door, "kind": kind, "answers": _counted(counts)} for (door, kind), counts in tally.counts.items())
     show({"process": name, **row} for name, row in figures["memory_mib"].items())
     rest = {name: value for name, value in figures.items() if name != "memory_mib"}
@@ -115,6 +121,8 @@ async def measure(arguments: argparse.Namespace) -> bool:
         and not figures["sessions_left"]
         and figures["same_processes"]
         and figures["same_text"]
+        and isinstance(checked, dict)
+        and checked == compiled
         and all(row["ok"] for row in figures["memory_mib"].values())
     )
     return report("fuzz", seed=arguments.seed, **figures, ok=well)

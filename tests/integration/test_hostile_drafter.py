@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import grpc
 import pytest
 from hypothesis import strategies as st
+from loadtest.bad import columns
+from loadtest.bad.columns import REFUSED, TAKEN
 
 from paceline.core.messages import (
     Commits,
@@ -278,3 +280,17 @@ async def test_a_flood_of_guesses_changes_no_token_and_leaves_nothing_behind(tin
         await until(lambda: host.num_sessions == 0)
         drafter.script = ()
         assert await tokens_of(stub, ask(max_tokens=NUM_TOKENS)) == plain
+
+
+async def test_loops_as_they_serve_live_through_hostile_columns_of_all_peers() -> None:
+    """Audit 3, a01: 100 bytes of a drafter ended a verifier's process, for compiled loops check no bounds."""
+    compiled = await columns.outcomes(1, 300, checked=False)
+    assert isinstance(compiled, dict), compiled
+    assert min(compiled[f"{what} {end}"] for what in ("commits", "drafts") for end in (REFUSED, TAKEN)) > 5
+
+
+@pytest.mark.full
+async def test_loops_that_check_their_bounds_make_the_same_of_hostile_columns() -> None:
+    checked, compiled = [await columns.outcomes(2, 300, checked=each) for each in (True, False)]
+    assert checked == compiled
+    assert isinstance(checked, dict), checked
