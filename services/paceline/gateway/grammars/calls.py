@@ -16,7 +16,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.grammars.compiling import LAYOUT, LOOSE, grammar_of_json_schema, loosened
 from paceline.gateway.grammars.partial import Opening, joined, named, pattern, up_to
 from paceline.gateway.message.form import CALL_MARKERS, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
-from paceline.gateway.message.schemas import TYPES, Json, enumerated, followed, type_of, types_of, whole
+from paceline.gateway.message.schemas import TYPES, Definitions, Json, enumerated, followed, type_of, types_of, whole
 from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from paceline.gateway.message.tools import Toolbox
 
@@ -76,9 +76,7 @@ def enforced_calls(toolbox: Toolbox) -> str:
     Raises:
         InvalidRequestError: A schema cannot be compiled.
     """
-    loose = [schema for schema, strict in toolbox.parameters if not strict]
-    left = iter(loosened(loose, field="tools"))
-    given = [schema if strict else next(left) for schema, strict in toolbox.parameters]
+    given = [schema if strict else loosened(schema, field="tools") for schema, strict in toolbox.parameters]
     return grammar_of_json_schema(toolbox.with_parameters(given).schema, field="tools", exact=False)
 
 
@@ -129,7 +127,7 @@ class _Argument:
 
     name: str
     schema: Json
-    defined: Mapping[str, Json]
+    defined: Definitions
     required: bool
 
     @property
@@ -277,7 +275,7 @@ def _bare_value(argument: _Argument, reference: str) -> str:
 
 
 def _bare_values(
-    schema: Any, defined: Mapping[str, Json], types: frozenset[str], as_json: str, seen: set[int]
+    schema: Any, defined: Definitions, types: frozenset[str], as_json: str, seen: set[int]
 ) -> Iterator[str]:
     """Yields the forms of a value that is one of these types as well as one of the schema's.
 

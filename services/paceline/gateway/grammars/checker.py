@@ -14,14 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from paceline.engine.grammar import LIMITS, NICENESS
-from paceline.gateway.message.schemas import BY_NAME, HOLDERS, definitions, whole, without
+from paceline.gateway.message.schemas import BY_NAME, HOLDERS
 
 MOST_BYTES = 2 * 1024**3
 # All models share only the vocabulary of bytes.
@@ -32,8 +31,6 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the grammar of a question, or the schemas, or why there is none."""
     kind, value = question["kind"], question["value"]
     try:
-        if kind == "loosened":
-            return {"schemas": list(map(_loosened, value))}
         if kind == "json_schema":
             return _of_schema(value, question["options"])
         grammar = LLMatcher.grammar_from_regex(value) if kind == "regex" else _as_it_is(value) or any_to_lark(value)
@@ -86,18 +83,6 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{keyword}[{index}]", part) for index, part in enumerate(value))
         elif keyword in HOLDERS:
             yield keyword, value
-
-
-def _loosened(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema without what no grammar can hold even if it is lenient."""
-
-    @cache
-    def unfit(pattern: str) -> bool:
-        return bool(_problem(LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})))
-
-    defined = definitions(schema, "schema", field="schema")
-    defined = {name: without(each, unfit, defined) for name, each in defined.items()}
-    return whole(defined["schema"], defined)
 
 
 def main() -> None:

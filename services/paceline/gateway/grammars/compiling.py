@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from paceline.core.errors import InvalidRequestError, OverloadedError, Unavailab
 from paceline.core.params import MAX_GRAMMAR_CHARS
 from paceline.gateway.access.allowance import Allowance
 from paceline.gateway.access.callers import current_caller
-from paceline.gateway.message.schemas import REFERENCES
+from paceline.gateway.message.schemas import Json, definitions, whole, without
 
 MAX_CHOICES = 1024
 # Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
@@ -38,6 +39,8 @@ MOST_KEPT = 64
 # As Python's `json.dumps` writes it: with a fixed layout, most of the syntax of an answer is forced.
 LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
+# What patterns may say and no grammar holds: look-around, back-references, the edges of words.
+_BEYOND_GRAMMARS = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 
 
 class _DiedError(Exception):
@@ -172,20 +175,24 @@ def grammar_of_json_schema(
     return _grammar("json_schema", schema, field, {**layout, **({} if exact else LOOSE)})
 
 
-def loosened(schemas: Sequence[Mapping[str, Any]], *, field: str) -> list[Any]:
-    """Returns JSON schemas without patterns that no grammar can hold and without references that lead nowhere.
+def loosened(schema: Mapping[str, Any], *, field: str) -> Json:
+    """Returns a JSON schema without patterns that no grammar can hold and without references that lead nowhere.
 
     Args:
-        schemas: As JSON.
+        schema: As JSON.
         field: Name of the request field, for the error.
 
     Raises:
-        InvalidRequestError: It takes too long.
+        InvalidRequestError: It is nested too deeply, or its references take too long to follow.
     """
-    text = _text(schemas, field)
-    if '"pattern' not in text and not any(f'"{each}"' in text for each in REFERENCES):
-        return list(schemas)
-    return list(_asked({"kind": "loosened", "value": schemas}, field)["schemas"])
+    defined = definitions(schema, "schema", field=field)
+    for name, each in defined.items():
+        defined[name] = without(each, _is_beyond_grammars, defined)
+    return whole(defined["schema"], defined)
+
+
+def _is_beyond_grammars(pattern: str) -> bool:
+    return _BEYOND_GRAMMARS.search(pattern.replace(r"\\", "")) is not None
 
 
 def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:

@@ -171,7 +171,11 @@ class MessageForm:
         if not self.reasoning:
             return None
         call = CALL_MARKERS.get(self.tool_calls, "")
-        return ThinkReader(open_already=self.thinks, call=call, calls=self._call_reader)
+        if self.tool_calls == QWEN3_CODER:
+            calls: StatefulReader | None = qwen3_coder.Qwen3CoderCalls(self.types, (call,))
+        else:
+            calls = self._call_reader() if call else None
+        return ThinkReader(open_already=self.thinks, call=call, calls=calls)
 
     def _call_reader(self) -> StatefulReader | None:
         if self.enforced:

@@ -64,23 +64,30 @@ class Message:
     def delta(self, parts: Sequence[Part]) -> Json:
         """Returns the newest parts as one delta, so that a client which resumes has all of them or none."""
         delta: Json = {}
-        calls: list[Json] = []
-        index = len(self.calls) - 1 - sum(isinstance(part, CallBegin) for part in parts)
-        for part in parts:
-            match part:
-                case Content():
-                    delta["content"] = delta.get("content", "") + part.text
-                case Reasoning():
-                    delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + part.text
-                case CallBegin():
-                    index += 1
-                    function = {"name": part.name, "arguments": ""}
-                    calls.append({"index": index, "id": self.calls[index].id, "type": "function", "function": function})
-                case CallArguments():
-                    if not calls or calls[-1]["index"] != index:
-                        calls.append({"index": index, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += part.text
+        if content := [part.text for part in parts if isinstance(part, Content)]:
+            delta["content"] = "".join(content)
+        if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
+            delta["reasoning_content"] = delta["reasoning"] = "".join(reasoning)
+        calls = self._call_deltas(parts)
         return {**delta, "tool_calls": calls} if calls else delta
+
+    def _call_deltas(self, parts: Sequence[Part]) -> list[Json]:
+        index = len(self.calls) - 1 - sum(isinstance(part, CallBegin) for part in parts)
+        calls: list[Json] = []
+        arguments: dict[int, list[str]] = {}
+        for part in parts:
+            if isinstance(part, CallBegin):
+                index += 1
+                named = {"id": self.calls[index].id, "type": "function", "function": {"name": part.name}}
+                calls.append({"index": index, **named})
+                arguments[index] = []
+            elif isinstance(part, CallArguments):
+                if index not in arguments:
+                    calls.append({"index": index, "function": {}})
+                arguments.setdefault(index, []).append(part.text)
+        for call in calls:
+            call["function"]["arguments"] = "".join(arguments[call["index"]])
+        return calls
 
     def whole(self) -> Json:
         """Returns the members of the message; content is null if there are only calls."""

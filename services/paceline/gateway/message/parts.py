@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,11 @@ def content_of(parts: Iterable[Part]) -> str:
 def joined(parts: list[Part]) -> list[Part]:
     """Returns the same with neighbours of one kind as one, and without empty text."""
     out: list[Part] = []
-    for part in parts:
-        if isinstance(part, CallBegin):
-            out.append(part)
-        elif part.text:
-            last = out[-1] if out else None
-            if last is not None and not isinstance(last, CallBegin) and type(last) is type(part):
-                out[-1] = type(part)(last.text + part.text)
-            else:
-                out.append(part)
+    for _, alike in groupby((each for each in parts if isinstance(each, CallBegin) or each.text), type):
+        first, *further = alike
+        if isinstance(first, CallBegin):
+            out += (first, *further)
+        else:
+            texts = [first.text, *(each.text for each in further if not isinstance(each, CallBegin))]
+            out.append(type(first)("".join(texts)))
     return out

@@ -1,15 +1,24 @@
 """Base of readers, which go through states over the text they hold.
 
-Pure. A state takes text only when no further text can change what becomes of it.
+Pure. A state takes text only when no further text can change what becomes of it. Reading is linear in the text: what a
+state looks at again is bounded, and what was held back for a call that turns out to be none is not searched for others.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 
 from paceline.gateway.message.parts import Content, Part
 
 State = Callable[[], bool]
+# Longer text is read in pieces, since each piece that a state takes moves the rest of it.
+MAX_PIECE_CHARS = 4096
+# Of the head of a call, white space included, and of white space that may turn out to be none of the text.
+MAX_HEAD_CHARS = 1024
+# Of a call that is read once it is whole: one answer of a million beginnings of calls took a gateway minutes.
+MAX_HELD_CHARS = 64 * 1024
 
 
 class StatefulReader:
@@ -34,17 +43,25 @@ class StatefulReader:
 
     def feed(self, text: str) -> list[Part]:
         """Takes further text; returns what is certain by now."""
-        self.held += text
-        return self._run()
+        for at in range(0, len(text), MAX_PIECE_CHARS):
+            # Only a local name refers to it, so that Python appends in place.
+            held, self.held = self.held, ""
+            held += text[at : at + MAX_PIECE_CHARS]
+            self.held = held
+            self._run()
+        return self._given()
 
     def finish(self) -> list[Part]:
         """Returns what was held back; nothing may be fed afterwards."""
         self.final = True
-        return self._run()
+        self._run()
+        return self._given()
 
-    def _run(self) -> list[Part]:
+    def _run(self) -> None:
         while self.state():
             pass
+
+    def _given(self) -> list[Part]:
         parts, self.parts = self.parts, []
         return parts
 
@@ -93,5 +110,10 @@ class StatefulReader:
 
 def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """Returns where the first marker of a text is, and which it is; None: there is none."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    return min(found, default=None, key=lambda each: (each[0], -len(each[1])))
+    found = _any_of(markers).search(text) if markers else None
+    return None if found is None else (found.start(), found[0])
+
+
+@cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))

@@ -12,8 +12,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Reasoning
-from paceline.gateway.message.reader import StatefulReader, first_marker
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Reasoning, content_of
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, StatefulReader, first_marker
+from paceline.gateway.message.tool_calls.marked import NoCalls
 from paceline.gateway.text.stops import certain_len
 
 THINK, THINK_END = "<think>", "</think>"
@@ -22,7 +23,6 @@ MESSAGE_END = "<|end|>"
 ENDS = (MESSAGE_END, "<|call|>", "<|return|>")
 ANALYSIS = f"{CHANNEL}analysis"
 CHANNEL_TOKENS = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
-MAX_HEAD_CHARS = 512
 # Tokens that the end of reasoning may spread over, each a byte at least.
 MARKER_TOKENS = 24
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:-]+)")
@@ -33,26 +33,25 @@ class ThinkReader(StatefulReader):
 
     Args:
         open_already: Whether the answer begins within the reasoning, because the prompt ends with its tag.
-        call: Marker with which a call may begin before the end of reasoning, which it ends; empty: none may.
-        calls: Makes a reader that tells whether what begins with the marker is a call.
+        call: Marker with which a call may begin before the end of reasoning, which it ends.
+        calls: Finds such a call in the reasoning; what is no call is content to it.
     """
 
-    def __init__(
-        self, *, open_already: bool, call: str = "", calls: Callable[[], StatefulReader | None] = lambda: None
-    ) -> None:
+    def __init__(self, *, open_already: bool, call: str = "", calls: StatefulReader | None = None) -> None:
         super().__init__(self._inside_begin if open_already else self._begin)
-        self._ends = (THINK_END, call) if call else (THINK_END,)
-        self._calls = calls
-        self._trial: StatefulReader | None = None
-        self._num_tried = 0
+        self._call = call
+        self._calls = NoCalls() if calls is None else calls
+        # What that has taken and not given back.
+        self._tried = ""
 
     def _begin(self) -> bool:
-        bare = self.held.lstrip()
+        begun = self.held[:MAX_HEAD_CHARS]
+        bare = begun.lstrip()
         if bare.startswith(THINK):
-            self.held = bare[len(THINK) :]
+            self.take(len(begun) - len(bare) + len(THINK))
             self.state = self._inside
             return True
-        if THINK.startswith(bare) and not self.final:
+        if THINK.startswith(bare) and len(begun) < MAX_HEAD_CHARS and not self.final:
             return False
         self.state = self.rest_is_content
         return True
@@ -67,37 +66,30 @@ class ThinkReader(StatefulReader):
         return bool(self.held)
 
     def _reasoning(self) -> bool:
-        found = first_marker(self.held, self._ends)
-        if found is None:
-            length = len(self.held)
-            if not self.final:
-                length = len(self.held[: certain_len(self.held, self._ends)].rstrip("\n"))
-            self.parts.append(Reasoning(self.take(length)))
-            return False
-        bare = self.held[: found[0]].rstrip("\n")
-        self.parts.append(Reasoning(self.take(len(bare))))
-        if found[1] == THINK_END:
-            self.held = self.held.lstrip("\n")
+        end = self.held.find(THINK_END)
+        certain = len(self.held) if self.final else certain_len(self.held, (THINK_END,))
+        text = self.take(end if end >= 0 else certain)
+        self._tried += text
+        parts = self._calls.feed(text)
+        if end >= 0 or self.final:
+            parts += self._calls.finish()
+        begin = next((at for at, part in enumerate(parts) if isinstance(part, CallBegin)), None)
+        given = content_of(parts[:begin])
+        self._tried = self._tried[len(given) :]
+        if begin is not None:
+            return self._to_call(given)
+        self.parts.append(Reasoning(given.rstrip("\n") if end >= 0 else given))
+        if end >= 0:
             self.take(len(THINK_END))
             self.state = self._after
-        else:
-            self._trial, self._num_tried = self._calls(), len(self.held) - len(self.held.lstrip("\n"))
-            self.state = self._maybe_call
-        return True
+        return end >= 0
 
-    def _maybe_call(self) -> bool:
-        """Behind the marker of a call, which is kept until it is clear whether a call follows."""
-        assert self._trial is not None, "it is there before this state"
-        parts = self._trial.feed(self.held[self._num_tried :])
-        self._num_tried = len(self.held)
-        if parts and isinstance(parts[0], CallBegin):
-            self.held = self.held.lstrip("\n")
-            self.state = self.rest_is_content
-        elif parts or self.final:
-            self.parts.append(Reasoning(self.take(self.held.index(self._ends[-1]) + len(self._ends[-1]))))
-            self.state = self._reasoning
-        else:
-            return False
+    def _to_call(self, given: str) -> bool:
+        """Ends the reasoning with a call, which is content to whoever reads on."""
+        before, marker, behind = self._tried.partition(self._call)
+        self.parts.append(Reasoning(f"{given}{before}".rstrip("\n")))
+        self.held = f"{marker}{behind}{self.held}"
+        self.state = self.rest_is_content
         return True
 
     def _after(self) -> bool:
@@ -115,9 +107,10 @@ class ChannelReader(StatefulReader):
 
     def _head(self) -> bool:
         """Between messages: the head names the channel and the recipient."""
-        known = any(self.held.startswith(each) or each.startswith(self.held) for each in (START, CHANNEL))
-        at = self.held.find(MESSAGE)
-        if at < 0 and known and len(self.held) <= MAX_HEAD_CHARS and not self.final:
+        begun = self.held[:MAX_HEAD_CHARS]
+        known = any(begun.startswith(each) or each.startswith(begun) for each in (START, CHANNEL))
+        at = begun.find(MESSAGE)
+        if at < 0 and known and len(begun) < MAX_HEAD_CHARS and not self.final:
             return False
         self.state = self._body
         if at < 0 or not known:

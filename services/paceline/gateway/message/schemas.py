@@ -1,6 +1,7 @@
 """JSON schemas of tools: their references made independent of where they stand, and the types that values may have.
 
-Pure. References within the schema are followed, by pointer, anchor and `$id`; nothing is fetched.
+Pure. References within the schema are followed, by pointer, anchor and `$id`; nothing is fetched. Each schema is copied
+once, and following references takes a number of steps that its size bounds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,36 @@ _PLACES = ("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$
 _ANYTHING: Json = {}
 _NOTHING: Json = {"not": {}}
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+# Of a reference or a name; each reference is joined with the name of the schema that it stands in.
+MAX_REFERENCE_CHARS = 2048
+# Schemas looked at for one tool. Without a bound, references of 4 MiB kept the threads that read requests for hours.
+STEPS_PER_SCHEMA, MORE_STEPS = 64, 1000
+
+
+class Definitions(dict[str, Json]):
+    """Schemas by name, and how many steps may still be taken to follow the references between them.
+
+    Args:
+        field: Of the request, for errors.
+    """
+
+    def __init__(self, field: str) -> None:
+        super().__init__()
+        self.field = field
+        self.num_schemas = 0
+        self._num_steps = 0
+
+    def step(self) -> None:
+        """Counts a schema that is looked at.
+
+        Raises:
+            InvalidRequestError: There were too many.
+        """
+        self._num_steps += 1
+        most = MORE_STEPS + STEPS_PER_SCHEMA * self.num_schemas
+        if self._num_steps > most:
+            problem = f"holds a schema of {self.num_schemas} whose references take more than {most} steps to follow"
+            raise InvalidRequestError(self.field, problem)
 
 
 def mapped(schema: Any, change: Callable[[Any], Any]) -> Any:
@@ -50,7 +81,7 @@ def parts(schema: Any) -> list[Any]:
     return found
 
 
-def definitions(schema: Mapping[str, Any], name: str, *, field: str) -> dict[str, Json]:
+def definitions(schema: Mapping[str, Any], name: str, *, field: str) -> Definitions:
     """Returns a schema under a name, and under further names what it refers to.
 
     All references in them are `#/$defs/NAME`, but for those that lead nowhere, which stay as they are.
@@ -61,25 +92,42 @@ def definitions(schema: Mapping[str, Any], name: str, *, field: str) -> dict[str
         field: Of the request, for the error.
 
     Raises:
-        InvalidRequestError: It is nested too deeply.
+        InvalidRequestError: It is nested too deeply, or a reference is too long.
     """
     try:
-        return _Definitions(dict(schema), name).found
+        return _Referred(dict(schema), name, field).found
     except RecursionError:
         raise InvalidRequestError(field, "holds a schema that is nested too deeply") from None
 
 
-class _Definitions:
-    """Names what is referred to, each target once, so that recursive schemas end."""
+class _Referred:
+    """Names what is referred to; wherever that stands within another schema, there is a reference to it, too."""
 
-    def __init__(self, root: Json, name: str) -> None:
-        self.found: dict[str, Json] = {}
-        self._name = name
-        self._bases: dict[int, str] = {}
-        self._places: dict[str, Any] = {"": root}
-        self._names: dict[int, str] = {}
+    def __init__(self, root: Json, name: str, field: str) -> None:
+        self.found = Definitions(field)
+        # By the place and the anchor there, which is empty for the whole.
+        self._places: dict[tuple[str, str], Any] = {("", ""): root}
+        # Schemas with the place that they stand in, and what their references lead to.
+        self._noted: list[tuple[Json, str]] = []
+        self._targets: dict[tuple[int, str], Json] = {}
         self._note(root, "")
-        self._defined(root)
+        known = {id(schema) for schema, _ in self._noted}
+        for schema, base in self._noted:
+            for key in REFERENCES:
+                target = self._target(schema.get(key), base)
+                if target is None:
+                    continue
+                self._targets[id(schema), key] = target
+                if id(target) not in known:
+                    # Where no keyword of schemas leads; the loop comes to what is noted now.
+                    num_noted = len(self._noted)
+                    self._note(target, "")
+                    known |= {id(each) for each, _ in self._noted[num_noted:]}
+        self.found.num_schemas = len(self._noted)
+        referred = {id(each): each for each in (root, *self._targets.values())}
+        self._names = {each: f"{name}_{at}" if at else name for at, each in enumerate(referred)}
+        for each, schema in referred.items():
+            self.found[self._names[each]] = self._rewritten(schema)
 
     def _note(self, schema: Any, base: str) -> None:
         """Notes where a schema and those within it can be found."""
@@ -87,57 +135,52 @@ class _Definitions:
             return
         own = schema.get("$id")
         if isinstance(own, str):
-            base = _joined(base, own).removesuffix("#")
-            self._places.setdefault(base, schema)
+            base = self._joined(base, own).removesuffix("#")
+            self._places.setdefault((base, ""), schema)
         for key in ("$anchor", "$dynamicAnchor"):
             if isinstance(anchor := schema.get(key), str):
-                self._places.setdefault(f"{base}#{anchor}", schema)
-        self._bases[id(schema)] = base
+                self._places.setdefault((base, anchor), schema)
+        self._noted.append((schema, base))
         for each in parts(schema):
             self._note(each, base)
 
-    def _defined(self, schema: Json) -> str:
-        """Returns the name of a target; defines it the first time."""
-        if id(schema) not in self._names:
-            name = f"{self._name}_{len(self._names)}" if self._names else self._name
-            self._names[id(schema)] = name
-            self.found[name] = {}
-            self.found[name] = self._rewritten({key: schema[key] for key in schema if key not in _PLACES}, schema)
-        return self._names[id(schema)]
-
-    def _rewritten(self, schema: Json, original: Json) -> Json:
-        out: Json = mapped(schema, lambda each: self._within(each))
+    def _rewritten(self, schema: Json) -> Json:
+        out: Json = mapped({key: schema[key] for key in schema if key not in _PLACES}, self._within)
         for key in REFERENCES:
-            reference = out.get(key)
-            if isinstance(reference, str):
-                target = self._target(reference, self._bases.get(id(original), ""))
-                if target is not None:
-                    del out[key]
-                    out["$ref"] = f"#/$defs/{self._defined(target)}"
+            if (target := self._targets.get((id(schema), key))) is not None:
+                del out[key]
+                out["$ref"] = f"#/$defs/{self._names[id(target)]}"
         return out
 
     def _within(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        return self._rewritten({key: schema[key] for key in schema if key not in _PLACES}, schema)
+        name = self._names.get(id(schema))
+        return self._rewritten(schema) if name is None else {"$ref": f"#/$defs/{name}"}
 
-    def _target(self, reference: str, base: str) -> Json | None:
+    def _target(self, reference: Any, base: str) -> Json | None:
         """Returns the schema that a reference leads to; None: there is none."""
-        place, fragment = urldefrag(_joined(base, reference))
-        found = self._places.get(place)
-        if fragment.startswith("/"):
+        if not isinstance(reference, str):
+            return None
+        place, fragment = urldefrag(self._joined(base, reference))
+        if not fragment.startswith("/"):
+            found = self._places.get((place, fragment))
+        else:
+            found = self._places.get((place, ""))
             for step in unquote(fragment)[1:].split("/"):
                 found = _member(found, step.replace("~1", "/").replace("~0", "~"))
-        elif fragment:
-            found = self._places.get(f"{place}#{fragment}")
         if isinstance(found, bool):
             return _ANYTHING if found else _NOTHING
         return found if isinstance(found, dict) else None
 
-
-def _joined(base: str, reference: str) -> str:
-    """Returns a reference as seen from a base; schemes that `urljoin` does not know have fragments, too."""
-    return base.partition("#")[0] + reference if reference.startswith("#") else urljoin(base, reference)
+    def _joined(self, base: str, reference: str) -> str:
+        """Returns a reference as seen from a base; schemes that `urljoin` does not know have fragments, too."""
+        within = reference.startswith("#")
+        joined = base.partition("#")[0] + reference if within else urljoin(base, reference[: MAX_REFERENCE_CHARS + 1])
+        if max(len(joined), len(reference)) > MAX_REFERENCE_CHARS:
+            problem = f"holds a reference of {len(joined)} characters, at most {MAX_REFERENCE_CHARS} are followed"
+            raise InvalidRequestError(self.found.field, problem)
+        return joined
 
 
 def _member(value: Any, step: str) -> Any:
@@ -146,7 +189,7 @@ def _member(value: Any, step: str) -> Any:
     return value[int(step)] if isinstance(value, list) and step.isdecimal() and int(step) < len(value) else None
 
 
-def without(schema: Any, unfit: Callable[[str], bool], defined: Mapping[str, Json]) -> Any:
+def without(schema: Any, unfit: Callable[[str], bool], defined: Definitions) -> Any:
     """Returns a schema of `definitions` without references that lead nowhere and without some of its patterns.
 
     Args:
@@ -168,12 +211,13 @@ def without(schema: Any, unfit: Callable[[str], bool], defined: Mapping[str, Jso
     return {key: each for key, each in out.items() if key not in REFERENCES} if leads_nowhere else out
 
 
-def whole(schema: Json, defined: Mapping[str, Json]) -> Json:
+def whole(schema: Json, defined: Definitions) -> Json:
     """Returns a schema of `definitions`, or one within, with all that it refers to."""
     found: dict[str, Json] = {}
     left: list[Any] = [schema]
     while left:
         each = left.pop()
+        defined.step()
         name = _referred(each)
         if name in defined and name not in found:
             found[name] = defined[name]
@@ -182,12 +226,13 @@ def whole(schema: Json, defined: Mapping[str, Json]) -> Json:
     return {**schema, "$defs": found} if found else schema
 
 
-def followed(schema: Any, defined: Mapping[str, Json]) -> Any:
+def followed(schema: Any, defined: Definitions) -> Any:
     """Returns what a schema of `definitions` that is only a reference leads to."""
     for _ in defined:
         name = _referred(schema)
         if name not in defined or not schema.keys() <= {"$ref", "description", "title"}:
             break
+        defined.step()
         schema = defined[name]
     return schema
 
@@ -197,7 +242,7 @@ def _referred(schema: Any) -> str:
     return reference.removeprefix("#/$defs/") if isinstance(reference, str) else ""
 
 
-def types_of(schema: Any, defined: Mapping[str, Json]) -> frozenset[str]:
+def types_of(schema: Any, defined: Definitions) -> frozenset[str]:
     """Returns the types of JSON that a value may have; an `integer` is no `number`, which is one with a fraction.
 
     Args:
@@ -210,11 +255,12 @@ def types_of(schema: Any, defined: Mapping[str, Json]) -> frozenset[str]:
 class _Types:
     """Looks at each definition once; one that refers to itself allows nothing by that."""
 
-    def __init__(self, defined: Mapping[str, Json]) -> None:
+    def __init__(self, defined: Definitions) -> None:
         self._defined = defined
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, schema: Any) -> frozenset[str]:
+        self._defined.step()
         if not isinstance(schema, dict):
             return TYPES
         limits = [_listed(schema.get("type")), _of_values(schema), self._referred(_referred(schema))]

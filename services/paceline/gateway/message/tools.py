@@ -5,10 +5,10 @@ It knows JSON values only: no models, no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.gateway.message.schemas import TYPES, Json, definitions, followed, types_of
+from paceline.gateway.message.schemas import TYPES, Definitions, Json, definitions, followed, types_of
 
 MAX_TOOLS = 1024
 
@@ -58,7 +58,7 @@ class Toolbox:
         )
         return replace(self, tools=tuple(tools))
 
-    def defined(self, at: int) -> dict[str, Json]:
+    def defined(self, at: int) -> Definitions:
         """Returns the schema of one tool's arguments as `tool_AT`, and what it refers to; see `definitions`.
 
         Raises:
@@ -96,7 +96,7 @@ class Toolbox:
         }
 
 
-def _types(defined: Mapping[str, Json], name: str) -> dict[str, tuple[str, ...]]:
+def _types(defined: Definitions, name: str) -> dict[str, tuple[str, ...]]:
     """Returns the types of the parameters of a tool."""
     properties = followed(defined[name], defined).get("properties")
     if not isinstance(properties, dict):

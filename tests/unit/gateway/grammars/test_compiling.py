@@ -219,8 +219,8 @@ def test_a_machine_too_busy_to_answer_costs_no_more_than_it_may_have_computed(
 
 def test_what_no_grammar_holds_is_left_out_of_a_loosened_schema() -> None:
     node = {"properties": {"next": {"$ref": "#"}, "word": {"pattern": r"\bx"}, "kept": {"pattern": "^y"}}}
-    [same, loose] = loosened([{"type": "string"}, node], field="tools")
-    assert same == {"type": "string"}
+    assert loosened({"type": "string"}, field="tools") == {"type": "string"}
+    loose = loosened(node, field="tools")
     grammar = grammar_of_json_schema(loose, exact=False)
     assert '"^y"' in grammar
     assert "\\bx" not in grammar

@@ -24,6 +24,7 @@ from paceline.gateway.message.form import (
     check_families,
 )
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+from paceline.gateway.message.reader import StatefulReader
 
 TYPES = {"f": {"n": ("integer",), "o": ("object",), "b": ("boolean",)}}
 ARGUMENTS = '{"a": "}]\\"", "b": [1, {"c": null}]}'
@@ -165,6 +166,81 @@ def test_any_text_is_read_the_same_however_it_is_cut(family: str, text: str, dat
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(form(family), pieces) == read(form(family), [text])
+
+
+READERS = [*map(form, FAMILIES)] + [
+    MessageForm(reasoning=reasoning, thinks=True, tool_calls=family, types=TYPES)
+    for reasoning in (QWEN3, GPT_OSS)
+    for family in (HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER)
+]
+# What a call, a channel or reasoning begins with, and never ends.
+BEGINNINGS = [
+    *(
+        "<tool_call>",
+        "<tool_call>{",
+        '<tool_call>{\\"',
+        '<tool_call>{"',
+        '<tool_call>{"a": [',
+        "<tool_call>\n<function=",
+    ),
+    *("<tool_call>{1}", "<tool_call>{<tool_call>}", '<tool_call>{"name": "f", "arguments": ', "<tool_call> "),
+    *(
+        "<function=f>",
+        "<function=f><parameter=n>",
+        "<parameter=n>",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS][{",
+        '[TOOL_CALLS][{\\"',
+    ),
+    *("[TOOL_CALLS][1", "[TOOL_CALLS]f", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[CALL_ID]é", "[f(", "[f", "[", "{", ";"),
+    *(
+        "<|start|>",
+        "<|channel|>",
+        "<|end|>",
+        "<|start|><|end|>",
+        "<|channel|>analysis<|message|>",
+        "<think>",
+        "</think>",
+    ),
+    *(" ", "\n", "a", '{"name": "f", "parameters": {}', '{"name": "f", "parameters": {}}'),
+]
+
+
+@given(
+    st.sampled_from(READERS),
+    st.lists(st.tuples(st.sampled_from(BEGINNINGS), st.sampled_from((1, 2, 700, 70_000))), max_size=4),
+    st.data(),
+)
+def test_a_hostile_text_is_read_the_same_however_it_is_cut(
+    reader: MessageForm, runs: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    text = "".join((begin * count)[: max(count, len(begin))] for begin, count in runs)
+    near = st.sampled_from((512, 1024, 4096, 65_536)).flatmap(lambda at: st.integers(at - 20, at + 40))
+    places = st.one_of(st.integers(0, len(text)), near.map(lambda at: min(at, len(text))))
+    cuts = sorted(data.draw(st.lists(places, max_size=6)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(reader, pieces) == read(reader, [text])
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS)
+def test_reading_is_linear_however_many_calls_begin(begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer of `<tool_call>{` over and over was read anew for each, when it ended: minutes in the event loop."""
+    num_seen = 0
+
+    def counted(reader: StatefulReader) -> None:
+        nonlocal num_seen
+        num_seen += len(reader.held)
+        while reader.state():
+            num_seen += len(reader.held)
+
+    monkeypatch.setattr(StatefulReader, "_run", counted)
+    text = (begin * 50_000)[:50_000]
+    for each in READERS:
+        for size in (len(text), 100):
+            num_seen = 0
+            read(each, [text[at : at + size] for at in range(0, len(text), size)])
+            # A state may look at all that is held: at most a piece, or the beginning of one call.
+            assert num_seen < 2048 * len(text)
 
 
 @given(st.sampled_from(sorted(set(FAMILIES) - {"named"})), st.text("ab <>[]{}\n"))

@@ -12,7 +12,7 @@ from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import QWEN3_CODER, MessageForm
 from paceline.gateway.message.parts import CallArguments
-from paceline.gateway.message.schemas import definitions, types_of
+from paceline.gateway.message.schemas import MAX_REFERENCE_CHARS, definitions, parts, types_of
 from paceline.gateway.message.tools import Toolbox
 
 DEFINED = {
@@ -79,3 +79,47 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_by_name() -> None:
         deep = {"items": deep}
     with pytest.raises(InvalidRequestError, match="tools: holds a schema that is nested too deeply"):
         _ = toolbox({"type": "object", "properties": {"p": deep}}).types
+
+
+def num_schemas(schema: Any) -> int:
+    return isinstance(schema, dict) + sum(map(num_schemas, parts(schema)))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Schemas within one another, each of which is referred to."""
+    schema: dict[str, Any] = {"type": "string"}
+    for at in range(depth):
+        schema = {"$anchor": f"a{at}", "properties": {"in": schema, "again": {"$ref": f"#a{max(0, at - 1)}"}}}
+    return schema
+
+
+def test_what_is_referred_to_is_copied_once_however_deep_it_stands() -> None:
+    """The innermost of 100 such schemas was copied 100 times, with all of its references: for hours, of 4 MiB."""
+    for depth in (10, 100):
+        schema = nested(depth)
+        defined = definitions(schema, "x", field="tools")
+        assert sum(map(num_schemas, defined.values())) <= 2 * num_schemas(schema)
+
+
+def test_references_that_lead_through_many_others_take_a_bounded_number_of_steps() -> None:
+    chain = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}]} for at in range(200)}
+    names = {f"p{at}": {"$ref": "#/$defs/d0"} for at in range(2000)}
+    tools = toolbox({"type": "object", "properties": names, "$defs": {**chain, "d200": {"type": "string"}}})
+    with pytest.raises(InvalidRequestError, match=r"tools: holds a schema of \d+ whose references take more than"):
+        _ = tools.types
+    fewer = toolbox({"type": "object", "properties": dict(list(names.items())[:20]), "$defs": chain})
+    assert len(fewer.types["f"]) == 20
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/" + "a/" * MAX_REFERENCE_CHARS},
+        {"$id": "https://a.example/" + "b" * MAX_REFERENCE_CHARS},
+        {"$id": "https://a.example/" + "b" * 2000, "items": {"$ref": "#" + "c" * 100}},
+    ],
+)
+def test_a_reference_that_is_too_long_is_refused(schema: dict[str, Any]) -> None:
+    """Each of 100,000 references to a name of megabytes was joined with it."""
+    with pytest.raises(InvalidRequestError, match=r"tools: holds a reference of \d+ characters, at most 2048"):
+        definitions(schema, "x", field="tools")

@@ -55,7 +55,7 @@ def _response_format(body: CommonBody) -> _Wanted:
     schema = _schema(wrapper.get("schema"), field)
     if wrapper.get("strict") is not False:
         return [(field, partial(grammar_of_json_schema, schema, field=field))]
-    return [(field, lambda: grammar_of_json_schema(loosened([schema], field=field)[0], field=field, exact=False))]
+    return [(field, lambda: grammar_of_json_schema(loosened(schema, field=field), field=field, exact=False))]
 
 
 def _structured_outputs(body: CommonBody) -> _Wanted:

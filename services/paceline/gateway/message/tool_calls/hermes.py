@@ -17,12 +17,13 @@ class HermesCalls(MarkedCalls):
 
     def call(self) -> bool:
         """Reads the object behind the marker; a missing end is forgiven."""
-        self.found(self.through(self._call))
-        if not self._call.over:
-            return False
+        parts = self.through(self._call)
         if self._call.failed:
             self.no_call()
-        else:
+        self.found(parts)
+        if not self._call.over:
+            return False
+        if not self._call.failed:
             self.state = self._end
         self._call = JsonCall()
         return True

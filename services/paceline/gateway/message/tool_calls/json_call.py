@@ -1,7 +1,8 @@
 """Reads one call written as a JSON object: `{"name": ..., "arguments": {...}}`, or with `parameters`.
 
 Once the name is read and the arguments have begun, they are returned as they come. An object with its members in
-another order is read when it is complete. Text that turns out to be no call is returned unchanged.
+another order is read when it is complete, if it has at most `MAX_HELD_CHARS`. Text that turns out to be no call is
+content.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.gateway.message.parts import CallArguments, CallBegin
-from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, MAX_HELD_CHARS, StatefulReader
 
 ARGUMENTS = ("arguments", "parameters")
-MAX_HEAD_CHARS = 1024
 # As grammars have calls begin.
 _BEGIN = '{"name": '
 # Up to the bracket of the arguments.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\[\s\S])*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_BLANK = re.compile(r"\s*")
 
 
 class Extent:
@@ -75,7 +76,7 @@ class JsonCall(StatefulReader):
         only: Tools that alone are called, in calls that begin as `_BEGIN` does; empty: any, and members in any order.
 
     Attributes:
-        failed: Whether it turned out to be no call; `held` is all of its text.
+        failed: Whether it turned out to be no call; its only part is the text that was looked at.
     """
 
     def __init__(self, only: Sequence[str] = ()) -> None:
@@ -86,10 +87,9 @@ class JsonCall(StatefulReader):
         self._num_scanned = 0
 
     def _begin(self) -> bool:
-        if self._heads and not any(_begin_alike(self.held.lstrip(), head) for head in self._heads):
-            self.failed = True
-            self._end()
-            return False
+        begun = self.held[:MAX_HEAD_CHARS].lstrip()
+        if self._heads and not any(_begin_alike(begun, head) for head in self._heads):
+            return self._fail(0)
         head = _HEAD.match(self.held, 0, MAX_HEAD_CHARS)
         name = None if head is None else _decoded(head[1])
         if head is not None and isinstance(name, str) and name:
@@ -98,18 +98,31 @@ class JsonCall(StatefulReader):
             self._extent = Extent()
             self.state = self._arguments
             return True
-        bare = self.held.lstrip()
-        length = self._scan() if bare.startswith("{") else None
-        if length is not None:
-            # JSON knows fewer kinds of white space than Python.
-            call = _call(self.held[:length].lstrip())
-            self.failed = call is None
-            self.take(0 if call is None else length)
-            self.parts += call or ()
-            self._end()
-        elif self.final or not "{".startswith(bare[:1]):
-            self.failed = True
-            self._end()
+        blank = _BLANK.match(self.held, 0, MAX_HEAD_CHARS)
+        begun_at = 0 if blank is None else blank.end()
+        if self.held[begun_at : begun_at + 1] not in ("{", "") or (begun_at == MAX_HEAD_CHARS):
+            return self._fail(0)
+        length = self._scan()
+        too_long = (len(self.held) if length is None else length) > MAX_HELD_CHARS
+        if too_long or (length is None and self.final):
+            return self._fail(MAX_HELD_CHARS)
+        return length is not None and self._whole(length)
+
+    def _whole(self, length: int) -> bool:
+        # JSON knows fewer kinds of white space than Python.
+        call = _call(self.held[:length].lstrip())
+        if call is None:
+            return self._fail(length)
+        self.take(length)
+        self.parts += call
+        self._end()
+        return False
+
+    def _fail(self, length: int) -> bool:
+        """Ends, since it is no call; so much of the text was looked at for it."""
+        self.failed = True
+        self.parts.append(Content(self.take(length)))
+        self._end()
         return False
 
     def _arguments(self) -> bool:
@@ -123,7 +136,7 @@ class JsonCall(StatefulReader):
     def _tail(self) -> bool:
         self.skip_blank()
         if self.held.startswith(","):
-            self._extent, self._num_scanned = Extent(depth=1), 0
+            self._extent = Extent(depth=1)
             self.state = self._further_members
             return True
         if self.held or self.final:
@@ -133,9 +146,8 @@ class JsonCall(StatefulReader):
 
     def _further_members(self) -> bool:
         """Members beside name and arguments, such as an id, are not used."""
-        length = self._scan()
-        if length is not None:
-            self.take(length)
+        length = self._extent.scan(self.held)
+        self.take(len(self.held) if length is None else length)
         if length is not None or self.final:
             self._end()
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content
-from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, StatefulReader
 from paceline.gateway.message.tool_calls.json_call import JsonCall
 
 
@@ -34,7 +34,8 @@ class JsonList(StatefulReader):
         self._before = ""
 
     def _open(self) -> bool:
-        self._take_blank()
+        if not self._take_blank():
+            return True
         begins = self.begins(self._opening) if self._opening else self.final or bool(self.held) or None
         if begins:
             self._before += self.take(len(self._opening))
@@ -44,7 +45,8 @@ class JsonList(StatefulReader):
         return begins is not None
 
     def _blank(self) -> bool:
-        self._take_blank()
+        if not self._take_blank():
+            return True
         if self.held or self.final:
             self._call = JsonCall(self._only)
             self.state = self._in_call
@@ -53,20 +55,21 @@ class JsonList(StatefulReader):
 
     def _in_call(self) -> bool:
         found = self.through(self._call)
-        if found:
+        if self._call.failed:
+            self._end()
+        elif found:
             self._before = ""
         self.parts += found
         if not self._call.over:
             return False
-        if self._call.failed:
-            self._end()
-        else:
+        if not self._call.failed:
             self.num_calls += 1
             self.state = self._between
         return True
 
     def _between(self) -> bool:
-        self._take_blank()
+        if not self._take_blank():
+            return True
         if not self.held and not self.final:
             return False
         if self.held.startswith(self._separator):
@@ -79,9 +82,12 @@ class JsonList(StatefulReader):
         self._end()
         return True
 
-    def _take_blank(self) -> None:
-        bare = self.held.lstrip()
-        self._before += self.take(len(self.held) - len(bare))
+    def _take_blank(self) -> bool:
+        """Takes white space; tells whether a call may still follow, which it does not behind too much of it."""
+        self._before += self.take(len(self.held) - len(self.held.lstrip()))
+        if len(self._before) > MAX_HEAD_CHARS:
+            self._end()
+        return not self.over
 
     def _end(self) -> None:
         """Returns syntax that no call has followed as content, unless it is white space behind a call."""

@@ -21,7 +21,8 @@ class Llama3Calls(ListOnly):
         self.state = self._tag
 
     def _tag(self) -> bool:
-        self._take_blank()
+        if not self._take_blank():
+            return True
         begins = self.begins(BEGIN)
         if begins is not None:
             self._before += self.take(len(BEGIN) if begins else 0)

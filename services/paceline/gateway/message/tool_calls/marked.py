@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from paceline.gateway.message.parts import CallBegin, Content, Part
-from paceline.gateway.message.reader import StatefulReader, first_marker
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, StatefulReader, first_marker
 from paceline.gateway.text.stops import certain_len
 
 
 class MarkedCalls(StatefulReader):
     """Reads content up to a marker, then a call with `call`, then content again.
 
-    White space before a marker, and behind a call at the end of the text, is no content.
+    White space before a marker, and behind a call at the end of the text, is no content, unless it is very long.
 
     Args:
         markers: The beginnings of calls.
@@ -33,7 +33,7 @@ class MarkedCalls(StatefulReader):
         found = first_marker(self.held, self._markers)
         if found is not None:
             before = self.take(found[0])
-            bare = len(before.rstrip())
+            bare = _bare_len(before)
             self._give(before[:bare])
             self._blank_before = before[bare:]
             self._marker = self.take(len(found[1]))
@@ -41,7 +41,7 @@ class MarkedCalls(StatefulReader):
             return True
         length = len(self.held) if self.final else certain_len(self.held, self._markers)
         text = self.held[:length]
-        bare = len(text.rstrip())
+        bare = _bare_len(text)
         if not self.final:
             self._give(self.take(bare))
         elif bare or not self._has_calls:
@@ -61,3 +61,19 @@ class MarkedCalls(StatefulReader):
     def _give(self, text: str) -> None:
         if text:
             self.parts.append(Content(text))
+
+
+class NoCalls(MarkedCalls):
+    """Reads content alone."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def call(self) -> bool:
+        """No marker leads here."""
+        return False
+
+
+def _bare_len(text: str) -> int:
+    """Returns the length of a text without the white space that it ends with."""
+    return max(len(text.rstrip()), len(text) - MAX_HEAD_CHARS)

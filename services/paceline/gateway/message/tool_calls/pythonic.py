@@ -8,14 +8,14 @@ import re
 from typing import Any
 
 from paceline.gateway.message.parts import CallArguments, CallBegin, Part
-from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, MAX_HELD_CHARS, StatefulReader
 from paceline.gateway.message.tool_calls.json_call import Extent
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-# Parsing Python notation is slow, and deep nesting would exhaust the parser.
-MAX_CHARS = 64 * 1024
+# Deep nesting would exhaust the parser.
 MAX_DEPTH = 50
-_MAY_BEGIN = re.compile(r"\[\s*(?:$|[A-Za-z_][\w.]*\s*(?:\(|$))")
+_MAY_BEGIN = re.compile(r"\[\s*(?:\Z|[A-Za-z_][\w.]*\s*(?:\(|\Z))")
+_BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -31,6 +31,8 @@ class PythonicCalls(StatefulReader):
     def _begin(self) -> bool:
         bare = len(self.held) - len(self.held.lstrip())
         self._before += self.take(bare)
+        if len(self._before) > MAX_HEAD_CHARS:
+            return self._no_list()
         begins = self.begins(BEGIN)
         if begins:
             self._before += self.take(len(BEGIN))
@@ -41,17 +43,26 @@ class PythonicCalls(StatefulReader):
         return True
 
     def _list(self) -> bool:
-        if self.held.startswith("[") and _MAY_BEGIN.match(self.held) and len(self.held) <= MAX_CHARS:
-            length = self._extent.scan(self.held[self._num_scanned :])
-            if length is None and not self.final:
-                self._num_scanned = len(self.held)
-                return False
-            calls = None if length is None else _calls(self.held[: self._num_scanned + length])
-            if calls is not None and length is not None:
-                self.take(self._num_scanned + length)
-                self.parts += calls
-                self.state = self._end
-                return True
+        if not self._may_be_a_list():
+            return self._no_list()
+        length = self._extent.scan(self.held[self._num_scanned : MAX_HELD_CHARS])
+        if length is None and len(self.held) <= MAX_HELD_CHARS and not self.final:
+            self._num_scanned = len(self.held)
+            return False
+        calls = None if length is None else _calls(self.held[: self._num_scanned + length])
+        if calls is None or length is None:
+            return self._no_list()
+        self.take(self._num_scanned + length)
+        self.parts += calls
+        self.state = self._end
+        return True
+
+    def _may_be_a_list(self) -> bool:
+        if len(self.held) < MAX_HEAD_CHARS:
+            return _MAY_BEGIN.match(self.held) is not None
+        return _BEGINS.match(self.held, 0, MAX_HEAD_CHARS) is not None
+
+    def _no_list(self) -> bool:
         self.held = self._before + self.held
         self.state = self.rest_is_content
         return True

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.gateway.message.parts import CallArguments, CallBegin
+from paceline.gateway.message.reader import MAX_HEAD_CHARS
 from paceline.gateway.message.schemas import type_of
 from paceline.gateway.message.tool_calls.marked import MarkedCalls
 
@@ -33,10 +34,11 @@ class Qwen3CoderCalls(MarkedCalls):
 
     Args:
         types: Types that parameters may have, by tool and name; empty: any. All others are strings.
+        markers: The beginnings of calls.
     """
 
-    def __init__(self, types: Types) -> None:
-        super().__init__((OUTER, BEGIN))
+    def __init__(self, types: Types, markers: tuple[str, ...] = (OUTER, BEGIN)) -> None:
+        super().__init__(markers)
         self._types = types
         self._of_tool: Mapping[str, Sequence[str]] = {}
         self._num_parameters = 0
@@ -46,13 +48,14 @@ class Qwen3CoderCalls(MarkedCalls):
     def call(self) -> bool:
         """Reads the inner tag; the outer marker may be missing."""
         if self._marker == OUTER:
-            bare = self.held.lstrip()
-            if BEGIN.startswith(bare) and bare != BEGIN and not self.final:
+            begun = self.held[:MAX_HEAD_CHARS]
+            bare = begun.lstrip()
+            if BEGIN.startswith(bare) and bare != BEGIN and len(begun) < MAX_HEAD_CHARS and not self.final:
                 return False
             if not bare.startswith(BEGIN):
                 self.no_call()
                 return True
-            self._marker += self.take(len(self.held) - len(bare) + len(BEGIN))
+            self._marker += self.take(len(begun) - len(bare) + len(BEGIN))
         self.state = self._name
         return True
 
