@@ -305,12 +305,13 @@ async def scripted_fleet(
     num_verifiers: int = 1,
     own: ModelDefaults = NO_DEFAULTS,
     template: str = tiny_tokenizer.CHAT_TEMPLATE,
+    context_len: int = CONTEXT_LEN,
     **settings: Any,
 ) -> AsyncIterator[ScriptedFleet]:
     """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`."""
     codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL, chat_template=template))
     store = MemoryStore()
-    verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
+    verifiers, servers = await _start_verifiers(codec, store, num_verifiers, context_len)
     stop = asyncio.Event()
     gateway, addresses = await start_gateway(codec, store, stop, settings, own)
     try:
@@ -403,7 +404,7 @@ async def verifier_server(verifier: ScriptedVerifier, port: int = 0) -> GrpcServ
 
 
 async def _start_verifiers(
-    codec: TextCodec, store: MemoryStore, num_verifiers: int
+    codec: TextCodec, store: MemoryStore, num_verifiers: int, context_len: int
 ) -> tuple[list[ScriptedVerifier], list[GrpcServer]]:
     verifiers: list[ScriptedVerifier] = []
     servers: list[GrpcServer] = []
@@ -414,7 +415,7 @@ async def _start_verifiers(
             replica_id=f"verifier-{index}",
             role="verifier",
             address=server.address,
-            identity=identity(codec),
+            identity=identity(codec, context_len=context_len),
             max_sessions=8,
         )
         await store.announce(replica, 3600)

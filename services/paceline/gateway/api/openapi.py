@@ -22,7 +22,7 @@ from paceline.gateway.api.openai.bodies import (
 )
 from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
 from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS
-from paceline.gateway.sessions.request import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
+from paceline.gateway.sessions.request import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_LOGPROBS
 
 Json = dict[str, Any]
 
@@ -58,8 +58,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. The same holds for limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream` and `top_logprobs` with `logprobs` (where they ask for something), prompts times `n` up to {max_choices}.
-  Tokens of all prompts, times `n`, times 1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to
-  {max_prompt_logprobs:,}.
+  A request has up to {max_logprobs:,} log probabilities: 1 + alternatives for each token of a prompt, times `n`, and,
+  unless it is a stream, for each of `max_tokens` of all choices. Without `max_tokens`, answers end where these do.
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
   token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   is listed once, even without text of its own; text then waits for the end of its token.
@@ -131,7 +131,7 @@ def openapi_document() -> Json:
     _, schemas = models_json_schema(bodies, ref_template=_REFERENCE)  # type: ignore[arg-type]
     about = ABOUT.format(
         max_choices=MAX_CHOICES,
-        max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+        max_logprobs=MAX_LOGPROBS,
         max_referred=MAX_REFERRED,
         ignored_fields=IGNORED_FIELDS,
         ignored_tools=IGNORED_TOOLS,

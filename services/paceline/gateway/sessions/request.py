@@ -25,8 +25,8 @@ MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
 MAX_TEMPLATE_CHARACTERS = 100_000
-# Of one request; each is a hundred bytes here and in the answer.
-MAX_PROMPT_LOGPROBS = 500_000
+# Of one request, those that are held until the answer is sent; each is a hundred bytes here and in the answer.
+MAX_LOGPROBS = 500_000
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
 
@@ -182,19 +182,17 @@ def check_salt(salt: str) -> str:
     return salt
 
 
-def check_prompt_logprobs(num_tokens: int, prompt_logprobs: int, *, field: str) -> None:
-    """Refuses log probabilities of prompts that would fill the memory: they are held until all of them are there.
+def check_logprobs(num_entries: int, *, field: str) -> None:
+    """Refuses log probabilities that would fill the memory: they are held until all of them are there.
 
     Args:
-        num_tokens: Of all prompts and samples.
-        prompt_logprobs: Alternatives asked for at each.
+        num_entries: Of all prompts and samples, the alternatives included.
         field: Name of the request field, for the error.
 
     Raises:
         InvalidRequestError: There would be too many.
     """
-    num_entries = num_tokens * (1 + max(0, prompt_logprobs))
-    if num_entries > MAX_PROMPT_LOGPROBS:
+    if num_entries > MAX_LOGPROBS:
         raise InvalidRequestError(
-            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} can be answered at once"
+            field, f"asks for {num_entries} log probabilities, at most {MAX_LOGPROBS} can be answered at once"
         )

@@ -22,7 +22,7 @@ from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
     SessionRequest,
-    check_prompt_logprobs,
+    check_logprobs,
     check_salt,
     check_stops,
     new_seed,
@@ -170,7 +170,7 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
         sampling = replace(sampling, seed=new_seed())
     model.output_limit(prompt_len, sampling.max_tokens, default=0, field="sampling.max_tokens")
     if sampling.prompt_logprobs is not None:
-        check_prompt_logprobs(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
+        check_logprobs(prompt_len * (1 + sampling.prompt_logprobs), field="sampling.prompt_logprobs")
     sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 

@@ -1,13 +1,15 @@
 """Builds the response objects of the OpenAI API, whole and in chunks.
 
-Pure: ids and times are passed in. It knows events of sessions and the tokenizer, no transport.
+Pure: ids and times are passed in. It knows events of sessions and the tokenizer, no transport. What has an entry for
+each token is an iterator, made while it is written: there may be half a million of them.
 """
 
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
@@ -196,10 +198,10 @@ class Answer:
         request = choice.request
         place = answer if self._chat else shown
         if request.return_token_ids and not request.resumed:
-            place["prompt_token_ids"] = list(request.prompt_token_ids)
+            place["prompt_token_ids"] = iter(request.prompt_token_ids)
         if choice.ending is not None and request.sampling.prompt_logprobs is not None:
             codec = request.model.codec
-            place["prompt_logprobs"] = [None, *(_by_token_id(codec, each) for each in choice.prompt_logprobs)]
+            place["prompt_logprobs"] = chain([None], (_by_token_id(codec, each) for each in choice.prompt_logprobs))
 
     def usage(self) -> Json:
         """Returns the token counts; a prompt counts once, however many samples it has."""
@@ -241,7 +243,7 @@ class Answer:
             "logprobs": self._logprobs(choice, choice.judged),
             **choice.end,
             **_fates(choice, choice.tokens),
-            **_token_ids(choice, choice.token_ids),
+            **_token_ids(choice, iter(choice.token_ids)),
         }
 
     def _logprobs(self, choice: ChoiceState, judged: Sequence[Judged]) -> Json | None:
@@ -249,7 +251,7 @@ class Answer:
             return None
         codec = choice.request.model.codec
         if self._chat:
-            return {"content": [_chat_position(codec, each) for _, each in judged if each is not None]}
+            return {"content": (_chat_position(codec, each) for _, each in judged if each is not None)}
         return _completion_logprobs(codec, choice, judged)
 
 
@@ -280,15 +282,15 @@ def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
     if not choice.request.token_fates:
         return {}
     return {
-        "token_fates": [
+        "token_fates": (
             {"text": token.text, "fate": None if token.fate is None else token.fate.value} for token in tokens
-        ]
+        )
     }
 
 
-def _token_ids(choice: ChoiceState, token_ids: Sequence[int]) -> Json:
+def _token_ids(choice: ChoiceState, token_ids: Sequence[int] | Iterator[int]) -> Json:
     """Returns generated tokens, as a field of a choice, if the request wants them."""
-    return {"token_ids": list(token_ids)} if choice.request.return_token_ids else {}
+    return {"token_ids": token_ids} if choice.request.return_token_ids else {}
 
 
 def _judged(piece: Piece) -> list[Judged]:
@@ -323,19 +325,20 @@ def _chat_token(codec: TextCodec, token_id: int, logprob: float) -> Json:
 
 
 def _completion_logprobs(codec: TextCodec, choice: ChoiceState, judged: Sequence[Judged]) -> Json:
-    spelled = [codec.token_bytes(token_id) for token_id, _ in judged]
-    offsets: list[int] = []
-    for (token_id, _), data in zip(judged, spelled, strict=True):
-        # Where the character begins that the token is part of; special tokens have no text.
-        offsets.append(choice.characters.num_whole)
-        if codec.is_visible(token_id):
-            choice.characters.add(data)
     return {
-        "tokens": [data.decode(errors="replace") for data in spelled],
-        "token_logprobs": [None if each is None else max(each.logprob, LEAST_LOGPROB) for _, each in judged],
-        "top_logprobs": [None if each is None else _top_by_text(codec, each) for _, each in judged],
-        "text_offset": offsets,
+        "tokens": (codec.token_bytes(token_id).decode(errors="replace") for token_id, _ in judged),
+        "token_logprobs": (None if each is None else max(each.logprob, LEAST_LOGPROB) for _, each in judged),
+        "top_logprobs": (None if each is None else _top_by_text(codec, each) for _, each in judged),
+        "text_offset": _offsets(codec, choice.characters, judged),
     }
+
+
+def _offsets(codec: TextCodec, characters: CharacterCount, judged: Sequence[Judged]) -> Iterator[int]:
+    """Yields where the character begins that each token is part of; special tokens have no text."""
+    for token_id, _ in judged:
+        yield characters.num_whole
+        if codec.is_visible(token_id):
+            characters.add(codec.token_bytes(token_id))
 
 
 def _top_by_text(codec: TextCodec, position: PositionLogprobs) -> dict[str, float]:

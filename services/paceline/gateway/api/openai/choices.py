@@ -26,8 +26,9 @@ from paceline.gateway.message.tools import Toolbox
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
+    MAX_LOGPROBS,
     SessionRequest,
-    check_prompt_logprobs,
+    check_logprobs,
     check_salt,
     check_stops,
     new_seed,
@@ -56,9 +57,12 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
     wanted = _prompt_logprobs(body)
     prompt_logprobs = body.logprobs if body.echo and wanted is None else wanted
     prompt_only = body.max_tokens == 0 and (body.echo or wanted is not None)
-    sampling = _sampling(body, model, prompts, grammar_of(body), body.logprobs, prompt_logprobs)
     max_tokens = 1 if prompt_only else body.max_tokens
-    limit = partial(model.output_limit, max_tokens=max_tokens, default=DEFAULT_MAX_TOKENS, field="max_tokens")
+    least = min(max_tokens or 1, model.context_len)
+    most = _most_tokens(body, prompts, least, body.logprobs, prompt_logprobs)
+    sampling = _sampling(body, model, grammar_of(body), body.logprobs, prompt_logprobs)
+    default = min(DEFAULT_MAX_TOKENS, most)
+    limit = partial(model.output_limit, max_tokens=max_tokens, default=default, field="max_tokens")
     sessions = _sessions(body, model, request_id, prompts, sampling, limit, prompt_only=prompt_only)
     if not body.echo:
         return sessions
@@ -86,14 +90,46 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     toolbox = read_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
     token_ids = chat_tokens(body, model, unknown, keep_last, tools=toolbox.tools, extra=_effort(body))
     token_ids = model.prompt_tokens(token_ids, field="messages")
+    least = min(max_tokens or 1, model.context_len)
+    most = _most_tokens(body, [token_ids], least, logprobs, _prompt_logprobs(body))
     # Calls that have to be made leave no room for content of another form.
     content_grammar = "" if toolbox.enforced else grammar_of(body)
     prompt_end = _prompt_end(model, token_ids)
     grammar = _chat_grammar(content_grammar, model, toolbox, prompt_end)
-    sampling = _sampling(body, model, [token_ids], grammar, logprobs, _prompt_logprobs(body))
-    limit = partial(model.output_limit, max_tokens=max_tokens, default=model.defaults.max_new_tokens, field=field)
+    sampling = _sampling(body, model, grammar, logprobs, _prompt_logprobs(body))
+    default = min(model.defaults.max_new_tokens or model.context_len, most)
+    limit = partial(model.output_limit, max_tokens=max_tokens, default=default, field=field)
     form = _form(model, toolbox, prompt_end, bool(content_grammar))
     return _sessions(body, model, request_id, [token_ids], sampling, limit, form=form)
+
+
+def _most_tokens(
+    body: CommonBody, prompts: Sequence[tuple[int, ...]], max_tokens: int, logprobs: int | None, of_prompt: int | None
+) -> int:
+    """Returns how many tokens each choice may have where a request names no limit, for the sake of log probabilities.
+
+    Args:
+        body: The request.
+        prompts: Their tokens.
+        max_tokens: The least that each choice will have.
+        logprobs: Alternatives asked for at each token; None: nothing.
+        of_prompt: The same at each token of a prompt.
+
+    Raises:
+        InvalidRequestError: It asks for more of them than can be held until the answer is whole.
+    """
+    num_held = body.n * sum(map(len, prompts)) * _num_entries(of_prompt)
+    check_logprobs(num_held, field="prompt_logprobs")
+    if logprobs is None or body.stream:
+        return MAX_LOGPROBS
+    num_by_token = body.n * len(prompts) * _num_entries(logprobs)
+    check_logprobs(num_held + max_tokens * num_by_token, field="logprobs")
+    return (MAX_LOGPROBS - num_held) // num_by_token
+
+
+def _num_entries(alternatives: int | None) -> int:
+    """Returns the log probabilities of one token; what is beyond the limit is refused elsewhere."""
+    return 0 if alternatives is None else 1 + min(max(0, alternatives), MAX_TOP_LOGPROBS)
 
 
 def _prompt_logprobs(body: CommonBody) -> int | None:
@@ -227,15 +263,11 @@ def _sessions(
 def _sampling(
     body: CommonBody,
     model: ServedModel,
-    prompts: Sequence[tuple[int, ...]],
     grammar: str,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> Callable[..., SamplingParams]:
     """Returns what makes sampling parameters of `max_tokens` and `seed`."""
-    if prompt_logprobs is not None:
-        num_tokens = body.n * sum(map(len, prompts))
-        check_prompt_logprobs(num_tokens, prompt_logprobs, field="prompt_logprobs")
     given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0

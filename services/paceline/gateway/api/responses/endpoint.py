@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -327,7 +328,10 @@ async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json]
     call_ids = [item["call_id"] for item in kept.response["output"] if item["type"] == "function_call"]
     answer = ResponseAnswer(_begun(kept), call_ids.__getitem__, after)
     yield answer.opening()
-    yield answer.further(parts_of(kept.response["output"]))
+    for part in parts_of(kept.response["output"]):
+        yield answer.further([part])
+        # Nothing here waits, and there may be thousands.
+        await asyncio.sleep(0)
     answer.response |= {name: value for name, value in kept.response.items() if name != "output"}
     yield answer.closing()
 

@@ -5,8 +5,11 @@ The model knows them by joined names; the API's items hold the two names apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from paceline.gateway.api.openai.tools import FUNCTION
 
 NAMESPACE = "namespace"
 _SEPARATOR = "__"
@@ -37,12 +40,16 @@ def names_within(tools: Sequence[Any]) -> Mapping[str, tuple[str, str]]:
     inner = [
         (tool["name"], each["name"])
         for tool in filter(_is_namespace, tools)
-        for each in tool["tools"]
-        if isinstance(each, dict) and isinstance(each.get("name"), str)
+        for each in filter(_is_function, tool["tools"])
     ]
-    bare = [name for _, name in inner] + [tool.get("name") for tool in tools if isinstance(tool, dict)]
-    by_bare_name = {pair[1]: pair for pair in inner if bare.count(pair[1]) == 1}
-    return by_bare_name | {joined(*pair): pair for pair in inner}
+    alone = (tool["name"] for tool in filter(_is_function, tools))
+    bare = Counter([*alone, *(name for _, name in inner)])
+    return {pair[1]: pair for pair in inner if bare[pair[1]] == 1} | {joined(*pair): pair for pair in inner}
+
+
+def _is_function(tool: Any) -> bool:
+    """Tells whether a tool is one that the model gets; its type may be left out, as nothing else could be meant."""
+    return isinstance(tool, dict) and tool.get("type", FUNCTION) == FUNCTION and isinstance(tool.get("name"), str)
 
 
 def _is_namespace(tool: Any) -> bool:

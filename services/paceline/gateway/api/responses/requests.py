@@ -198,10 +198,11 @@ def joined_turns(messages: Sequence[Json]) -> list[Json]:
         # A second text, or reasoning behind it, begins another turn.
         ended = "content" in last and not message.keys().isdisjoint({"content", "reasoning_content"})
         if message["role"] != "assistant" or last.get("role") != "assistant" or ended:
-            turns.append(dict(message))
+            turns.append({**message, **({"tool_calls": [*message["tool_calls"]]} if "tool_calls" in message else {})})
             continue
-        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+        if "tool_calls" in message:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
         # The first has its place.
-        turns[-1] = {**message, **last, **({"tool_calls": calls} if calls else {})}
+        turns[-1] = {**message, **last}
     # To most templates, reasoning alone is no message.
     return [{"content": "", **turn} for turn in turns]

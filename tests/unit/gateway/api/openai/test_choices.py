@@ -14,7 +14,7 @@ from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.http.body import parse_json_object
 from paceline.gateway.http.errors import to_http
-from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.sessions.request import MAX_LOGPROBS, SessionRequest
 from tests.support.openai_bodies import (
     CODEC,
     CONTEXT_LEN,
@@ -294,3 +294,21 @@ def test_more_likelihoods_of_prompts_than_are_told_at_once_are_refused() -> None
     with pytest.raises(InvalidRequestError, match="asks for 806400 log probabilities") as caught:
         completion(body(prompt=prompts, prompt_logprobs=20), model=roomy)
     assert to_http(caught.value).param == "prompt_logprobs"
+
+
+def test_log_probabilities_are_bounded_over_all_choices_before_any_work() -> None:
+    """The third audit: `n` of 128 held gigabytes of them, and wrote them at once."""
+    wide = ServedModel(identity=replace(MODEL.identity, context_len=10**6), codec=CODEC)
+    asked = {"n": 10, "logprobs": True, "top_logprobs": 4}
+    [session, *_] = chat(chat_body(**asked), model=wide)
+    assert session.sampling.max_tokens == MAX_LOGPROBS // 50
+    for raw, read in (
+        (chat_body(**asked, max_tokens=10_001), chat),
+        (body(n=10, logprobs=4, max_tokens=10_001), completion),
+    ):
+        with pytest.raises(InvalidRequestError, match="asks for 500050 log probabilities, at most 500000") as refused:
+            read(raw, model=wide)
+        assert refused.value.field == "logprobs"
+    # A stream holds none of them.
+    [session, *_] = chat(chat_body(**asked, max_tokens=10_001, stream=True), model=wide)
+    assert session.sampling.max_tokens == 10_001

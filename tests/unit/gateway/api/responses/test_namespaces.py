@@ -30,3 +30,9 @@ def test_tools_within_have_paths_of_their_own_and_odd_ones_stay() -> None:
     odd: list[Any] = [5, {"type": "namespace"}, {"type": "namespace", "name": "a", "tools": [7]}]
     assert list(flat(odd)) == [("tools[0]", 5), ("tools[1]", odd[1]), ("tools[2].tools[0]", 7)]
     assert names_within(odd) == {}
+
+
+def test_what_is_no_function_takes_no_name_from_one() -> None:
+    """The third audit: tools that the model never gets were counted, and with the square of their number."""
+    tools = [space("a", "f"), {"type": "namespace", "name": "b", "tools": [{"type": "custom", "name": "f"}]}]
+    assert names_within([*tools, {"type": "custom", "name": "f"}]) == {"f": ("a", "f"), "a__f": ("a", "f")}
