@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoints.config_fields import CONFIG, END_TOKENS, GENERATION, SPELLING, TOKENIZER
 from paceline.checkpoints.fields import check
@@ -22,6 +23,9 @@ IGNORED = "eos_token_id: {} are ignored, since the vocabulary has {} ids ({})"
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
 HASH_CHARS = 32
+# Newer checkpoints list all added tokens in their settings, and then the older file does not count.
+LISTED_TOKENS, SPECIAL_TOKENS_FILE = "added_tokens_decoder", "special_tokens_map.json"
+EXTRA_TOKENS, OLD_EXTRA_TOKENS = "extra_special_tokens", "additional_special_tokens"
 
 
 def fingerprint(settings: Iterable[bytes], weight_files: Iterable[Path]) -> str:
@@ -131,12 +135,36 @@ def _warn(line: str) -> None:
     logger.warning(line)
 
 
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json, with the special tokens of an older folder.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    settings, older = (
+        read_object(path) if path.is_file() else {} for path in (folder / TOKENIZER, folder / SPECIAL_TOKENS_FILE)
+    )
+    if OLD_EXTRA_TOKENS in settings and not settings.get(EXTRA_TOKENS):
+        settings[EXTRA_TOKENS] = settings.pop(OLD_EXTRA_TOKENS)
+    return settings if LISTED_TOKENS in settings else {**settings, **older}
+
+
 def _tokenizers_own(folder: Path) -> tuple[int, ...]:
-    path, tokenizer = folder / TOKENIZER, folder / "tokenizer.json"
-    settings = read_object(path) if path.is_file() else {}
-    check(settings, SPELLING, path)
+    tokenizer = folder / "tokenizer.json"
+    settings = tokenizer_settings(folder)
+    check(settings, SPELLING, folder / TOKENIZER)
     spelled = settings.get("eos_token")
     spelled = spelled["content"] if isinstance(spelled, dict) else spelled
     if spelled is None or not tokenizer.is_file():
         return ()
-    return tuple(token_id for token_id, token in _tokens(tokenizer).items() if token == spelled)
+    found = tuple(token_id for token_id, token in _tokens(tokenizer).items() if token == spelled)
+    return found or _added_beside(folder, spelled)
+
+
+def _added_beside(folder: Path, spelled: str) -> tuple[int, ...]:
+    """Returns the id of a token that only other files than tokenizer.json name."""
+    # A service beside another engine needs no tokenizer of its own.
+    from paceline.checkpoints.tokenizer import read_tokenizer
+
+    token_id = read_tokenizer(folder).token_to_id(spelled)
+    return () if token_id is None else (token_id,)

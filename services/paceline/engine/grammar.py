@@ -18,6 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from typing_extensions import override
 
+from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import ConfigError, InvalidRequestError, MovedError
 from paceline.core.grammar import FIELD, Bits, GrammarState
 
@@ -96,11 +97,11 @@ class Grammars:
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        path = folder.expanduser() / "tokenizer.json"
+        text = read_tokenizer(folder.expanduser()).to_str()
         try:
-            self._tokenizer = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except Exception as error:  # the library raises nothing more precise
-            raise ConfigError(f"{path}: grammars cannot be served with this tokenizer: {error}") from error
+            raise ConfigError(f"{folder}: grammars cannot be served with this tokenizer: {error}") from error
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
+from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
@@ -114,11 +115,7 @@ class Simulation:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        path = self.folder / "tokenizer.json"
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            raise ConfigError(f"--model {self.folder}: needs a tokenizer.json: {error}") from error
+        return read_tokenizer(self.folder)
 
     @cached_property
     def _eos_token_ids(self) -> tuple[int, ...]:

@@ -16,14 +16,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paceline.checkpoints.identity import vocab_hash
-from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.checkpoints.tokenizer import read_tokenizer
+from paceline.core.errors import InvalidRequestError
 from paceline.gateway.text.chat_template import ChatTemplate, up_to_mark, with_end_marked
 from paceline.gateway.text.demands import Message
 from paceline.gateway.text.detokenizer import Decodes
 from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
 from paceline.gateway.text.template_files import read_templates
 
-TOKENIZER_FILE = "tokenizer.json"
 # Requests that bring templates of their own mostly bring the same one.
 _NUM_TEMPLATES = 16
 _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -102,13 +102,7 @@ class TextCodec:
         Raises:
             ConfigError: The folder holds no tokenizer, or the tokenizer or a template cannot be read or used.
         """
-        path = folder / TOKENIZER_FILE
-        if not path.is_file():
-            raise ConfigError(f"{folder} holds no {TOKENIZER_FILE}; give a checkpoint folder with a fast tokenizer")
-        try:
-            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises nothing more precise
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        tokenizer = read_tokenizer(folder)
         sources = read_templates(folder, chat_template)
         template, tool_template = (
             None if source is None else ChatTemplate(source, sources.special_tokens)

@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.identity import tokenizer_settings
 from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.tokenizer import named_tokens
 from paceline.core.errors import ConfigError
 
-SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 # Further templates, each named by its file.
 TEMPLATES_FOLDER = "additional_chat_templates"
 # Older checkpoints with processors have it.
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
-# Older checkpoints have it; newer ones list all special tokens in their settings, and then it does not count.
-SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_LISTED_TOKENS = "added_tokens_decoder"
-NAMED_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 _DEFAULT, _TOOL_USE, _SUFFIX = "default", "tool_use", ".jinja"
 
 
@@ -48,13 +45,13 @@ def read_templates(folder: Path, replacement: Path | None = None) -> TemplateSou
     Raises:
         ConfigError: A file cannot be read.
     """
-    settings = _json_object(folder / SETTINGS_FILE)
+    settings = tokenizer_settings(folder)
     named = _named_templates(folder, settings) if replacement is None else {_DEFAULT: _text(replacement)}
     default = named.get(_DEFAULT, named.get(_TOOL_USE))
     return TemplateSources(
         default=default,
         tool_use=None if default is None else named.get(_TOOL_USE),
-        special_tokens=_special_tokens(folder, settings),
+        special_tokens=named_tokens(settings),
     )
 
 
@@ -78,18 +75,6 @@ def _by_name(given: object) -> Mapping[str, str]:
     if isinstance(given, list):
         given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
     return {name: each for name, each in given.items() if isinstance(each, str)} if isinstance(given, dict) else {}
-
-
-def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    if _LISTED_TOKENS not in settings:
-        settings = {**settings, **_json_object(folder / SPECIAL_TOKENS_FILE)}
-    tokens: dict[str, str] = {}
-    for name in NAMED_SPECIAL_TOKENS:
-        value = settings.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            tokens[name] = content
-    return tokens
 
 
 def _json_object(path: Path) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoints.identity import eos_token_ids
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.text.chat_template import ChatTemplate
 from paceline.gateway.text.codec import TextCodec
@@ -173,3 +174,76 @@ def test_a_folder_with_a_broken_or_missing_file_is_refused(tmp_path: Path) -> No
         (folder / name).write_bytes(content)
         with pytest.raises(ConfigError, match=problem):
             TextCodec.from_folder(folder)
+
+
+MARK, OTHER = "<|im_start|>", "<tool>"
+LISTED = {"320": {"content": MARK, "special": True}, "321": {"content": OTHER}}
+OUT_OF_ORDER = {"9": {"content": MARK, "special": True, "normalized": False}, "5": {"content": OTHER, "lstrip": True}}
+WITH_TYPE = {"__type": "AddedToken", "content": MARK, "normalized": False, "special": False}
+FOLDERS: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "added_tokens_decoder": {"tokenizer_config.json": {"added_tokens_decoder": LISTED}},
+    "added_tokens_decoder with other ids": {"tokenizer_config.json": {"added_tokens_decoder": OUT_OF_ORDER}},
+    "a known token that only the settings call special": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"300": {"content": "the", "special": True}}}
+    },
+    "a known token that the settings call special no more": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"0": {"content": "<|begin|>", "special": False}}}
+    },
+    "additional_special_tokens": {"tokenizer_config.json": {"additional_special_tokens": [MARK, OTHER]}},
+    "extra_special_tokens": {"tokenizer_config.json": {"extra_special_tokens": [MARK, OTHER]}},
+    "extra_special_tokens with names": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": MARK}}},
+    "both lists": {
+        "tokenizer_config.json": {"additional_special_tokens": [OTHER], "extra_special_tokens": [MARK, WITH_TYPE]}
+    },
+    "eos_token alone": {"tokenizer_config.json": {"eos_token": MARK}},
+    "eos_token, an object": {"tokenizer_config.json": {"eos_token": WITH_TYPE, "pad_token": OTHER}},
+    "eos_token, a plain word of the vocabulary": {"tokenizer_config.json": {"eos_token": "the"}},
+    "a token of the model's own": {"tokenizer_config.json": {"audio_token": MARK}},
+    "added_tokens.json": {"added_tokens.json": {OTHER: 321, MARK: 320}},
+    "added_tokens.json and a map": {
+        "added_tokens.json": {MARK: 320, OTHER: 321},
+        "special_tokens_map.json": {"eos_token": MARK, "additional_special_tokens": [OTHER]},
+    },
+    "a map alone": {"special_tokens_map.json": {"eos_token": {"content": MARK, "lstrip": True, "normalized": False}}},
+    "a map that a list makes void": {
+        "tokenizer_config.json": {"added_tokens_decoder": LISTED},
+        "added_tokens.json": {"<void>": 322},
+        "special_tokens_map.json": {"eos_token": "<void>"},
+    },
+    "no token of begin": {"tokenizer_config.json": {"bos_token": "<|begin|>", "add_bos_token": False}},
+    "a token of end": {
+        "tokenizer_config.json": {"eos_token": "<|end|>", "bos_token": "<|begin|>", "add_eos_token": True}
+    },
+}
+TEXTS = (
+    f"the {MARK}user fox {MARK} H{OTHER}I the",
+    "the quick<|begin|>brown <|end|> <void> fox",
+)
+
+
+@pytest.mark.parametrize("shape", FOLDERS)
+def test_a_folder_s_tokenizer_is_the_one_that_transformers_makes_of_it(tmp_path: Path, shape: str) -> None:
+    """Marks of chats that stood in another file than tokenizer.json were cut into letters, silently."""
+    transformers = pytest.importorskip("transformers")
+    tiny_tokenizer.train().save(str(tmp_path / "tokenizer.json"))
+    for name, content in FOLDERS[shape].items():
+        (tmp_path / name).write_text(json.dumps(content))
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    codec = TextCodec.from_folder(tmp_path)
+    for text in TEXTS:
+        for special_tokens in (True, False):
+            told = codec.encode(text, field="text", special_tokens=special_tokens, context_len=1000)
+            assert list(told) == oracle(text, add_special_tokens=special_tokens)["input_ids"]
+            assert codec.decode(told) == oracle.decode(told, skip_special_tokens=True)
+            assert codec.decode(told, special_tokens=True) == oracle.decode(told)
+    assert codec.vocab_size == len(oracle)
+    assert eos_token_ids(tmp_path, None, 10_000) == tuple(each for each in [oracle.eos_token_id] if each is not None)
+
+
+@pytest.mark.parametrize("settings", [{"added_tokens_decoder": {"one": {}}}, {"extra_special_tokens": [7.5]}])
+def test_tokens_that_cannot_be_added_keep_a_gateway_from_starting(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json: names tokens that cannot be added"):
+        TextCodec.from_folder(folder)
