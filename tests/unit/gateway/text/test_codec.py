@@ -11,6 +11,8 @@ import pytest
 
 from paceline.checkpoints.identity import eos_token_ids
 from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.gateway.text import codec as codec_module
+from paceline.gateway.text import spellings
 from paceline.gateway.text.chat_template import ChatTemplate
 from paceline.gateway.text.codec import TextCodec
 from tests.support import tiny_tokenizer
@@ -247,3 +249,61 @@ def test_tokens_that_cannot_be_added_keep_a_gateway_from_starting(tmp_path: Path
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"tokenizer_config.json: names tokens that cannot be added"):
         TextCodec.from_folder(folder)
+
+
+LETTERS = "xq" * (1 << 20)
+WORDS = "the fox zj " * 40_000
+
+
+@pytest.fixture
+def most_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each text, or piece of one, that was read."""
+    made: list[int] = []
+
+    class Counting:
+        def __init__(self, tokenizer: Any) -> None:
+            self._tokenizer = tokenizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+        def encode_batch_fast(self, texts: list[str], **settings: Any) -> Any:
+            [encoding] = self._tokenizer.encode_batch_fast(texts, **settings)
+            made.append(len(encoding))
+            return [encoding]
+
+    read = spellings.token_ids
+    for module in (spellings, codec_module):
+        monkeypatch.setattr(module, "token_ids", lambda tokenizer, *a, **k: read(Counting(tokenizer), *a, **k))
+    return made
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokens(most_tokens: list[int], chat: bool) -> None:
+    """Two of 4 MiB took 1.7 GiB, more than the chart gives a gateway."""
+    codec = TextCodec(tiny_tokenizer.train(), ChatTemplate(PRINTS, {}))
+    context_len = len(LETTERS) // 4
+    with pytest.raises(InvalidRequestError, match=f"more than the context of {context_len} tokens"):
+        if chat:
+            content = [{"role": "user", "content": LETTERS + "<|end|>"}]
+            codec.encode_chat(content, {}, field="messages", context_len=context_len)
+        else:
+            codec.encode(LETTERS, field="prompt", special_tokens=True, context_len=context_len)
+    assert sum(most_tokens) < 3 * context_len
+    assert max(most_tokens) <= spellings.PIECE_CHARACTERS
+
+
+def test_the_last_tokens_of_a_long_text_are_found_without_all_of_it(most_tokens: list[int]) -> None:
+    tokenizer = tiny_tokenizer.train()
+    codec = TextCodec(tokenizer, None)
+    told = codec.encode(WORDS, field="prompt", special_tokens=True, context_len=1_000_000, keep_last=500)
+    assert sum(most_tokens) < 4 * spellings.PIECE_CHARACTERS
+    assert list(told) == tokenizer.encode(WORDS).ids[-500:]
+
+
+@pytest.mark.parametrize("keep_last", [None, 10_000_000])
+def test_a_long_text_that_fits_is_read_as_one(keep_last: int | None) -> None:
+    tokenizer = tiny_tokenizer.train()
+    wanted = tokenizer.encode(WORDS).ids
+    given = {"field": "prompt", "special_tokens": True, "keep_last": keep_last}
+    assert list(TextCodec(tokenizer, None).encode(WORDS, context_len=len(wanted), **given)) == wanted
