@@ -112,7 +112,7 @@ records = st.builds(
     num_draft_tokens=uint32,
     num_accepted_draft_tokens=uint32,
     acceptance_histogram=token_ids,
-    mean_batch_size=float32,
+    mean_batch_size=st.floats(0, width=32, allow_nan=False, allow_infinity=False),
     num_hits=uint32,
     num_misses=uint32,
     lossy=st.booleans(),

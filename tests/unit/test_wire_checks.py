@@ -363,6 +363,15 @@ def test_a_text_beyond_the_context_is_refused_before_its_tokens_are_made() -> No
         wire.generate_request_from_pb(message, context_len=64)
 
 
+def test_a_message_has_at_most_the_distributions_of_a_part() -> None:
+    """Audit 3, a13: 800,000 distributions in one message."""
+    message = draft_response()
+    for _ in range(1025):
+        message.drafts[0].distributions.add()
+    with pytest.raises(RemoteProtocolError, match="DraftResponse: distributions: has 1025 entries, at most 1024"):
+        wire.draft_response_from_pb(message)
+
+
 @pytest.mark.parametrize("kind", ["opens", "closes", "states", "commits"])
 def test_a_message_holds_at_most_as_many_as_a_part(kind: str) -> None:
     """Audit 3, a13: 4 million entries of four bytes each kept an event loop busy for seconds."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from paceline.forest import Forest
+from paceline.forest import UNLEARNED, Forest
 
 # Sources whose calibration an engine keeps; addresses of drafters come and go.
 MAX_CALIBRATIONS = 256
@@ -31,13 +31,15 @@ class CalibrationStore(Generic[Key]):
 
     def of(self, key: Key) -> int:
         """The number of that of a key; a new one begins where a predecessor's of the same kind ended."""
-        known = self._known.get(key)
+        known = self._known.pop(key, None)
         if known is None:
-            if len(self._known) >= MAX_CALIBRATIONS:
-                self._known.pop(next(iter(self._known)))
-            known = self._known[key] = self._forest.new_calibration()
-            if (kind := self._kind_of(key)) in self._learned:
-                self._forest.set_calibration(known, self._learned[kind])
+            if len(self._known) < MAX_CALIBRATIONS:
+                known = self._forest.new_calibration()
+            else:
+                # That of the drafter that was paired longest ago; what is left of its sessions teaches another.
+                known = self._known.pop(next(iter(self._known)))
+            self._forest.set_calibration(known, self._learned.get(self._kind_of(key), UNLEARNED))
+        self._known[key] = known
         return known
 
     def learned(self) -> dict[str, list[float]]:

@@ -53,7 +53,8 @@ class DrafterTier:
         # Rows of sessions whose drafters are to be told of commits.
         self._told: list[Ints] = []
         self._broken: dict[str, RemoteProtocolError] = {}
-        self._answered: list[LinkedSession] = []
+        # Numbers of sessions that drafters have asked for since the last step.
+        self._answered: set[int] = set()
         # By their numbers, which are never used again.
         self._sessions: dict[int, LinkedSession] = {}
         self._numbers = count(1)
@@ -132,9 +133,9 @@ class DrafterTier:
     def _answer(self, message: LaggingSession, drafter: ConnectedDrafter) -> None:
         """Sends what a drafter lacks; once a step, so that it cannot make us work by asking more often."""
         session = self._sessions.get(message.number)
-        if session is None or session.link.drafter is not drafter or session in self._answered:
+        if session is None or session.link.drafter is not drafter or message.number in self._answered:
             return
-        self._answered.append(session)
+        self._answered.add(message.number)
         self.queue(session.link.address, session.link.catch_up(message))
         self._told.append(rows_of([session.tree.row]))
 

@@ -1,7 +1,7 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
 from paceline.forest.columns import NO_GUESSES, Calls, Committed, Grafts, Guesses, Picked, Taken, rows_of
-from paceline.forest.forest import Forest
+from paceline.forest.forest import UNLEARNED, Forest
 from paceline.forest.links import Links
 from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
 from paceline.forest.warming import warm_up
@@ -10,6 +10,7 @@ __all__ = [
     "NONE",
     "NO_GUESSES",
     "ROOT",
+    "UNLEARNED",
     "Bools",
     "Calls",
     "Committed",

@@ -42,6 +42,9 @@ from paceline.forest.records import (
 # Rows and calibrations that a forest begins with; it doubles when they are taken.
 FIRST_ROWS, FIRST_CALIBRATIONS = 8, 8
 
+# A calibration that believes its source: slope and intercept, their variances and covariance.
+UNLEARNED = (1.0, 0.0, SLOPE_VARIANCE, INTERCEPT_VARIANCE, 0.0)
+
 _NO_CHANCES = np.empty(0)
 
 
@@ -166,7 +169,7 @@ class Forest:
             self._add_calibrations(self._num_calibrations)
         number = self._num_calibrations
         self._num_calibrations += 1
-        self.set_calibration(number, (1.0, 0.0, SLOPE_VARIANCE, INTERCEPT_VARIANCE, 0.0))
+        self.set_calibration(number, UNLEARNED)
         return number
 
     def set_calibration(self, number: int, learned: Sequence[float]) -> None:

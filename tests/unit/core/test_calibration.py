@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from paceline.core.calibration import CalibrationStore
+from paceline.core.calibration import MAX_CALIBRATIONS, CalibrationStore
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree
-from paceline.forest import Forest
+from paceline.forest import UNLEARNED, Forest
 from paceline.forest.calibrating import MAX_MARGIN, margin, observe
 from tests.support.guesses import NodeGuess
 from tests.support.trees import advance, graft_into, nodes_of, seen
@@ -121,3 +121,18 @@ def test_a_successor_begins_where_a_calibration_of_the_same_kind_ended():
     assert store.learned() == {"a": [0.9, 0.1, 0.2, 0.3, 0.0], "b": [1.0, 0.0, 0.25, 0.5, 0.0]}
     with pytest.raises(ValueError, match="no calibration"):
         store.resume({"a": [0.9, 0.1, -0.2, 0.3, 0.0]})
+
+
+def test_drafters_that_come_and_go_leave_no_calibrations_behind():
+    """Audit 3, a08: each new address took a row of the forest for good."""
+    forest = Forest((DRAFT_MODEL,))
+    store: CalibrationStore[str] = CalibrationStore(forest, lambda key: key)
+    own = store.of("own")
+    forest.set_calibration(own, [0.5, 0.1, 0.2, 0.3, 0.0])
+    for number in range(1000):
+        other = store.of(f"drafter {number}")
+        assert forest.calibration(other) == [*UNLEARNED]
+        forest.set_calibration(other, [0.7, 0.1, 0.2, 0.3, 0.0])
+        assert store.of("own") == own != other
+    assert len(forest.arrays.calibrations) <= MAX_CALIBRATIONS
+    assert store.learned()["own"] == [0.5, 0.1, 0.2, 0.3, 0.0]
