@@ -15,7 +15,7 @@ import pytest
 from tests.k8s.images import REPOSITORY_NAME, build_all
 from tests.k8s.kubelet import Kubelet
 from tests.k8s.podman import Podman
-from tests.unit.k8s.chart import REPOSITORY, TIERS, Document, Rendered, Values, render, values_files
+from tests.unit.k8s.chart import REPOSITORY, TIERS, Document, Rendered, render, values_files
 
 PROGRAMS = ("podman", "runc", "conmon", "debootstrap", "ip")
 # What a container is made of; a sandbox may forbid it though it lets podman be installed.
@@ -52,31 +52,20 @@ def podman(request: pytest.FixtureRequest) -> Iterator[Podman]:
             podman.remove()
 
 
-def rendered_with_own_images(values: Values) -> Rendered:
-    """The chart with the images built here."""
-    return render({**values, "image": {"repository": REPOSITORY_NAME, "tag": TAG, "pullPolicy": "Never"}})
-
-
 def rendered_demo(**values: Any) -> Rendered:
-    """The chart as values/cpu-demo.yaml has it, with values beside."""
+    """The chart as values/cpu-demo.yaml has it, with the images built here and values beside."""
     demo = values_files()["cpu-demo"]
-    return rendered_with_own_images(
-        {**demo, **{name: {**demo.get(name, {}), **given} for name, given in values.items()}}
-    )
+    beside = {name: {**demo.get(name, {}), **given} for name, given in values.items()}
+    return render({**demo, **beside, "image": {"repository": REPOSITORY_NAME, "tag": TAG, "pullPolicy": "Never"}})
 
 
 @pytest.fixture(scope="session")
 def images(request: pytest.FixtureRequest, podman: Podman) -> dict[str, str]:
     """Names of the images of each tier, built now."""
-    return built(request, podman, rendered_demo())
-
-
-def built(request: pytest.FixtureRequest, podman: Podman, rendered: Rendered) -> dict[str, str]:
-    """Builds the images of a release; returns their names by tier."""
+    rendered = rendered_demo()
     names = {tier: rendered.container(tier)["image"] for tier in (STORE, *TIERS)}
     if not (request.config.getoption("--keep-images") and all(map(podman.has_image, names.values()))):
-        targets = [names[tier].rpartition("/")[2].partition(":")[0] for tier in TIERS]
-        build_all(podman, names[STORE], TAG, targets)
+        build_all(podman, names[STORE], TAG)
     return names
 
 

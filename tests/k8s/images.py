@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.k8s.podman import BUILD_TIMEOUT_S, Podman
@@ -23,19 +22,12 @@ REPOSITORY_NAME = "localhost/paceline"
 STORE_DOCKERFILE = Path(__file__).parent / "Store.Dockerfile"
 
 
-def build_all(podman: Podman, store_image: str, tag: str, targets: Sequence[str] = TIERS) -> None:
-    """Builds services and the store, under the names that the chart is told.
-
-    Args:
-        podman: Where.
-        store_image: Name of the store's.
-        tag: Of all.
-        targets: Of the Dockerfile.
-    """
+def build_all(podman: Podman, store_image: str, tag: str) -> None:
+    """Builds services and the store, under the names that the chart is told."""
     base = re.findall(r"^ARG BASE=(\S+)$", (K8S / "Dockerfile").read_text(), re.MULTILINE)[0]
     if not podman.has_image(base):
         _make_base(podman, base)
-    for target in targets:
+    for target in TIERS:
         build(podman, K8S / "Dockerfile", f"{REPOSITORY_NAME}/{target}:{tag}", "--target", target)
     build(podman, STORE_DOCKERFILE, store_image, "--build-arg", f"BASE={base}")
 

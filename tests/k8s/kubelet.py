@@ -4,13 +4,12 @@ What podman 4.3 cannot play is changed first, and nothing else: a pod template i
 is of; Secrets become ConfigMaps, and are written out where arguments name them; the pod's address is its name on the
 network; probes are asked from here; ports are not listed, since podman would open each on this machine.
 
-A tier names its first replica, `verifier-1` the second.
+Each tier has one replica.
 """
 
 from __future__ import annotations
 
 import copy
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ class Kubelet:
         folder: For files that podman reads.
         network: Its network; Services are names on it.
         secrets: Secrets that the chart does not make.
-        states: What the readiness probe of each replica said from the start until it was ready, repetitions left out.
+        states: What the readiness probe of each tier said from the start until it was ready, repetitions left out.
     """
 
     podman: Podman
@@ -58,52 +57,43 @@ class Kubelet:
         Raises:
             TimeoutError: One does not in the time that its startup probe gives.
         """
-        names = [name for tier in tiers for name in self.replicas(tier)]
-        for name in names:
-            self._play(name)
+        for tier in tiers:
+            self._play(tier)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(self.until_ready, names))
+            list(pool.map(self.until_ready, tiers))
 
-    def replicas(self, tier: str) -> list[str]:
-        """Names of the replicas of a tier."""
-        count = self.rendered.workloads[tier]["spec"].get("replicas", 1)
-        return [tier, *(f"{tier}-{number}" for number in range(1, count))]
-
-    def restart(self, name: str) -> None:
+    def restart(self, tier: str) -> None:
         """Starts a container that has ended, and waits as at its first start; its pod may get another address.
 
         Raises:
             TimeoutError: It is not ready in the time that the startup probe gives.
         """
-        self._addresses.pop(name, None)
-        self.podman("start", container_name(name))
-        self.until_ready(name)
+        self._addresses.pop(tier, None)
+        self.podman("start", container_name(tier))
+        self.until_ready(tier)
 
-    def until_ready(self, name: str) -> None:
+    def until_ready(self, tier: str) -> None:
         """Waits for the readiness probe.
 
         Raises:
             TimeoutError: It does not pass in the time that the startup probe gives.
         """
-        startup = self.rendered.container(tier_of(name)).get(
-            "startupProbe", {"periodSeconds": 2, "failureThreshold": 60}
-        )
+        startup = self.rendered.container(tier).get("startupProbe", {"periodSeconds": 2, "failureThreshold": 60})
         deadline_s = time.monotonic() + startup["periodSeconds"] * startup["failureThreshold"]
-        states = self.states.setdefault(name, [])
-        for state in self._states(name):
+        states = self.states.setdefault(tier, [])
+        for state in self._states(tier):
             if states[-1:] != [state]:
                 states.append(state)
             if state == "ready":
                 return
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{name} is not ready ({states}): {self.logs(name)}")
+                raise TimeoutError(f"{tier} is not ready ({states}): {self.logs(tier)}")
             time.sleep(POLL_S)
 
-    def ask(self, name: str, kind: str) -> str:
+    def ask(self, tier: str, kind: str) -> str:
         """Asks a probe of a replica: `ready`, or why not."""
-        tier = tier_of(name)
         probe = self.rendered.container(tier)[kind]
-        address = self._address(name)
+        address = self._address(tier)
         if "grpc" in probe:
             return _ask_grpc(f"{address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""))
         if "httpGet" in probe:
@@ -111,80 +101,68 @@ class Kubelet:
             return _ask_http(
                 f"{get['scheme'].lower()}://{address}:{self.rendered.ports(tier)[get['port']]}{get['path']}"
             )
-        if "tcpSocket" in probe:
-            return _ask_tcp(address, self.rendered.ports(tier)[probe["tcpSocket"]["port"]])
-        return self._ask_inside(name, probe["exec"]["command"])
+        return self._ask_inside(tier, probe["exec"]["command"])
 
-    def run_in(self, name: str, *command: str) -> str:
+    def run_in(self, tier: str, *command: str) -> str:
         """Runs a command in a container, as an exec hook does; returns what it prints."""
-        return self.podman("exec", container_name(name), *command)
+        return self.podman("exec", container_name(tier), *command)
 
-    def logs(self, name: str) -> str:
+    def logs(self, tier: str) -> str:
         """The end of what a container said."""
-        return self.podman("logs", "--tail=20", container_name(name))
+        return self.podman("logs", "--tail=20", container_name(tier))
 
     def url(self) -> str:
         """Where the gateway serves HTTP."""
         return f"http://{self._address('gateway')}:{self.rendered.ports('gateway')['http']}"
 
-    def _play(self, name: str) -> None:
-        manifest = self.folder / f"{name}.yaml"
-        manifest.write_text(yaml.safe_dump_all(self._playable(name), sort_keys=False))
-        self.podman("kube", "play", "--network", f"{self.network}:alias={RELEASE}-{name}", str(manifest))
+    def _play(self, tier: str) -> None:
+        manifest = self.folder / f"{tier}.yaml"
+        manifest.write_text(yaml.safe_dump_all(self._playable(tier), sort_keys=False))
+        self.podman("kube", "play", "--network", f"{self.network}:alias={RELEASE}-{tier}", str(manifest))
 
-    def _address(self, name: str) -> str:
+    def _address(self, tier: str) -> str:
         """Address of a pod, which it keeps while it lives."""
-        if name not in self._addresses:
-            self._addresses[name] = self.podman.address(pod_name(name))
-        return self._addresses[name]
+        if tier not in self._addresses:
+            self._addresses[tier] = self.podman.address(f"{RELEASE}-{tier}-0")
+        return self._addresses[tier]
 
-    def _states(self, name: str) -> Iterator[str]:
+    def _states(self, tier: str) -> Iterator[str]:
         while True:
-            yield self.ask(name, "readinessProbe")
+            yield self.ask(tier, "readinessProbe")
 
-    def _ask_inside(self, name: str, command: list[str]) -> str:
+    def _ask_inside(self, tier: str, command: list[str]) -> str:
         try:
-            self.run_in(name, *command)
+            self.run_in(tier, *command)
         except PodmanError:
             return "unreachable"
         return "ready"
 
-    def _playable(self, name: str) -> list[Document]:
+    def _playable(self, tier: str) -> list[Document]:
         secrets = [
             {**secret, "kind": "ConfigMap", "data": secret["stringData"]}
             for secret in (*self.rendered.of_kind("Secret"), *self.secrets)
         ]
-        template = copy.deepcopy(self.rendered.pod(tier_of(name)))
+        template = copy.deepcopy(self.rendered.pod(tier))
         container = template["spec"]["containers"][0]
-        container["env"] = [_filled(entry, f"{RELEASE}-{name}") for entry in container.get("env", ())]
+        container["env"] = [_filled(entry, f"{RELEASE}-{tier}") for entry in container.get("env", ())]
         container.pop("ports")
         passwords = {key: value for secret in secrets for key, value in secret["data"].items()}
         container["args"] = [_written_out(each, container["env"], passwords) for each in container.get("args", ())]
-        template["spec"]["volumes"] = [_playable_volume(volume, name) for volume in template["spec"]["volumes"]]
+        template["spec"]["volumes"] = [_playable_volume(volume, tier) for volume in template["spec"]["volumes"]]
         for mount in container["volumeMounts"]:
-            mount["name"] = f"{name}-{mount['name']}"
-        metadata = {"name": pod_name(name), "labels": template["metadata"]["labels"]}
+            mount["name"] = f"{tier}-{mount['name']}"
+        metadata = {"name": f"{RELEASE}-{tier}-0", "labels": template["metadata"]["labels"]}
         return [*secrets, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}]
 
 
-def tier_of(name: str) -> str:
-    """The tier of a replica."""
-    return name.partition("-")[0]
-
-
-def pod_name(name: str) -> str:
-    """Name of a replica's pod."""
-    return f"{RELEASE}-{name}" if "-" in name else f"{RELEASE}-{name}-0"
-
-
-def container_name(name: str) -> str:
+def container_name(tier: str) -> str:
     """Name that podman gives to its container."""
-    return f"{pod_name(name)}-{tier_of(name)}"
+    return f"{RELEASE}-{tier}-0-{tier}"
 
 
-def _playable_volume(volume: dict[str, Any], name: str) -> dict[str, Any]:
-    """An emptyDir is a volume of its name to podman, which pods would share but for the replica in it."""
-    played = {**volume, "name": f"{name}-{volume['name']}"}
+def _playable_volume(volume: dict[str, Any], tier: str) -> dict[str, Any]:
+    """An emptyDir is a volume of its name to podman, which pods would share but for the tier in it."""
+    played = {**volume, "name": f"{tier}-{volume['name']}"}
     secret = played.pop("secret", None)
     if secret is not None:
         played["configMap"] = {("name" if key == "secretName" else key): value for key, value in secret.items()}
@@ -219,14 +197,6 @@ def _ask_grpc(address: str, service: str) -> str:
             return "unreachable"
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     return "ready" if serving else health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-
-
-def _ask_tcp(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return "unreachable"
-    return "ready"
 
 
 def _ask_http(url: str) -> str:

@@ -19,8 +19,8 @@ from paceline.service.process import LIVENESS
 from paceline.verifier.config import speculation_from
 from paceline.verifier.vllm.settings import check_settings, decided
 from paceline.vllm.settings import TESTED
-from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
-from tests.unit.k8s.settings import CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names
+from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component, render, values_files
+from tests.unit.k8s.settings import CONFIG_OF, DRAIN_VARIABLES, known_variables
 
 PREFIX = "PACELINE_"
 SCALER = "HorizontalPodAutoscaler"
@@ -54,24 +54,22 @@ def test_settings_arrive_as_they_were_written(everything: Rendered) -> None:
     assert verifier.announce == "[10.1.2.3]:8101"
 
 
-def test_containers_open_the_ports_that_the_service_listens_on(rendered: Rendered) -> None:
-    for tier in TIERS:
-        config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
-        if tier == "gateway":
-            expected = {"http": config.port, "grpc": config.grpc_port}
-        else:
-            expected = {"grpc": config.port, "metrics": config.metrics_port, "health": config.health_port}
-            assert config.announce.endswith(f":{config.port}")
-        assert rendered.ports(tier) == expected
-
-
-def test_models_are_probed_by_grpc_where_health_needs_no_certificate(rendered: Rendered) -> None:
+def test_a_service_answers_at_the_ports_and_probes_of_its_pod(rendered: Rendered) -> None:
     for tier in ("verifier", "drafter"):
-        container = rendered.container(tier)
-        ready = {"port": rendered.ports(tier)["health"]}
+        config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
+        container, ports = rendered.container(tier), rendered.ports(tier)
+        assert ports == {"grpc": config.port, "metrics": config.metrics_port, "health": config.health_port}
+        assert config.announce.endswith(f":{config.port}")
+        # Health needs no certificate, and who is not ready is not dead.
+        ready = {"port": ports["health"]}
         assert [container[kind]["grpc"] for kind in ("startupProbe", "readinessProbe")] == [ready, ready]
-        # Who is not ready is not dead.
         assert container["livenessProbe"]["grpc"] == {**ready, "service": LIVENESS}
+    gateway: Any = load(CONFIG_OF["gateway"], [], settings_of(rendered, "gateway"), "paceline", "")
+    assert rendered.ports("gateway") == {"http": gateway.port, "grpc": gateway.grpc_port}
+    for kind, path in (("readinessProbe", "/readyz"), ("livenessProbe", "/livez")):
+        probe = rendered.container("gateway")[kind]["httpGet"]
+        assert probe == {"path": path, "port": "http", "scheme": "HTTPS" if gateway.tls_cert else "HTTP"}
+        assert path in OPEN_PATHS
 
 
 def test_the_store_is_asked_for_an_answer_with_its_password(defaults: Rendered, everything: Rendered) -> None:
@@ -81,7 +79,6 @@ def test_the_store_is_asked_for_an_answer_with_its_password(defaults: Rendered, 
         for kind in ("readinessProbe", "livenessProbe"):
             # With -e, a refusal for want of a password is a failure as well.
             assert container[kind]["exec"]["command"] == ["valkey-cli", "-e", "ping"]
-            assert "tcpSocket" not in container[kind]
         passwords = [entry["name"] for entry in container.get("env", ())]
         assert passwords == (["REDISCLI_AUTH"] if "--requirepass" in container["args"] else [])
 
@@ -103,66 +100,34 @@ def test_kept_responses_leave_half_of_the_stores_memory_to_registry_records_and_
     assert 2 * gateway.response_room_bytes <= most_mb << 20
 
 
-def test_gateways_are_probed_at_their_http_door_which_answers_whoever_is_at_it(rendered: Rendered) -> None:
-    scheme = "HTTPS" if "PACELINE_TLS_CERT" in rendered.variables("gateway") else "HTTP"
-    for kind, path in (("readinessProbe", "/readyz"), ("livenessProbe", "/livez")):
-        probe = rendered.container("gateway")[kind]["httpGet"]
-        assert (probe["path"], probe["port"], probe["scheme"]) == (path, "http", scheme)
-        assert path in OPEN_PATHS
-
-
-def test_services_lead_to_the_pods_of_their_tier_and_to_ports_of_these(rendered: Rendered) -> None:
-    for service in rendered.of_kind("Service"):
-        selector = service["spec"]["selector"]
-        chosen = [tier for tier in rendered.workloads if selector.items() <= pod_labels(rendered, tier).items()]
-        assert chosen == [component(selector)]
-        for port in service["spec"]["ports"]:
+def test_services_policies_and_budgets_choose_the_pods_of_their_tier_and_ports_of_these(rendered: Rendered) -> None:
+    for document in rendered.of_kind("Service", "StatefulSet", "Deployment", "PodDisruptionBudget", "NetworkPolicy"):
+        spec, kind = document["spec"], document["kind"]
+        selector = spec.get("selector", spec.get("podSelector"))
+        labels = selector.get("matchLabels", selector)
+        chosen = [tier for tier in rendered.workloads if labels.items() <= pod_labels(rendered, tier).items()]
+        assert chosen == [component(labels)]
+        if kind == "NetworkPolicy":
+            opened = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
+            assert opened <= set(rendered.ports(chosen[0])) - {"health"}
+        for port in spec["ports"] if kind == "Service" else ():
             assert rendered.ports(chosen[0])[port["targetPort"]] == port["port"]
 
 
-def test_selectors_of_workloads_budgets_and_policies_choose_their_own_tier(rendered: Rendered) -> None:
-    selectors = [
-        (document["metadata"]["name"], document["spec"].get("selector", document["spec"].get("podSelector")))
-        for document in rendered.of_kind("Deployment", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy")
-    ]
-    assert len(selectors) >= 9
-    for name, selector in selectors:
-        labels = selector["matchLabels"]
-        chosen = [tier for tier in rendered.workloads if labels.items() <= pod_labels(rendered, tier).items()]
-        assert [f"{RELEASE}-{tier}" for tier in chosen] == [name]
-
-
-def test_policies_name_ports_of_the_pods_they_guard(rendered: Rendered) -> None:
-    for policy in rendered.of_kind("NetworkPolicy"):
-        opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-        assert opened <= set(rendered.ports(component(policy["spec"]["podSelector"]["matchLabels"])))
-        assert "health" not in opened
-
-
-def test_a_pod_drains_itself_and_has_time_for_it(rendered: Rendered) -> None:
-    for tier in ("verifier", "drafter"):
-        program, subcommand, *flags = rendered.container(tier)["lifecycle"]["preStop"]["exec"]["command"]
+def test_a_pod_has_time_to_drain_and_to_end_its_streams(rendered: Rendered) -> None:
+    for tier in TIERS:
+        hook = rendered.container(tier)["lifecycle"]["preStop"]
         variables = settings_of(rendered, tier)
-        drain = load(DrainConfig, flags, variables, "paceline drain", "")
-        assert (program, subcommand, drain.replica) == ("paceline", "drain", f"{RELEASE}-{tier}-0")
-        assert drain.redis_url == variables["PACELINE_REDIS_URL"]
-        needed_s = drain.timeout_s + float(variables.get("PACELINE_GRACE_S", 0))
+        if tier == "gateway":
+            waits_s = hook["sleep"]["seconds"]
+        else:
+            program, subcommand, *flags = hook["exec"]["command"]
+            drain = load(DrainConfig, flags, variables, "paceline drain", "")
+            assert (program, subcommand, drain.replica) == ("paceline", "drain", f"{RELEASE}-{tier}-0")
+            assert drain.redis_url == variables["PACELINE_REDIS_URL"]
+            waits_s = drain.timeout_s
+        needed_s = waits_s + float(variables.get("PACELINE_GRACE_S", 0))
         assert rendered.pod(tier)["spec"]["terminationGracePeriodSeconds"] > needed_s
-
-
-def test_a_gateway_has_time_to_end_its_streams(rendered: Rendered) -> None:
-    pause_s = rendered.container("gateway")["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed_s = pause_s + float(rendered.variables("gateway")["PACELINE_GRACE_S"])
-    assert rendered.pod("gateway")["spec"]["terminationGracePeriodSeconds"] > needed_s
-
-
-def test_autoscalers_turn_the_workload_of_their_tier(everything: Rendered) -> None:
-    scaled = {each["metadata"]["name"]: each["spec"]["scaleTargetRef"] for each in everything.of_kind(SCALER)}
-    workloads = {each["metadata"]["name"]: each for each in everything.workloads.values()}
-    assert set(scaled) == {f"{RELEASE}-{tier}" for tier in TIERS}
-    for target in scaled.values():
-        workload = workloads[target["name"]]
-        assert (workload["kind"], workload["apiVersion"]) == (target["kind"], target["apiVersion"])
 
 
 def test_autoscalers_ask_for_what_the_adapter_makes_of_metrics_that_the_tier_has(everything: Rendered) -> None:
@@ -179,17 +144,6 @@ def test_autoscalers_ask_for_what_the_adapter_makes_of_metrics_that_the_tier_has
     assert asked == set(series_of)
 
 
-def test_prometheus_scrapes_the_ports_that_show_metrics(everything: Rendered) -> None:
-    for monitor in everything.of_kind("ServiceMonitor"):
-        labels = monitor["spec"]["selector"]["matchLabels"]
-        (service,) = [
-            each for each in everything.of_kind("Service") if labels.items() <= each["metadata"]["labels"].items()
-        ]
-        (endpoint,) = monitor["spec"]["endpoints"]
-        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
-    assert len(everything.of_kind("ServiceMonitor")) == len(TIERS)
-
-
 def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(rendered: Rendered) -> None:
     text = (K8S / "Dockerfile").read_text()
     for tier in TIERS:
@@ -202,17 +156,14 @@ def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(rendered: 
         assert f'ENTRYPOINT ["paceline", "{tier}"]' in stage[1]
 
 
-def test_the_image_around_vllm_has_a_version_that_we_go_on_with() -> None:
+def test_vllm_is_of_a_version_that_we_go_on_with_and_gets_no_setting_that_it_would_refuse() -> None:
     (image,) = re.findall(r"^ARG VLLM=\S+:v(\S+)$", (K8S / "Dockerfile").read_text(), re.MULTILINE)
     assert image in TESTED
-
-
-def test_vllm_gets_no_setting_of_our_own_engine(rendered: Rendered) -> None:
-    """It would refuse to start."""
+    rendered = render(values_files()["vllm"])
+    assert "--engine=vllm" in rendered.container("verifier")["args"]
     config: Any = load(CONFIG_OF["verifier"], [], settings_of(rendered, "verifier"), "paceline", "")
-    if "--engine=vllm" in rendered.container("verifier").get("args", ()):
-        check_settings(config)
-        assert decided(config, on_cpu=False)["speculative_config"]["num_speculative_tokens"] == 7
+    check_settings(config)
+    assert decided(config, on_cpu=False)["speculative_config"]["num_speculative_tokens"] == 7
 
 
 def test_images_run_as_the_user_of_the_pods_and_write_where_these_may(defaults: Rendered) -> None:
@@ -232,11 +183,6 @@ def test_the_demo_pair_lies_where_the_defaults_say() -> None:
     for role in ("target", "draft"):
         folder = CHART.parents[1] / "services" / "paceline" / values[role].removeprefix("/opt/paceline/")
         assert (folder / "config.json").is_file()
-
-
-def test_what_the_chart_sets_itself_is_no_list_of_the_past() -> None:
-    everywhere = set().union(*(names(tier) for tier in TIERS))
-    assert everywhere >= MANAGED
 
 
 def pod_labels(rendered: Rendered, tier: str) -> dict[str, str]:

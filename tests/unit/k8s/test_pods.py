@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import asked
-from tests.unit.k8s.chart import TIERS, Document, Rendered, Values, render
+from tests.unit.k8s.chart import TIERS, Document, Rendered, Values, component, render
 
 HUB = "hf://Qwen/Qwen3-8B@1a2b3c"
 CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}}
@@ -31,34 +31,21 @@ def of_the_hub() -> Rendered:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_checkpoint_of_the_hub_is_fetched_before_the_service_starts(of_the_hub: Rendered, tier: str) -> None:
-    source = model_of(of_the_hub, tier)
+def test_a_checkpoint_of_the_hub_is_fetched_first_by_the_one_container_with_token_and_network(
+    of_the_hub: Rendered, tier: str
+) -> None:
+    source, service = model_of(of_the_hub, tier), of_the_hub.container(tier)
     (fetch,) = of_the_hub.init_containers(tier).values()
-    assert source.startswith("hf://")
-    assert fetch["command"] == ["paceline", "models", "fetch"]
+    assert fetch["image"] == service["image"]
     values = asked([*fetch["command"][1:], *fetch["args"]]).values
     assert (values.name, values.tokenizer_only) == (source, tier == "gateway")
-    assert fetch["image"] == of_the_hub.container(tier)["image"]
     assert "readOnly" not in weights_mount(fetch)
-    assert weights_mount(of_the_hub.container(tier))["readOnly"] is True
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_only_the_one_who_fetches_sees_the_token_and_the_network(of_the_hub: Rendered, tier: str) -> None:
-    (fetch,) = of_the_hub.init_containers(tier).values()
-    variables = {entry["name"]: entry for entry in fetch["env"]}
+    assert weights_mount(service)["readOnly"] is True
+    variables, served = {entry["name"]: entry for entry in fetch["env"]}, of_the_hub.variables(tier)
     assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
-    served = of_the_hub.variables(tier)
     assert "HF_TOKEN" not in served
-    assert served["HF_HUB_OFFLINE"] == "1"
-    assert served["HF_HOME"] == variables["HF_HOME"]["value"] == "/weights"
-
-
-def test_fetching_asks_for_no_gpu_and_no_more_than_the_service(of_the_hub: Rendered) -> None:
-    (fetch,) = of_the_hub.init_containers("verifier").values()
-    asked = dict(of_the_hub.container("verifier")["resources"]["limits"])
-    assert asked.pop("nvidia.com/gpu") == 4
-    assert fetch["resources"]["limits"] == asked
+    assert (served["HF_HUB_OFFLINE"], served["HF_HOME"]) == ("1", variables["HF_HOME"]["value"])
+    assert "nvidia.com/gpu" not in fetch["resources"]["limits"]
 
 
 def test_block_storage_is_kept_by_each_verifier_or_lives_with_its_pod() -> None:
@@ -94,12 +81,6 @@ def test_a_claim_or_an_image_is_mounted_by_its_tier_alone(source: str, model: st
     assert model_of(rendered, "gateway") == "/models/tokenizer"
 
 
-def test_a_folder_needs_neither_volume_nor_fetching(defaults: Rendered) -> None:
-    for tier in TIERS:
-        assert defaults.init_containers(tier) == {}
-        assert set(defaults.volumes(tier)) == {"tmp"}
-
-
 def test_openshift_takes_users_from_its_own_ranges(defaults: Rendered) -> None:
     nobody: dict[str, Any] = dict.fromkeys(DEFAULT_USER)
     everywhere, verifiers = render({"podSecurityContext": nobody}), render({"verifier": {"podSecurityContext": nobody}})
@@ -115,38 +96,12 @@ def test_openshift_takes_users_from_its_own_ranges(defaults: Rendered) -> None:
         assert users(verifiers, tier) == ({} if tier == "verifier" else DEFAULT_USER)
 
 
-def test_a_tiers_security_is_laid_over_the_charts() -> None:
-    rendered = render({"drafter": {"securityContext": {"readOnlyRootFilesystem": False}}})
-    security = rendered.container("drafter")["securityContext"]
-    assert (security["readOnlyRootFilesystem"], security["allowPrivilegeEscalation"]) == (False, False)
-    assert rendered.container("verifier")["securityContext"]["readOnlyRootFilesystem"] is True
-
-
 def test_pods_carry_what_the_values_add(everything: Rendered) -> None:
-    template = everything.pod("verifier")
-    assert template["metadata"]["labels"]["g"] == "h"
+    assert everything.pod("verifier")["metadata"]["labels"]["g"] == "h"
     assert list(everything.init_containers("verifier")) == ["first", "fetch"]
     for container in (everything.container("verifier"), everything.init_containers("verifier")["fetch"]):
-        assert {"name": "HF_ENDPOINT", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "endpoint"}}} in container[
-            "env"
-        ]
+        assert "HF_ENDPOINT" in [entry["name"] for entry in container["env"]]
         assert {"name": "authorities", "mountPath": "/etc/authorities"} in container["volumeMounts"]
-    account = everything.named("ServiceAccount", "verifier")
-    assert account["metadata"]["annotations"] == {"iam.gke.io/gcp-service-account": "paceline@project"}
-
-
-def test_pods_spread_over_nodes_or_as_the_values_say(everything: Rendered) -> None:
-    def spread(tier: str) -> tuple[str, dict[str, str]]:
-        (constraint,) = everything.pod(tier)["spec"]["topologySpreadConstraints"]
-        return constraint["topologyKey"], constraint["labelSelector"]["matchLabels"]
-
-    for tier, key in (("verifier", "topology.kubernetes.io/zone"), ("drafter", "kubernetes.io/hostname")):
-        found, labels = spread(tier)
-        assert found == key
-        assert labels["app.kubernetes.io/component"] == tier
-
-
-def test_what_is_compiled_and_learned_is_kept_beside_a_checkpoint_that_was_fetched(of_the_hub: Rendered) -> None:
-    mounts = {each["mountPath"]: each for each in of_the_hub.container("verifier")["volumeMounts"]}
-    assert mounts["/cache"] == {"name": "weights", "mountPath": "/cache", "subPath": "cache"}
-    assert of_the_hub.variables("verifier")["XDG_CACHE_HOME"] == "/cache"
+    (constraint,) = everything.pod("verifier")["spec"]["topologySpreadConstraints"]
+    assert constraint["topologyKey"] == "topology.kubernetes.io/zone"
+    assert component(constraint["labelSelector"]["matchLabels"]) == "verifier"
