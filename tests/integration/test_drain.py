@@ -83,14 +83,15 @@ async def test_a_wait_outlives_a_store_that_is_away_for_a_while(
 ) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
     looked = asyncio.Event()
-    look = module._Watch.look
+    sessions = module._sessions
 
-    async def look_and_tell(watch: module._Watch, now_s: float) -> None:
-        await look(watch, now_s)
-        if watch.there and watch.num_sessions == 2:
+    async def look_and_tell(store: Store, replica_id: str) -> int:
+        try:
+            return await sessions(store, replica_id)
+        finally:
             looked.set()
 
-    monkeypatch.setattr(module._Watch, "look", look_and_tell)
+    monkeypatch.setattr(module, "_sessions", look_and_tell)
     with server_process(find_server(), tmp_path) as (port, _):
         url = f"redis://{HOST}:{port}"
         async with open_store(url) as opened:

@@ -229,7 +229,7 @@ asyncio.run(main())
 
 
 def test_the_wrapper_does_not_start_anything_for_a_dead_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "paceline.cluster.child", "1", "touch", str(tmp_path / "x")]
+    command = [sys.executable, "-m", "paceline.cluster", "1", "touch", str(tmp_path / "x")]
     ended = subprocess.run(command, env=ENV, check=False, timeout=60)
     assert ended.returncode == 1
     assert not (tmp_path / "x").exists()

@@ -49,7 +49,7 @@ class Process:
     """
 
     def __init__(self, argv: list[str], env: dict[str, str], cpus: list[int], log: Path) -> None:
-        command = [sys.executable, "-m", "paceline.cluster.child", str(os.getpid()), *argv]
+        command = [sys.executable, "-m", "paceline.cluster", str(os.getpid()), *argv]
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -76,57 +76,35 @@ async def _find(store: Store, replica_id: str) -> Replica:
 
 
 async def _until_empty(store: Store, config: DrainConfig) -> None:
-    watch = _Watch(store, config.replica)
-    deadline_s = time.monotonic() + config.timeout_s
+    left: int | None = None
+    seen_s = time.monotonic()
+    deadline_s = seen_s + config.timeout_s
     # The first heartbeat after the mark may still carry the state before it.
     await asyncio.sleep(2 * HEARTBEAT_S)
     while True:
-        now_s = time.monotonic()
-        before = watch.num_sessions
-        await watch.look(now_s)
-        if watch.num_sessions == 0 or watch.gone(now_s):
-            say(f"{config.replica} is drained{'' if watch.there else ', and it has left the registry'}")
+        now_s, before = time.monotonic(), left
+        try:
+            left, seen_s = await _sessions(store, config.replica), now_s
+        except ConfigError:
+            # It has left, or the registry has lost it until its next heartbeat.
+            if now_s - seen_s >= GONE_AFTER_S:
+                say(f"{config.replica} is drained, and it has left the registry")
+                return
+        except UnavailableError:
+            # A registry that does not answer says of no replica that it has left.
+            seen_s = now_s
+        if left == 0:
+            say(f"{config.replica} is drained")
             return
-        if watch.num_sessions != before:
-            say(f"{watch.num_sessions} sessions are left")
+        if left != before:
+            say(f"{left} sessions are left")
         if now_s >= deadline_s:
             raise UnavailableError(
-                f"{watch.num_sessions} sessions are left on {config.replica} after {config.timeout_s:g} s; it goes on "
+                f"{left} sessions are left on {config.replica} after {config.timeout_s:g} s; it goes on "
                 "draining. Is there another replica of its role for them?"
             )
         await asyncio.sleep(HEARTBEAT_S / 2)
 
 
-class _Watch:
-    """What the registry knows of a replica, which may be away, or back without any entry.
-
-    Attributes:
-        num_sessions: As last reported; None: not yet.
-    """
-
-    def __init__(self, store: Store, replica_id: str) -> None:
-        self.num_sessions: int | None = None
-        self._store = store
-        self._replica_id = replica_id
-        self._missing_since_s: float | None = None
-
-    @property
-    def there(self) -> bool:
-        """Whether it was in the registry, as far as is known."""
-        return self._missing_since_s is None
-
-    async def look(self, now_s: float) -> None:
-        """Reads the registry; one that does not answer changes nothing."""
-        try:
-            found = [each for each in await self._store.replicas() if each.replica_id == self._replica_id]
-        except UnavailableError:
-            self._missing_since_s = None
-            return
-        if found:
-            self.num_sessions, self._missing_since_s = found[0].num_sessions, None
-        elif self._missing_since_s is None:
-            self._missing_since_s = now_s
-
-    def gone(self, now_s: float) -> bool:
-        """Whether it has been missing for longer than a heartbeat can be late."""
-        return self._missing_since_s is not None and now_s - self._missing_since_s >= GONE_AFTER_S
+async def _sessions(store: Store, replica_id: str) -> int:
+    return (await _find(store, replica_id)).num_sessions

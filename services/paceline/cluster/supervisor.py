@@ -108,7 +108,7 @@ class Child:
             async with asyncio.timeout(timeout_s):
                 while not await self.spec.is_healthy() or ended.done():
                     if ended.done():
-                        raise ConfigError(self._obituary(ended.result()))
+                        raise ConfigError(self._exit_message(ended.result()))
                     await asyncio.wait([ended], timeout=POLL_S)
         except TimeoutError:
             message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
@@ -173,7 +173,7 @@ class Child:
                 self._restarted.notify_all()
 
     def _spawn(self) -> None:
-        command = [sys.executable, "-m", "paceline.cluster.child", str(os.getpid()), *self.spec.argv]
+        command = [sys.executable, "-m", "paceline.cluster", str(os.getpid()), *self.spec.argv]
         path = self.spec.log_path
         log = None if path is None else path.open("ab")
         try:
@@ -191,7 +191,7 @@ class Child:
                 log.close()
         self._ended = _exit_status(self._process)
 
-    def _obituary(self, status: int) -> str:
+    def _exit_message(self, status: int) -> str:
         return f"{self.spec.name} {_describe(status)} before it was ready{self._log_tail()}"
 
     def _log_tail(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs one command so that it cannot outlive the supervisor that asked for it.
+"""`python -m paceline.cluster PID COMMAND`: runs a command that cannot outlive the supervisor that asked for it.
 
 It has the kernel kill this process when its parent dies, which `exec` keeps. It knows no service.
 """
