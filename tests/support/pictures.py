@@ -1,4 +1,4 @@
-"""Pictures of the console for its page, light and dark: `python -m tests.support.pictures --seconds 40 --streams 3`.
+"""Pictures of the console for its page, light and dark: `python -m tests.support.pictures --seconds 60 --streams 3`.
 
 A real fleet under a load that comes and goes; after a while the playground runs in the page, and what Chromium shows
 then goes into docs.

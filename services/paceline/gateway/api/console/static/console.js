@@ -13,7 +13,7 @@ const STATES = {
   "no verifier": ["bad", "No verifier is there: requests wait for one, and are refused if none comes."],
 };
 const PANELS = [
-  { title: "Tokens per second", about: "blue: the target's own; green: with accepted drafts", unit: "", digits: 0,
+  { title: "Tokens per second", about: "green: all; blue: the target's own", unit: "", digits: 0,
     lines: [["accepted", (d) => (d.turns + d.accepted) / d.seconds], ["own", (d) => d.turns / d.seconds]] },
   { title: "Acceptance", about: "verified draft tokens that matched", unit: "%", digits: 0, top: 100,
     lines: [["accepted", (d) => (100 * d.accepted) / d.drafted]] },
