@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv, and no more; no root rights. Outside this folder: pip's cache, and in the
 # user's cache folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test test-all up demo bench train chaos load locust docs clients-test k8s-test \
+.PHONY: help venv protos check style test test-rest test-all up demo bench train chaos load locust docs clients-test k8s-test \
   vllm-test wheel-test sbom clean
 SHELL := /bin/bash
 # Packages are installed uncompiled, and Python compiles what it imports: without keeping it, in every process anew.
@@ -54,8 +54,10 @@ PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope
 test: $(DEV) ## what a change usually breaks, in less than 5 minutes; WORKERS=4 for more than 2, ARGS='tests/unit -x' for some
 	$(PYTEST) -m 'not full and not podman and not vllm and not wheel' $(ARGS)
 
-test-all: $(DEV) ## make test and the rest: Ray, chaos, TLS, laws of all rules, generated requests, browsers
-	$(PYTEST) $(ARGS)
+test-rest: $(DEV) ## what make test leaves out: Ray, chaos, TLS, laws of all rules, generated requests, browsers
+	$(PYTEST) -m 'full and not podman and not vllm and not wheel' $(ARGS)
+
+test-all: test test-rest ## all tests
 
 up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
 	$(BIN)/paceline up $(ARGS)

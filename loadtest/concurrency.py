@@ -8,6 +8,9 @@ end in lockstep, as no traffic does. Their prompts are cached. Tokens/s over all
 the rounds. Ratios are medians of ratios within a round, and met within their standard error; rounds go on until these
 are known to one percent or lie three standard errors from their goals, on either side, or there were --most-rounds.
 
+With --vocab 151936 both models have as many ids as Qwen's, with --top-p and --top-k requests choose as users do; what
+choosing costs shows there and not with the 4,096 ids of the demo pair.
+
 With --small the target is the demo pair's as shipped, whose steps take 3 ms: there everything around the step counts.
 
 --plot PATH draws speed-up and gamma against the number of streams, as SVG.
@@ -32,6 +35,7 @@ from loadtest.client import BatchResult, joined, run_batch, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
 from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
+from loadtest.vocabulary import with_vocabulary
 from paceline.checkpoints.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
@@ -40,6 +44,8 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
 NUM_PROMPTS = 64
 REQUESTS_PER_STREAM = 4
+# Flags that requests carry as they are.
+SAMPLING = ("temperature", "top_p", "top_k")
 # Where a way's requests go, and what they ask of speculation.
 Ways = Mapping[str, tuple[str, Mapping[str, bool]]]
 
@@ -100,6 +106,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="mean tokens of a request (default 64)")
     parser.add_argument("--small", action="store_true", help="the demo target as shipped, not widened to 98 M")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(default 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="(default 0, off)")
+    parser.add_argument(
+        "--vocab", type=int, default=0, help="widen both models to so many token ids (default: as shipped)"
+    )
     parser.add_argument("--plot", type=Path, default=None, help="SVG file to draw")
     run(parser, measure)
 
@@ -107,6 +118,8 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all loads and prints the table; True when every ratio is met."""
     settings = DEMO_PAIR if arguments.small else widened_target("98m")
+    if arguments.vocab:
+        settings = with_vocabulary(settings, arguments.vocab)
     core = ("--cpus", str(min(os.sched_getaffinity(0))))
     table, rows = Table(), []
     async with (
@@ -120,26 +133,27 @@ async def measure(arguments: argparse.Namespace) -> bool:
         }
         for way in ways:
             # Fills the prefix caches.
-            await _run(ways, way, [replace(ask, max_tokens=2) for ask in _asks(NUM_PROMPTS, 2, 0.0)], 8)
+            await _run(ways, way, [replace(ask, max_tokens=2) for ask in _asks(NUM_PROMPTS, 2)], 8)
         for streams in tqdm(arguments.streams, desc="loads", unit="load", leave=False):
             rows.append((await _row(ways, streams, arguments)).figures())
             table.add(rows[-1])
     if arguments.plot is not None:
         draw(rows, arguments.plot)
     print(
-        f"tokens/s, {arguments.max_tokens} tokens a request on average, temperature {arguments.temperature:g}; "
+        f"tokens/s, {arguments.max_tokens} tokens a request on average, temperature {arguments.temperature:g}, "
+        f"top-p {arguments.top_p:g}, top-k {arguments.top_k}; "
         "batch: sessions in a step, gamma: draft tokens of each"
     )
-    target = "demo" if arguments.small else "98m"
+    target = ("demo" if arguments.small else "98m") + (f", {arguments.vocab} ids" if arguments.vocab else "")
     return report("concurrency", target=target, loads=rows, ok=all(row["ok"] for row in rows))
 
 
-def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
+def _asks(count: int, max_tokens: int, **sampling: float) -> list[Ask]:
     prompts = itertools.islice(itertools.cycle(unseen_prompts(NUM_PROMPTS)), count)
     lengths = random.Random(0)
     low, high = max_tokens // 2, max_tokens + max_tokens // 2
     return [
-        Ask(prompt=prompt, max_tokens=lengths.randint(low, high), temperature=temperature, seed=seed)
+        Ask(prompt=prompt, max_tokens=lengths.randint(low, high), seed=seed, more=sampling)
         for seed, prompt in enumerate(prompts)
     ]
 
@@ -151,7 +165,8 @@ async def _run(ways: Ways, way: str, asks: Sequence[Ask], streams: int) -> Batch
 
 
 async def _row(ways: Ways, streams: int, arguments: argparse.Namespace) -> Row:
-    asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, arguments.temperature)
+    sampling = {name: getattr(arguments, name) for name in SAMPLING}
+    asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, **sampling)
     results = await take_turns(
         list(ways),
         lambda way: _run(ways, way, asks, streams),

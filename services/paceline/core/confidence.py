@@ -16,7 +16,7 @@ from paceline.forest import Bools, Floats
 # 0.73 and 0.73 greedy, 0.60 and 0.57 at temperature 0.8, 0.53 and 0.55 at 1).
 GREEDY_SHARPNESS = 0.55
 SAMPLED_SHARPNESS = 0.75
-# Guesses ranked for the sake of the sum; those beyond have next to no share once sharpened.
+# Guesses that are ranked and share all confidence among them; those beyond have next to none once sharpened.
 NUM_RANKED = 16
 # Where no guess has a share.
 LEAST_SUM = 1e-300
@@ -25,13 +25,14 @@ LEAST_SUM = 1e-300
 CHAIN_CONFIDENCE = 0.75
 
 
-def confidences(shares: Floats, *, greedy: bool | Bools) -> Floats:
+def confidences(weights: Floats, *, greedy: bool | Bools) -> Floats:
     """Sharpens the shares of the best guesses, best first; those of a row sum to 1, or are all 0.
 
     Args:
-        shares: Softmax shares of the (perturbed) draft scores, the `NUM_RANKED` best, `[..., NUM_RANKED]`.
+        weights: Shares of the `NUM_RANKED` best of the softmax of the (perturbed) draft scores, up to a factor for
+            each row, `[..., NUM_RANKED]`.
         greedy: Whether the target chooses without noise, `[...]`.
     """
-    powers = shares ** (1.0 / np.where(greedy, GREEDY_SHARPNESS, SAMPLED_SHARPNESS))[..., None]
+    powers = weights ** (1.0 / np.where(greedy, GREEDY_SHARPNESS, SAMPLED_SHARPNESS))[..., None]
     sharpened: Floats = powers / np.maximum(powers.sum(axis=-1, keepdims=True), LEAST_SUM)
     return sharpened

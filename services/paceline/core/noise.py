@@ -1,8 +1,18 @@
 """Noise as a pure function of the session's seed: Gumbel variates of the coupled rule, uniforms of the other rules.
 
-A Gumbel variate is -log(-log(u)) with u = (word + 0.5) * 2**-32, which float64 holds exactly. Its word is number
-token_id % 4 of Philox4x32-10 under the key (seed low, seed high) and the counter (token_id // 4, position low,
-position high, 0), where `position` is the absolute one that the token will take.
+A Gumbel variate is -log(t) with t exponential, the time at which its id arrives in a race. Ids come in blocks of
+`BLOCK`. The first arrival of a block is exponential, too, BLOCK times as early, and each of the block's ids is equally
+likely to be the one; the others wait on, and what they wait beyond it is exponential once more:
+
+    first = -log(u_block) / BLOCK            t_id = first + (0 if id is the block's first, else -log(u_id))
+
+These are independent exponentials, exactly, and whoever wants the best of many ids looks into few blocks: no variate of
+a block exceeds -log(first). Each u is (word + 0.5) * 2**-32, which float64 holds exactly. Words are those of
+Philox4x32-10 under the key (seed low, seed high), where `position` is the absolute one that the token will take:
+
+    u_id         word id % 4 of the counter (id // 4, position low, position high, 0)
+    u_block      word 0 (even blocks) or 2 (odd) of the counter (block // 2, position low, position high, BLOCK_STREAM)
+    first id     the seven upper bits of the word behind that one
 
 Everything is built from integer operations and IEEE 754 additions, multiplications and divisions of float64,
 in a fixed order, so that every machine gets the same bits. `philox_round`, `exact_log` and `exact_exp` take
@@ -18,11 +28,12 @@ from typing import Any
 import numpy as np
 
 PHILOX_ROUNDS = 10
-MAX_GUMBEL = 22.874
-"""No variate reaches this: the largest is -log(-log(1 - 2**-33)) = 22.87385..."""
+BLOCK = 128
+"""Ids of a block; its place in one is seven bits."""
 
-# What uniforms are for, in the counter's last word; the coupled rule's noise has 0 there. So no two share a number.
-DRAFT_STREAM, VERDICT_STREAM = 1, 2
+# What uniforms are for, in the counter's last word; the coupled rule's noise of ids has 0 there. So no two share a
+# number.
+DRAFT_STREAM, VERDICT_STREAM, BLOCK_STREAM = 1, 2, 3
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)

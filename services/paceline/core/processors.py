@@ -2,10 +2,16 @@
 
 Order and meaning are vLLM's: logit bias, allowed tokens, bad words, grammar, minimum tokens, repetition, frequency and
 presence penalty, temperature, min-p, top-k, top-p; ties go to the lowest id (vLLM keeps all of them). Arithmetic, so
-that two implementations agree bit by bit: logits are widened to float64 and stay there; temperature multiplies
-by 1 / temperature; min-p compares log weights; top-p adds integer masses (exp in units of 2**-42), so no
-sum depends on its order. The compiled loops are in `paceline.engine`, the readable reference in
-`tests/support/reference_sampling.py`. Nothing here knows noise, models or sessions.
+that two implementations agree bit by bit:
+
+* Biases and penalties are computed in float64 and rounded to the float32 that logits are.
+* Temperature multiplies by 1 / temperature in float64; min-p compares log weights.
+* Top-p adds integer masses (`share` in units of 1 / `MASS_SCALE`), so that no sum depends on its order. Without top-k
+  they are compared to the mass of all ids, which is added up in float32 for each `paceline.core.noise.BLOCK` of them,
+  upper halves onto lower ones.
+
+The compiled loops are in `paceline.engine`, the readable reference in `tests/support/reference_sampling.py`. Nothing
+here knows noise, models or sessions.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +33,31 @@ GREEDY_BELOW = 1e-5
 
 MAX_VOCAB_SIZE = 2**21
 """More ids, and a total of integer masses might leave int64."""
+
+MASS_SCALE = 2.0**42
+# `share` of less leaves float32's normal numbers.
+LEAST_RATIO = np.float32(-87.0)
+
+_LOG2_E, _ROUND = np.float32(1.44269504), np.float32(1.5 * 2**23)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C2, _C3, _C4 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
+_C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_ONE, _MANTISSA_BITS = np.float32(1.0), np.int32(23)
+
+
+def share(log_ratio: Any) -> Any:
+    """Returns the exponential of float32 values in [`LEAST_RATIO`, 0], about 1 ulp off, in float32.
+
+    log_ratio = k * log(2) + r with |r| <= log(2) / 2, then Cephes' polynomial, and k added to its exponent. Built from
+    IEEE 754 operations in a fixed order, for arrays as well as scalars, as `paceline.core.noise.exact_exp` is.
+    """
+    shifted = log_ratio * _LOG2_E + _ROUND
+    k = shifted - _ROUND
+    r = (log_ratio - k * _LN2_HIGH) - k * _LN2_LOW
+    tail = _C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7))))
+    power = _ONE + (r + (r * r) * tail)
+    bits = np.float32(power).view(np.int32) + (np.float32(shifted).view(np.int32) << _MANTISSA_BITS)
+    return np.int32(bits).view(np.float32)
 
 
 class UnusableLogitsError(PacelineError, ArithmeticError):

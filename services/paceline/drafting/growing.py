@@ -44,10 +44,10 @@ def best_guesses(
         count: Most guesses.
     """
     try:
-        token_ids, shares = session.rank(logits, position, NUM_RANKED, path)
+        token_ids, weights = session.rank(logits, position, NUM_RANKED, path)
     except UnusableLogitsError:
         return []
-    sure = confidences(np.array(shares), greedy=session.greedy).tolist()
+    sure = confidences(np.array(weights), greedy=session.greedy).tolist()
     return list(zip(token_ids, sure, strict=True))[:count]
 
 

@@ -77,8 +77,8 @@ class DraftSession(ScheduledDraftSession):
             UnusableLogitsError: The model's logits leave no token to choose.
         """
         if not self.chain:
-            token_ids, shares = self._sampler.rank(row, len(self.tokens) + len(path), NUM_RANKED, path)
-            sure = confidences(np.array(shares), greedy=self.sampling.temperature == 0.0)
+            token_ids, weights = self._sampler.rank(row, len(self.tokens) + len(path), NUM_RANKED, path)
+            sure = confidences(np.array(weights), greedy=self.sampling.temperature == 0.0)
             return Offer(self, slot, token_ids[:width], sure[:width].tolist())
         if not trees.wants_guesses(self, slot):
             return Offer(self, slot)

@@ -11,8 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -38,48 +37,41 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _NO_IDS = np.empty(0, np.int64)
-_NO_VALUES = np.empty(0)
 _ALL = Allowed(np.empty(0, np.uint8))
 _NO_PENALTIES = (1.0, 0.0, 0.0)
+_FIRST_ROW = np.zeros(1, np.int64)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Buffers:
-    """Working space for one row; scores beyond the vocabulary stay at -inf."""
-
-    scores: Floats
-    chunk_max: Floats
-    gathered: tuple[Floats, Ints, Ints]
-
-    @classmethod
-    def for_vocabulary(cls, vocab_size: int) -> _Buffers:
-        num_chunks = -(-vocab_size // row_kernels.CHUNK)
-        padded = num_chunks * row_kernels.CHUNK
-        # One entry more: the gathering loop writes before it decides whether to keep.
-        gathered = (np.empty(padded + 1), np.empty(padded + 1, np.int64), np.empty(padded + 1, np.int64))
-        return cls(scores=np.full(padded, -np.inf), chunk_max=np.empty(num_chunks), gathered=gathered)
+# What the compiled loops need for one row: the largest of each chunk; what filters gather: logits, ids and weights; of
+# each block of noise its first arrival, whose that is, and what perturbed scores cannot exceed.
+Space = tuple[Logits, tuple[Logits, Ints, Ints], tuple[Floats, Ints, Floats]]
 
 
 class _ThreadBuffers(threading.local):
-    """Each thread's buffers by vocabulary size, shared by its samplers."""
+    """Each thread's working space and its row to change, by vocabulary size, shared by its samplers."""
 
     def __init__(self) -> None:
-        self._by_vocab_size: dict[int, _Buffers] = {}
+        self._by_vocab_size: dict[int, tuple[Space, Logits]] = {}
 
-    def of(self, vocab_size: int) -> _Buffers:
+    def of(self, vocab_size: int) -> tuple[Space, Logits]:
+        """Returns them, made at the first call."""
         buffers = self._by_vocab_size.get(vocab_size)
         if buffers is None:
-            buffers = self._by_vocab_size[vocab_size] = _Buffers.for_vocabulary(vocab_size)
+            num_chunks = -(-vocab_size // row_kernels.CHUNK)
+            # The gathering loop writes before it decides whether to keep, and noise is drawn for pairs of blocks.
+            most, even = vocab_size + 1, num_chunks + num_chunks % 2
+            gathered = (np.empty(most, np.float32), np.empty(most, np.int64), np.empty(most, np.int64))
+            blocks = (np.empty(even), np.empty(even, np.int64), np.empty(num_chunks))
+            space = (np.empty(num_chunks, np.float32), gathered, blocks)
+            buffers = self._by_vocab_size[vocab_size] = space, np.empty(vocab_size, np.float32)
         return buffers
 
 
 _BUFFERS = _ThreadBuffers()
 
 
-def working_space(vocab_size: int) -> tuple[Floats, Floats, tuple[Floats, Ints, Ints]]:
-    """This thread's scores, largest of each chunk, and what filters gather; see `row_kernels`."""
-    buffers = _BUFFERS.of(vocab_size)
-    return buffers.scores, buffers.chunk_max, buffers.gathered
+def working_space(vocab_size: int) -> Space:
+    """This thread's, for rows of this size."""
+    return _BUFFERS.of(vocab_size)[0]
 
 
 class _SeenTokens:
@@ -158,8 +150,9 @@ class RowSampler:
         _require_ids((*masked_ids, *biased_ids, *params.allowed_token_ids, *bad_ids), vocab_size)
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
-        self._truncation = Truncation.of(params)
-        self._key = split_uint64(params.seed)
+        rule = Truncation.of(params)
+        numbers = (rule.greedy, rule.inverse_temperature, rule.log_min_p, rule.top_k, rule.top_p)
+        self._choice = np.array([(*numbers, *split_uint64(params.seed))], step_kernels.CHOICE)
         self._bias_ids = np.array(biased_ids, np.int64)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)
         self._barred_ids = barred(params, vocab_size)
@@ -181,11 +174,7 @@ class RowSampler:
     @property
     def choice(self) -> bytes | None:
         """How it chooses, a `CHOICE`; None where anything but the logits has a part in it."""
-        if self._has_history:
-            return None
-        rule = self._truncation
-        numbers = (rule.greedy, rule.inverse_temperature, rule.log_min_p, rule.top_k, rule.top_p, *self._key)
-        return np.array(numbers, step_kernels.CHOICE).tobytes()
+        return None if self._has_history else self._choice.tobytes()
 
     @property
     def _has_history(self) -> bool:
@@ -214,19 +203,8 @@ class RowSampler:
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
-        self._require_row(logits)
-        if self._truncation.greedy and not self._has_processors(path):
-            best = int(np.argmax(logits))
-            require_usable(float(logits[best]))
-            return best
-        buffers = _BUFFERS.of(self._vocab_size)
-        largest = self._load_after(path, logits, buffers)
-        if self._truncation.greedy:
-            return int(row_kernels.first_of(buffers.scores, buffers.chunk_max, largest))
-        cut, last_id = self._filter(buffers, largest)
-        noise_at = (self._key, split_uint64(position))
-        row = (buffers.scores, buffers.chunk_max, largest)
-        return int(noise_kernels.best_perturbed(*row, cut, last_id, *noise_at))
+        token_ids, _ = self._best(logits, position, 1, path)
+        return int(token_ids[0])
 
     def law(self, logits: Logits, path: Sequence[int] = ()) -> Floats:
         """Returns the probabilities [vocab] from which `choose` draws; at temperature 0 all of it is one token's.
@@ -234,27 +212,27 @@ class RowSampler:
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
-        self._require_row(logits)
-        buffers = _BUFFERS.of(self._vocab_size)
-        largest = self._load_after(path, logits, buffers)
+        row = self._processed(logits, path)
+        choice, (chunk_max, gathered, _) = self._choice[0], working_space(self._vocab_size)
+        largest = row_kernels.find_maxima(row, chunk_max)
+        self._require_usable(largest)
         probs = np.zeros(self._vocab_size)
-        if self._truncation.greedy:
-            probs[row_kernels.first_of(buffers.scores, buffers.chunk_max, largest)] = 1.0
+        if choice["greedy"]:
+            probs[np.argmax(row)] = 1.0
             return probs
-        cut, last_id = self._filter(buffers, largest)
-        scores = buffers.scores[: self._vocab_size]
-        kept = np.flatnonzero(scores >= cut)
-        kept = kept[(scores[kept] > cut) | (kept <= last_id)]
-        probs[kept] = np.exp(scores[kept] - largest)
+        cut, last_id = row_kernels.filter_row(row, chunk_max, largest, choice, gathered)
+        kept = np.flatnonzero(row >= cut)
+        kept = kept[(row[kept] > cut) | (kept <= last_id)]
+        probs[kept] = np.exp((row[kept].astype(np.float64) - largest) * choice["inverse_temperature"])
         probs /= probs.sum()
         return probs
 
     def rank(
         self, logits: Logits, position: int, count: int, path: Sequence[int] = ()
     ) -> tuple[list[int], list[float]]:
-        """Returns the best ids of the coupled rule's scores, best first, and the confidence in each.
+        """Returns the best ids of the coupled rule's scores, best first, and the weight of each.
 
-        Confidence is the id's share in the softmax of the scores: with noise, or at temperature 0 of the
+        Weights are the exponentials of the scores, up to a constant: with noise, or at temperature 0 those of the
         processed logits alone. Fewer than `count` ids come back when fewer survive the filters.
 
         Args:
@@ -266,20 +244,8 @@ class RowSampler:
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
-        self._require_row(logits)
-        buffers = _BUFFERS.of(self._vocab_size)
-        largest = self._load_after(path, logits, buffers)
-        top_ids, top_scores = np.empty(count, np.int64), np.full(count, -np.inf)
-        row = (buffers.scores, buffers.chunk_max, largest)
-        if self._truncation.greedy:
-            filled, total = noise_kernels.rank_plain(*row, top_ids, top_scores)
-        else:
-            noise_at = (self._key, split_uint64(position))
-            filled, total = noise_kernels.rank_perturbed(
-                *row, *self._filter(buffers, largest), *noise_at, top_ids, top_scores
-            )
-        confidences = np.exp(top_scores[:filled] - largest) / total
-        return top_ids[:filled].tolist(), confidences.tolist()
+        token_ids, scores = self._best(logits, position, count, path)
+        return token_ids.tolist(), np.exp(scores - scores[0]).tolist()
 
     def logprobs(self, logits: Logits, token_id: int, count: int) -> PositionLogprobs:
         """Returns log probabilities of the raw logits [vocab]: the token's, with its rank, and the `count` best.
@@ -288,15 +254,14 @@ class RowSampler:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
         self._require_row(logits)
-        buffers = _BUFFERS.of(self._vocab_size)
-        largest = row_kernels.load_row(
-            logits, _NO_IDS, _NO_VALUES, _NO_IDS, _ALL.bits, _NO_IDS, _NO_IDS, _NO_PENALTIES, 1.0,
-            buffers.scores, buffers.chunk_max,
-        )  # fmt: skip
+        chunk_max, *_ = working_space(self._vocab_size)
+        largest = row_kernels.find_maxima(logits, chunk_max)
         require_usable(largest)
-        top_ids, top_scores = np.empty(count, np.int64), np.full(count, -np.inf)
-        filled, total = noise_kernels.rank_plain(buffers.scores, buffers.chunk_max, largest, top_ids, top_scores)
-        normaliser = largest + math.log(total)
+        normaliser = largest + math.log(row_kernels.sum_of_exp(logits, largest))
+        top_ids, top_scores = np.full(count, step_kernels.NOTHING), np.full(count, -np.inf)
+        if count:
+            noise_kernels.best_plain(logits, chunk_max, top_ids, top_scores)
+        filled = int((top_ids != step_kernels.NOTHING).sum())
         top = zip(top_ids[:filled].tolist(), (top_scores[:filled] - normaliser).tolist(), strict=True)
         return PositionLogprobs(
             token_id=token_id,
@@ -311,10 +276,6 @@ class RowSampler:
                 f"a row must hold {self._vocab_size} float32 logits, got {logits.dtype} {logits.shape}"
             )
 
-    def _has_processors(self, path: Sequence[int]) -> bool:
-        ruled = self._grammar is not None or self._seen is not None
-        return ruled or len(self._bias_ids) > 0 or len(self._masked(path)) > 0
-
     def _masked(self, path: Sequence[int], *, must_end: bool = False) -> Ints:
         """Returns the ids that a row behind a path may not choose, its grammar aside."""
         at_first = self._num_outputs + len(path) < self._min_tokens and not must_end
@@ -324,44 +285,33 @@ class RowSampler:
         ends = ends_of_bad_words(self._bad_words, (*self._tail, *path))
         return np.concatenate((masked_ids, np.array(ends, np.int64)))
 
-    def _load_after(self, path: Sequence[int], logits: Logits, buffers: _Buffers) -> float:
-        """Fills the buffers with the scores of a row behind a path and returns the largest."""
-        if self._seen is None:
-            return self._load(logits, buffers, path)
-        with self._seen.extended(path):
-            return self._load(logits, buffers, path)
+    def _best(self, logits: Logits, position: int, count: int, path: Sequence[int]) -> tuple[Ints, Floats]:
+        """The best ids and their scores, as many as there are; at least one."""
+        row, largest = self._processed(logits, path), np.empty(1)
+        token_ids, scores = np.full((1, count), step_kernels.NOTHING), np.full((1, count), -np.inf)
+        space, positions = working_space(self._vocab_size), np.array([position], np.int64)
+        step_kernels.rank(row[None], _FIRST_ROW, positions, self._choice, space, token_ids, scores, largest)
+        self._require_usable(float(largest[0]))
+        found = token_ids[0] != step_kernels.NOTHING
+        return token_ids[0, found], scores[0, found]
 
-    def _load(self, logits: Logits, buffers: _Buffers, path: Sequence[int]) -> float:
-        """Fills the buffers with processed scores and returns the largest."""
-        seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
-        allowed = _ALL if self._grammar is None else self._grammar.after(path)
-        largest = row_kernels.load_row(
-            logits,
-            self._bias_ids,
-            self._biases,
-            self._masked(path, must_end=allowed.ended),
-            allowed.bits,
-            seen_ids,
-            seen_counts,
-            self._penalties,
-            self._truncation.inverse_temperature,
-            buffers.scores,
-            buffers.chunk_max,
-        )
+    def _processed(self, logits: Logits, path: Sequence[int]) -> Logits:
+        """The row behind a path as the request wants it; the logits themselves where it asks for nothing."""
+        self._require_row(logits)
+        if not self._has_history:
+            return logits
+        with nullcontext() if self._seen is None else self._seen.extended(path):
+            seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
+            allowed = _ALL if self._grammar is None else self._grammar.after(path)
+            masked = self._masked(path, must_end=allowed.ended)
+            _, row = _BUFFERS.of(self._vocab_size)
+            np.copyto(row, logits)
+            row_kernels.process_row(
+                row, self._bias_ids, self._biases, masked, allowed.bits, seen_ids, seen_counts, self._penalties
+            )
+        return row
+
+    def _require_usable(self, largest: float) -> None:
         if largest == -math.inf and self._grammar is not None:
             raise NoTokenLeftError(FIELD, "leaves no token to choose beside what else the request rules out")
         require_usable(largest)
-        return largest
-
-    def _filter(self, buffers: _Buffers, largest: float) -> tuple[float, int]:
-        rule = self._truncation
-        cut, last_id = row_kernels.filter_row(
-            buffers.scores,
-            buffers.chunk_max,
-            largest,
-            rule.log_min_p,
-            rule.top_k,
-            rule.top_p,
-            buffers.gathered,
-        )
-        return cut, last_id

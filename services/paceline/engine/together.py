@@ -106,7 +106,7 @@ def rank(logits: Logits, rows: Sequence[int], positions: Sequence[int], choices:
     """
     how = np.frombuffer(b"".join(choices), _CHOICES)
     token_ids = np.full((len(rows), NUM_RANKED), step_kernels.NOTHING, np.int64)
-    scores, largest, totals = np.full(token_ids.shape, -np.inf), np.empty(len(rows)), np.ones(len(rows))
+    scores, largest = np.full(token_ids.shape, -np.inf), np.empty(len(rows))
     step_kernels.rank(
         logits,
         np.array(rows, np.int64),
@@ -116,8 +116,7 @@ def rank(logits: Logits, rows: Sequence[int], positions: Sequence[int], choices:
         token_ids,
         scores,
         largest,
-        totals,
     )
     usable = np.isfinite(largest)
-    shares = np.exp(scores - np.where(usable, largest, 0.0)[:, None]) / totals[:, None]
-    return Rankings(token_ids.astype(np.int32), confidences(shares, greedy=how["greedy"]), usable)
+    weights = np.exp(scores - np.where(usable, scores[:, 0], 0.0)[:, None])
+    return Rankings(token_ids.astype(np.int32), confidences(weights, greedy=how["greedy"]), usable)

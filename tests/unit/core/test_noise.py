@@ -7,19 +7,21 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.noise import (
+    BLOCK,
+    BLOCK_STREAM,
     DRAFT_STREAM,
-    MAX_GUMBEL,
     VERDICT_STREAM,
     exact_exp,
     exact_log,
     philox4x32,
     uniforms,
 )
-from tests.support.reference_sampling import gumbel, noise_words
+from tests.support.reference_sampling import block_words, gumbel, noise_words
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -55,6 +57,23 @@ def test_seed_position_and_token_id_stand_where_the_contract_puts_them() -> None
     seed, position, token_id = 0x0123456789ABCDEF, 0xFEDCBA9876543210, 4 * 0x1234 + 3
     block = philox4x32(*words("00001234 76543210 fedcba98 00000000"), *words("89abcdef 01234567"))
     assert noise_words(seed, position, np.array([token_id]))[0] == block[3]
+    blocks = philox4x32(*words("00001234 76543210 fedcba98 00000003"), *words("89abcdef 01234567"))
+    assert BLOCK_STREAM == 3
+    assert block_words(seed, position, np.array([2 * 0x1234])) == (blocks[0], blocks[1])
+    assert block_words(seed, position, np.array([2 * 0x1234 + 1])) == (blocks[2], blocks[3])
+
+
+def test_noise_is_the_race_that_the_contract_describes() -> None:
+    """In decimal arithmetic, for the first of a block and for another id of it."""
+    (first_word,), (place_word,) = block_words(9, 77, np.array([5]))
+    place = 5 * BLOCK + (int(place_word) >> 25)
+    with localcontext(prec=60):
+        first = -((int(first_word) + Decimal("0.5")) / 2**32).ln() / BLOCK
+        for token_id in (place, place ^ 1):
+            word = int(noise_words(9, 77, np.array([token_id]))[0])
+            wait = 0 if token_id == place else -((word + Decimal("0.5")) / 2**32).ln()
+            expected = -(first + wait).ln()
+            assert float(gumbel(9, 77, np.array([token_id]))[0]) == pytest.approx(float(expected), rel=1e-15)
 
 
 def test_a_uniform_stands_where_the_contract_puts_it_and_holds_53_bits() -> None:
@@ -115,15 +134,12 @@ def test_exponential_is_within_two_units_in_the_last_place(value: float) -> None
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_gumbel_is_finite_and_below_its_bound(seed: int, position: int) -> None:
-    variates = gumbel(seed, position, np.arange(64))
+def test_noise_is_finite_and_the_first_of_a_block_has_the_most(seed: int, position: int) -> None:
+    variates = gumbel(seed, position, np.arange(BLOCK))
     assert variates.dtype == np.float64
-    assert np.all((variates > -3.2) & (variates < MAX_GUMBEL))
-
-
-def test_no_word_gives_a_variate_above_the_bound() -> None:
-    largest = -exact_log(-exact_log(np.array([(2**32 - 0.5) * 2.0**-32])))[0]
-    assert MAX_GUMBEL - 2e-4 < largest < MAX_GUMBEL
+    assert np.all((variates > -3.2) & (variates < 28.0))
+    (first,) = block_words(seed, position, np.array([0]))[1]
+    assert np.argmax(variates) == int(first) >> 25
 
 
 def test_noise_over_token_ids_positions_and_seeds_follows_the_gumbel_law() -> None:
@@ -131,6 +147,23 @@ def test_noise_over_token_ids_positions_and_seeds_follows_the_gumbel_law() -> No
     seeds = [gumbel(seed, 3, np.array([0, 77])) for seed in range(2_000)]
     for sample in (gumbel(20, 7, np.arange(200_000)), np.concatenate(positions), np.concatenate(seeds)):
         assert kolmogorov_distance(sample) < 1.95
+
+
+def test_the_best_of_a_block_follows_the_law_of_independent_noise() -> None:
+    """Largest, second largest and the gap between them: what blocks decide differently from ids drawn one by one."""
+    best = -np.sort(-gumbel(31, 4, np.arange(20_000 * BLOCK)).reshape(-1, BLOCK), axis=1)[:, :2]
+    assert kolmogorov_distance(best[:, 0] - math.log(BLOCK)) < 1.95
+    # In a race of n the time from the first to the second arrival is exponential with rate n - 1.
+    gaps = (np.exp(-best[:, 1]) - np.exp(-best[:, 0])) * (BLOCK - 1)
+    assert kolmogorov_distance(-np.log(gaps)) < 1.95
+
+
+def test_every_id_of_a_block_is_as_likely_to_be_its_first() -> None:
+    places = np.argmax(gumbel(8, 5, np.arange(20_000 * BLOCK)).reshape(-1, BLOCK), axis=1)
+    counts = np.bincount(places, minlength=BLOCK)
+    chi_square = float(((counts - 20_000 / BLOCK) ** 2).sum() / (20_000 / BLOCK))
+    # Mean 127, standard deviation 16.
+    assert chi_square < 127 + 5 * 16
 
 
 def test_noise_of_neighbouring_positions_seeds_and_ids_is_uncorrelated() -> None:

@@ -14,13 +14,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import LocalProtocolError
-from paceline.core.noise import exact_exp, exact_log
+from paceline.core.noise import BLOCK, exact_exp
 from paceline.core.params import SamplingParams
-from paceline.core.processors import UnusableLogitsError
+from paceline.core.processors import Truncation, UnusableLogitsError
 from paceline.engine.backends.cpu import noise_kernels, row_kernels
 from paceline.engine.sampler import RowSampler
 from tests.support.laws import coupled_choice
-from tests.support.reference_sampling import RowHistory, fixed_point_mass, gumbel, noise_words, process
+from tests.support.reference_sampling import (
+    RowHistory,
+    exponential,
+    gumbel,
+    in_units,
+    mass_of_all,
+    masses_of,
+    noise_words,
+    process,
+)
 
 Logits = npt.NDArray[np.float32]
 
@@ -159,10 +168,9 @@ def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history
     scores = case.perturbed(path)
     order = [int(i) for i in np.argsort(-scores, kind="stable") if scores[i] > -np.inf][:count]
     sampler = case.sampler()
-    token_ids, confidences = sampler.rank(case.logits, case.position, count, path)
+    token_ids, weights = sampler.rank(case.logits, case.position, count, path)
     assert token_ids == order
-    shares = np.exp(scores - scores.max())
-    np.testing.assert_allclose(confidences, (shares / shares.sum())[order], rtol=1e-4)
+    np.testing.assert_allclose(weights, np.exp(scores - scores.max())[order], rtol=1e-12)
     assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
 
 
@@ -322,19 +330,42 @@ def test_threads_do_not_share_working_space() -> None:
 
 def test_the_compiled_arithmetic_gives_the_bits_of_the_reference() -> None:
     words = noise_words(5, 6, np.arange(4000))
-    uniforms = (words.astype(np.float64) + 0.5) * 2.0**-32
-    expected = -exact_log(-exact_log(uniforms))
-    assert [noise_kernels.word_gumbel(word) for word in words] == expected.tolist()
-    ratios = -40.0 * uniforms
-    assert [row_kernels.exact_exp(ratio) for ratio in ratios] == exact_exp(ratios).tolist()
-    assert [row_kernels.fixed_point_mass(ratio) for ratio in ratios] == fixed_point_mass(ratios).tolist()
-    assert row_kernels.fixed_point_mass(-math.inf) == 0
+    drawn = exponential(words)
+    assert [noise_kernels.exponential(word) for word in words] == drawn.tolist()
+    assert [row_kernels.exact_exp(-ratio) for ratio in drawn] == exact_exp(-drawn).tolist()
+    key, position = (np.uint64(3), np.uint64(1)), (np.uint64(6), np.uint64(0))
+    firsts, places = np.empty(40), np.empty(40, np.int64)
+    noise_kernels._fill_blocks(position, key, firsts, places)
+    scratch, noises = np.empty(BLOCK, np.uint64), np.empty(BLOCK)
+    for block in range(40):
+        noise_kernels._fill_arrivals(block, position, key, firsts[block], places[block], scratch, noises)
+        expected = gumbel(3 + 2**32, 6, np.arange(block * BLOCK, (block + 1) * BLOCK))
+        np.testing.assert_array_equal(noises, expected)
+    logits = -20.0 * drawn.astype(np.float32)
+    shares = masses_of(logits, np.float32(0.0), Truncation.of(SamplingParams(max_tokens=1, temperature=0.7)))
+    scale = np.float32(1.0 / 0.7)
+    masses = [row_kernels._mass_of(logit, np.float32(0.0), scale) for logit in logits]
+    assert masses == in_units(shares).tolist()
+    assert row_kernels._mass_of_all(logits, np.float32(0.0), scale, np.float32(-3e38)) == mass_of_all(shares)
 
 
-def test_the_cheap_noise_bound_is_never_below_the_noise_and_close_where_it_matters() -> None:
-    near_one = 2**32 - 1 - np.unique(np.geomspace(1, 2**31, 3000).astype(np.uint64))
-    words = [2**32 - 1, 0, 1, *near_one.tolist(), *noise_words(1, 2, np.arange(3000)).tolist()]
-    for word in words:
-        noise, bound = noise_kernels.word_gumbel(np.uint64(word)), noise_kernels.noise_bound(np.uint64(word))
-        assert noise <= bound
-        assert noise < 6.0 or bound < noise + 0.07
+@pytest.mark.parametrize("fields", [{"top_k": 20}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.95}, {"top_p": 0.5}, {}])
+@pytest.mark.parametrize("shape", ["peaked", "far apart", "flat", "tied"])
+def test_rows_as_models_with_many_ids_have_them_keep_what_the_reference_keeps(shape: str, fields: dict) -> None:
+    """The likely ids of a peaked row have chunks of their own, those of a flat one are everywhere."""
+    vocab = 30_001
+    rng = np.random.default_rng(12)
+    row = rng.standard_normal(vocab).astype(np.float32)
+    if shape == "peaked":
+        row[rng.choice(vocab, 600, replace=False)] = 14.0 - 1.6 * np.log(np.arange(1.0, 601.0))
+    if shape == "far apart":
+        row[:: 3 * BLOCK] += 9.0
+    if shape == "tied":
+        row = np.round(row)
+    case = plain(row, seed=4, temperature=0.7, **fields)
+    weights = process(row, case.params, case.history)
+    np.testing.assert_array_equal(case.sampler().law(row) > 0.0, np.isfinite(weights))
+    scores = case.perturbed()
+    assert case.sampler().choose(row, case.position) == int(np.argmax(scores))
+    ranked = [token_id for token_id in np.argsort(-scores, kind="stable")[:16].tolist() if scores[token_id] > -math.inf]
+    assert case.sampler().rank(row, case.position, 16)[0] == ranked

@@ -1,9 +1,10 @@
-"""Compiled loops from one row of logits to the survivors of its filters, bit for bit as `paceline.core`.
+"""Compiled loops over one row of logits: what a request changes in it, and which ids survive its filters.
 
-A row lives in a `scores` buffer of float64 padded with -inf to whole chunks; `chunk_max` holds each chunk's
-largest score, so that chunks that cannot matter are skipped. Survivors are always a head of the order
-(largest score first, lowest id among equals), hence given by two numbers: scores above `cut`, and those
-equal to `cut` with ids up to `last_id`. The loops release the GIL and know no request, session or noise.
+`chunk_max` holds the largest logit of each `CHUNK` ids, so that chunks that cannot matter are skipped: of 150,000 ids a
+few thousand are looked at more than once. Survivors are always a head of the order (largest logit first, lowest id
+among equals), hence given by two numbers: logits above `cut`, and those equal to `cut` with ids up to `last_id`. The
+arithmetic is that of `paceline.core.processors`, bit by bit. The loops release the GIL and know no request, session or
+noise.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core import noise
+from paceline.core import noise, processors
 from paceline.kernel_cache import inlined, kernel
 
-CHUNK = 128
-"""Ids a chunk holds: 32 Philox blocks of 4 ids."""
-MASS_FLOOR = -700.0
-_LANES = 8
-_BUCKETS = 512
-_BUCKETS_PER_NAT = 16.0
-_MASS_SCALE = 2.0**42
-_LOWEST = -np.finfo(np.float64).max
-_TWO_52 = 2.0**52
-_TWO_52_BITS = np.uint64(0x4330000000000000)
+CHUNK = noise.BLOCK
+# Chunks in which the nucleus is looked for first.
+_FEW = 64
+_LANES, _BUCKETS, _BUCKETS_PER_NAT = 16, 512, 16.0
+_MASS_SCALE, _LEAST_RATIO = processors.MASS_SCALE, processors.LEAST_RATIO
+_LEAST_EXPONENT = -700.0
+_LARGEST = np.finfo(np.float32).max
+_SIGN, _LOWEST, _HIGHEST = np.int32(31), np.int32(-(2**31)), np.int32(2**31 - 1)
+_MINUS_INFINITY = np.int32(-0x7F800001)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,31 +34,12 @@ Bits = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]
 
 exact_exp = inlined(noise.exact_exp)
+_share = inlined(processors.share)
 
 
 @kernel
-def _find_maxima(scores: Floats, chunk_max: Floats) -> float:
-    """Fills `chunk_max` and returns the largest score, or NaN if any score is NaN."""
-    lanes = np.empty(_LANES)
-    largest, spoiled = -np.inf, 0
-    for chunk in range(len(chunk_max)):
-        base = chunk * CHUNK
-        for lane in range(_LANES):
-            lanes[lane] = -np.inf
-        for start in range(base, base + CHUNK, _LANES):
-            for lane in range(_LANES):
-                score = scores[start + lane]
-                spoiled |= score != score
-                lanes[lane] = score if score > lanes[lane] else lanes[lane]
-        top = lanes.max()
-        chunk_max[chunk] = top
-        largest = max(largest, top)
-    return np.nan if spoiled else largest
-
-
-@kernel
-def load_row(
-    logits: Logits,
+def process_row(
+    row: Logits,
     bias_ids: Ints,
     biases: Floats,
     masked_ids: Ints,
@@ -66,99 +47,170 @@ def load_row(
     seen_ids: Ints,
     seen_counts: Ints,
     penalties: tuple[float, float, float],
-    inverse_temperature: float,
-    scores: Floats,
-    chunk_max: Floats,
-) -> float:
-    """Fills `scores` and `chunk_max` from one row; returns the largest score (NaN if any is).
+) -> None:
+    """Changes a row of logits as a request asks.
 
-    `allowed` holds one bit an id, as `paceline.core.grammar.Bits`; empty: all are. `penalties` = (repetition,
-    frequency, presence); `seen_counts` holds output counts, 0 for ids of the prompt alone.
+    Args:
+        row: float32 `[vocab]`.
+        bias_ids: int64 `[n]`, with their biases, float64 `[n]`.
+        biases: See above.
+        masked_ids: int64 `[m]`.
+        allowed: One bit an id, as `paceline.core.grammar.Bits`; empty: all are.
+        seen_ids: int64 `[s]`, of prompt and output, with their counts in the output; 0 for ids of the prompt alone.
+        seen_counts: See above.
+        penalties: Repetition, frequency, presence.
     """
-    for token_id in range(len(logits)):
-        scores[token_id] = np.float64(logits[token_id])
     for entry in range(len(bias_ids)):
-        scores[bias_ids[entry]] += biases[entry]
+        row[bias_ids[entry]] = np.float32(np.float64(row[bias_ids[entry]]) + biases[entry])
     for entry in range(len(masked_ids)):
-        scores[masked_ids[entry]] = -np.inf
+        row[masked_ids[entry]] = -np.inf
     for place in range(len(allowed)):
         byte = allowed[place]
         if byte != 255:
-            for token_id in range(8 * place, min(8 * place + 8, len(logits))):
+            for token_id in range(8 * place, min(8 * place + 8, len(row))):
                 if not (byte >> (token_id - 8 * place)) & 1:
-                    scores[token_id] = -np.inf
+                    row[token_id] = -np.inf
     repetition, frequency, presence = penalties
     for entry in range(len(seen_ids)):
         token_id, count = seen_ids[entry], seen_counts[entry]
-        score = scores[token_id]
+        score = np.float64(row[token_id])
         score = score / repetition if score > 0.0 else score * repetition
         score = score - frequency * np.float64(count)
-        scores[token_id] = score - presence if count > 0 else score
-    for token_id in range(len(logits)):
-        scores[token_id] *= inverse_temperature
-    return _find_maxima(scores, chunk_max)
-
-
-@kernel
-def first_of(scores: Floats, chunk_max: Floats, largest: float) -> int:
-    """Returns the lowest id whose score is `largest`."""
-    for chunk in range(len(chunk_max)):
-        if chunk_max[chunk] == largest:
-            for token_id in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-                if scores[token_id] == largest:
-                    return token_id
-    return 0
+        row[token_id] = np.float32(score - presence if count > 0 else score)
 
 
 @inlined
-def fixed_point_mass(log_ratio: float) -> Any:
-    """exp(log_ratio) in units of 2**-42, at least that of `MASS_FLOOR`."""
-    shifted = exact_exp(max(log_ratio, MASS_FLOOR)) * _MASS_SCALE + _TWO_52
-    return np.float64(shifted).view(np.uint64) - _TWO_52_BITS
-
-
-@kernel
-def _fill_masses(scores: Floats, largest: float, masses: Words) -> None:
-    for offset in range(CHUNK):
-        masses[offset] = fixed_point_mass(scores[offset] - largest)
+def _ordered(bits: Any) -> Any:
+    """The bits of float32 as whole numbers of the same order, with NaN beyond either infinity; its own inverse."""
+    return bits ^ ((bits >> _SIGN) & _HIGHEST)
 
 
 @inlined
-def _bucket_of(score: float, largest: float) -> int:
-    drop = (largest - score) * _BUCKETS_PER_NAT
+def _float_of(order: Any) -> Any:
+    return np.int32(_ordered(order)).view(np.float32)
+
+
+@kernel
+def find_maxima(row: Logits, chunk_max: Logits) -> float:
+    """Fills `chunk_max` and returns the largest logit, or NaN if any is NaN."""
+    # Loops over whole numbers of known length vectorise; those that compare what may be NaN do not.
+    bits, lowest, whole = row.view(np.int32), _HIGHEST, len(row) // CHUNK
+    for chunk in range(whole):
+        top, low = _LOWEST, _HIGHEST
+        for token_id in range(chunk * CHUNK, chunk * CHUNK + CHUNK):
+            order = np.int32(_ordered(bits[token_id]))
+            top, low = max(top, order), min(low, order)
+        chunk_max[chunk], lowest = _float_of(top), min(lowest, low)
+    if whole < len(chunk_max):
+        top = _LOWEST
+        for token_id in range(whole * CHUNK, len(row)):
+            order = np.int32(_ordered(bits[token_id]))
+            top, lowest = max(top, order), min(lowest, order)
+        chunk_max[whole] = _float_of(top)
+    # Beyond infinity are only those that are no number.
+    return np.nan if lowest < _MINUS_INFINITY else np.float64(_largest_of(chunk_max))
+
+
+@kernel
+def _largest_of(chunk_max: Logits) -> Any:
+    largest = chunk_max[0]
+    for value in chunk_max:
+        if not value <= largest:
+            largest = value
+        if value != value:
+            return value
+    return largest
+
+
+@kernel
+def level_of(values: Any, number: int) -> Any:
+    """A value that at least `number` of these reach, or all of them, and not many more."""
+    highest, lowest = values.max(), np.inf
+    for value in values:
+        lowest = min(lowest, value) if value > -np.inf else lowest
+    if number >= len(values) or not highest > lowest:
+        return values.min()
+    scale, counts = (_BUCKETS - 1) / (np.float64(highest) - lowest), np.zeros(_BUCKETS, np.int64)
+    for value in values:
+        counts[_bucket_of(value, highest, scale)] += 1
+    bucket, above = 0, counts[0]
+    while above < number:
+        bucket += 1
+        above += counts[bucket]
+    level = highest
+    for value in values:
+        level = min(level, value) if _bucket_of(value, highest, scale) <= bucket else level
+    return level
+
+
+@inlined
+def _bucket_of(value: Any, highest: Any, scale: float) -> int:
+    drop = (np.float64(highest) - np.float64(value)) * scale
     return int(drop) if drop < _BUCKETS - 1 else _BUCKETS - 1
 
 
+@inlined
+def _share_of(logit: Any, largest: Any, scale: Any) -> Any:
+    return _share(max((logit - largest) * scale, _LEAST_RATIO))
+
+
+@inlined
+def _mass_of(logit: Any, largest: Any, scale: Any) -> Any:
+    """The share of an id beside that of the largest, in units of 1 / MASS_SCALE."""
+    return np.int64(np.rint(np.float64(_share_of(logit, largest, scale)) * _MASS_SCALE))
+
+
 @kernel
-def _fill_histogram(
-    scores: Floats,
-    chunk_max: Floats,
-    largest: float,
-    cut: float,
-    last_id: int,
-    by_mass: bool,
-    histogram: Ints,
-) -> Any:
-    """Sums weights (masses, or ones) of the surviving ids per bucket of score; returns their total."""
-    masses = np.ones(CHUNK, np.uint64)
-    total: Any = 0
-    for chunk in range(len(chunk_max)):
-        if chunk_max[chunk] < cut:
-            continue
+def _mass_of_all(row: Logits, largest: Any, scale: Any, cut: Any) -> Any:
+    """The mass of all ids whose logits are at least `cut`, added up in float32 for each chunk."""
+    shares, nothing, total = np.empty(CHUNK, np.float32), np.float32(0.0), np.int64(0)
+    whole = len(row) // CHUNK
+    for chunk in range(whole):
         base = chunk * CHUNK
-        if by_mass:
-            _fill_masses(scores[base : base + CHUNK], largest, masses)
         for offset in range(CHUNK):
-            score = scores[base + offset]
-            if score > cut or (score == cut and base + offset <= last_id):
-                weight = np.int64(masses[offset])
-                histogram[_bucket_of(score, largest)] += weight
-                total += weight
+            share = _share_of(row[base + offset], largest, scale)
+            shares[offset] = share if row[base + offset] >= cut else nothing
+        total += _mass_of_chunk(shares)
+    if whole * CHUNK < len(row):
+        shares[:] = nothing
+        for token_id in range(whole * CHUNK, len(row)):
+            share = _share_of(row[token_id], largest, scale)
+            shares[token_id - whole * CHUNK] = share if row[token_id] >= cut else nothing
+        total += _mass_of_chunk(shares)
     return total
 
 
+@inlined
+def _mass_of_chunk(shares: Any) -> Any:
+    """Adds the upper half to the lower one until one share is left; overwrites them."""
+    for offset in range(64):
+        shares[offset] += shares[offset + 64]
+    for offset in range(32):
+        shares[offset] += shares[offset + 32]
+    for offset in range(16):
+        shares[offset] += shares[offset + 16]
+    for offset in range(8):
+        shares[offset] += shares[offset + 8]
+    for offset in range(4):
+        shares[offset] += shares[offset + 4]
+    mass = (shares[0] + shares[2]) + (shares[1] + shares[3])
+    return np.int64(np.rint(np.float64(mass) * _MASS_SCALE))
+
+
 @kernel
-def _resolve(found: Floats, ids: Ints, weights: Ints, needed: int) -> tuple[float, int]:
+def _gather(row: Logits, chunk_max: Logits, level: Any, last_id: int, found: Logits, ids: Ints) -> int:
+    """Gathers ids whose logits exceed a level, or equal it and are not beyond `last_id`, in ascending order."""
+    size = 0
+    for chunk in range(len(chunk_max)):
+        if chunk_max[chunk] >= level:
+            for token_id in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(row))):
+                found[size], ids[size] = row[token_id], token_id
+                size += 1 if row[token_id] > level or (row[token_id] == level and token_id <= last_id) else 0
+    return size
+
+
+@kernel
+def _resolve(found: Logits, ids: Ints, weights: Ints, needed: Any) -> tuple[Any, int]:
     """Returns the last survivor: where the weights, summed in order of survival, reach `needed`.
 
     Ids ascend. Quickselect with a three-way split that keeps them ascending; it overwrites the arrays.
@@ -190,56 +242,137 @@ def _resolve(found: Floats, ids: Ints, weights: Ints, needed: int) -> tuple[floa
 
 
 @kernel
-def _tighten(
-    scores: Floats,
-    chunk_max: Floats,
-    largest: float,
-    cut: float,
-    last_id: int,
-    top_k: int,
-    top_p: float,
-    gathered: tuple[Floats, Ints, Ints],
-) -> tuple[float, int]:
-    """Returns the cut after top-k (`top_k` > 0), or else after top-p, among the survivors so far."""
-    by_mass = top_k == 0
-    histogram = np.zeros(_BUCKETS, np.int64)
-    total = _fill_histogram(scores, chunk_max, largest, cut, last_id, by_mass, histogram)
-    needed: Any = min(np.int64(np.ceil(top_p * np.float64(total))), total) if by_mass else top_k
-    if needed >= total and not by_mass:
-        return cut, last_id
-    bucket = 0
-    while needed > histogram[bucket]:
-        needed -= histogram[bucket]
-        bucket += 1
+def _most_likely(row: Logits, chunk_max: Logits, cut: Any, number: int, gathered: Any) -> tuple[Any, int]:
+    """The cut that leaves so many ids of those whose logits are at least `cut`."""
     found, ids, weights = gathered
-    size = 0
-    for chunk in range(len(chunk_max)):
-        if chunk_max[chunk] < cut or _bucket_of(chunk_max[chunk], largest) > bucket:
-            continue
-        for token_id in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-            score = scores[token_id]
-            survives = score > cut or (score == cut and token_id <= last_id)
-            found[size], ids[size] = score, token_id
-            size += 1 if survives and _bucket_of(score, largest) == bucket else 0
-    for entry in range(size):
-        weights[entry] = np.int64(fixed_point_mass(found[entry] - largest)) if by_mass else 1
+    # As many chunks have an id each of at least this.
+    level = max(level_of(chunk_max, number), cut) if number <= len(chunk_max) else cut
+    size = _gather(row, chunk_max, level, len(row), found, ids)
+    if size <= number:
+        return level, len(row)
+    weights[:size] = 1
+    return _resolve(found[:size], ids[:size], weights[:size], number)
+
+
+@kernel
+def _nucleus(
+    row: Logits,
+    chunk_max: Logits,
+    largest: Any,
+    scale: Any,
+    cut: Any,
+    last_id: int,
+    few: bool,
+    top_p: float,
+    gathered: Any,
+) -> tuple[Any, int]:
+    """The cut that leaves the fewest survivors that hold a share of their mass.
+
+    `few`: top-k has left no more than it was asked for; else `last_id` is behind all ids.
+    """
+    found, ids, weights = gathered
+    total = np.int64(0) if few else _mass_of_all(row, largest, scale, cut)
+    # What models give is peaked: nearly always the nucleus is in a few chunks.
+    level = cut if few else max(cut, level_of(chunk_max, _FEW))
+    size = _gather(row, chunk_max, level, last_id, found, ids)
+    mass = _weigh(found[:size], largest, scale, weights)
+    total = mass if few else total
+    needed = min(np.int64(np.ceil(top_p * np.float64(total))), total)
+    if mass < needed and level > cut:
+        size, needed = _gather_last(row, chunk_max, largest, scale, cut, needed, gathered)
+        mass = _weigh(found[:size], largest, scale, weights)
+    if mass < needed:
+        return cut, last_id
     return _resolve(found[:size], ids[:size], weights[:size], needed)
 
 
 @kernel
-def filter_row(
-    scores: Floats,
-    chunk_max: Floats,
-    largest: float,
-    log_min_p: float,
-    top_k: int,
-    top_p: float,
-    gathered: tuple[Floats, Ints, Ints],
-) -> tuple[float, int]:
-    """Returns `(cut, last_id)` after min-p, top-k and top-p; `gathered` is working space."""
-    cut, last_id = max(largest + log_min_p, _LOWEST), len(scores)
-    if top_k > 0:
-        cut, last_id = _tighten(scores, chunk_max, largest, cut, last_id, top_k, top_p, gathered)
-    if top_p < 1.0:
-        cut, last_id = _tighten(scores, chunk_max, largest, cut, last_id, 0, top_p, gathered)
+def _weigh(found: Logits, largest: Any, scale: Any, weights: Ints) -> Any:
+    """Fills in the masses of ids and adds them up."""
+    mass = np.int64(0)
+    for entry in range(len(found)):
+        weights[entry] = _mass_of(found[entry], largest, scale)
+        mass += weights[entry]
+    return mass
+
+
+@kernel
+def _gather_last(
+    row: Logits, chunk_max: Logits, largest: Any, scale: Any, cut: Any, needed: Any, gathered: Any
+) -> tuple[int, Any]:
+    """Gathers ids among which the last one of a nucleus is; returns how many, and how much mass is needed of them.
+
+    Masses are added up by the drop of the logit first, so that few ids are looked at one by one.
+    """
+    found, ids, _ = gathered
+    masses, histogram = np.empty(CHUNK, np.int64), np.zeros(_BUCKETS, np.int64)
+    per_nat = np.float64(scale) * _BUCKETS_PER_NAT
+    for chunk in range(len(chunk_max)):
+        if chunk_max[chunk] >= cut:
+            start = chunk * CHUNK
+            part = row[start : min(start + CHUNK, len(row))]
+            _weigh(part, largest, scale, masses)
+            for offset in range(len(part)):
+                histogram[_bucket_of(part[offset], largest, per_nat)] += masses[offset] if part[offset] >= cut else 0
+    bucket = 0
+    while bucket < _BUCKETS - 1 and needed > histogram[bucket]:
+        needed -= histogram[bucket]
+        bucket += 1
+    # A little wider than the bucket, since few ids are left to look at there.
+    high, size = np.float32(largest - (bucket - 0.01) / per_nat), 0
+    low = max(cut, np.float32(largest - (bucket + 1.01) / per_nat)) if bucket < _BUCKETS - 1 else cut
+    for chunk in range(len(chunk_max)):
+        if chunk_max[chunk] < low:
+            continue
+        for token_id in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(row))):
+            logit = row[token_id]
+            if low <= logit <= high and _bucket_of(logit, largest, per_nat) == bucket:
+                found[size], ids[size] = logit, token_id
+                size += 1
+    return size, needed
+
+
+@kernel
+def _least_logit(threshold: Any, inverse_temperature: float) -> Any:
+    """The least logit whose score is at least a threshold."""
+    logit: Any = np.float32(max(min(threshold / inverse_temperature, _LARGEST), -_LARGEST))
+    while np.float64(logit) * inverse_temperature < threshold:
+        logit = np.nextafter(logit, np.float32(np.inf))
+    below = np.nextafter(logit, np.float32(-np.inf))
+    while below >= -_LARGEST and np.float64(below) * inverse_temperature >= threshold:
+        logit, below = below, np.nextafter(below, np.float32(-np.inf))
+    return logit
+
+
+@kernel
+def filter_row(row: Logits, chunk_max: Logits, largest: float, choice: Any, gathered: Any) -> tuple[Any, int]:
+    """Returns `(cut, last_id)` after min-p, top-k and top-p.
+
+    Args:
+        row: float32 `[vocab]`.
+        chunk_max: float32 `[chunks]`.
+        largest: Of the row.
+        choice: `paceline.core.processors.Truncation`, as a record.
+        gathered: Working space for ids that may be the last ones: logits, ids, weights, `[vocab + 1]`.
+    """
+    cut, last_id = np.float32(-_LARGEST), len(row)
+    if choice.log_min_p > -np.inf:
+        cut = _least_logit(largest * choice.inverse_temperature + choice.log_min_p, choice.inverse_temperature)
+    if choice.top_k > 0:
+        cut, last_id = _most_likely(row, chunk_max, cut, choice.top_k, gathered)
+    if choice.top_p < 1.0:
+        scale, few = np.float32(choice.inverse_temperature), choice.top_k > 0
+        cut, last_id = _nucleus(row, chunk_max, np.float32(largest), scale, cut, last_id, few, choice.top_p, gathered)
     return cut, last_id
+
+
+@kernel
+def sum_of_exp(row: Logits, largest: float) -> Any:
+    """The sum of exp(logit - largest) over a row, in float64."""
+    lanes, whole = np.zeros(_LANES), len(row) - len(row) % _LANES
+    for first in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            lanes[lane] += exact_exp(max(np.float64(row[first + lane]) - largest, _LEAST_EXPONENT))
+    for token_id in range(whole, len(row)):
+        lanes[0] += exact_exp(max(np.float64(row[token_id]) - largest, _LEAST_EXPONENT))
+    return lanes.sum()

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.backends.cpu.noise_kernels import best_perturbed, rank_perturbed, rank_plain
-from paceline.engine.backends.cpu.row_kernels import Ints, Logits, filter_row, load_row
+from paceline.engine.backends.cpu.noise_kernels import best_perturbed, best_plain
+from paceline.engine.backends.cpu.row_kernels import Ints, Logits, filter_row, find_maxima
 from paceline.kernel_cache import inlined, kernel
 
 # How a session chooses: `paceline.core.processors.Truncation`, and the seed of its noise.
@@ -30,70 +30,47 @@ CHOICE = np.dtype(
 # There is no token to choose, or no guess of it.
 NOTHING = -1
 
-_SPAN = 512
-_SIGN, _LOWEST, _HIGHEST = np.int32(31), np.int32(-(2**31)), np.int32(2**31 - 1)
-_INFINITY, _MINUS_INFINITY = np.int32(0x7F800000), np.int32(-0x7F800001)
 _MASK32, _SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROOT = -1
-_NO_PENALTIES = (1.0, 0.0, 0.0)
-
-
-@inlined
-def _ordered(bits: Any) -> Any:
-    """The bits of float32 as whole numbers of the same order, with NaN beyond either infinity; its own inverse."""
-    return bits ^ ((bits >> _SIGN) & _HIGHEST)
 
 
 @kernel
-def _argmax(row: Logits) -> int:
-    """Returns the lowest id of the largest logit; NOTHING where one is NaN, or the largest is not finite."""
-    # Loops over whole numbers vectorise; those that compare numbers which may be NaN do not.
-    bits, highest, lowest = row.view(np.int32), _LOWEST, _HIGHEST
-    for token_id in range(len(bits)):
-        order = _ordered(bits[token_id])
-        highest, lowest = max(highest, order), min(lowest, order)
-    if highest >= _INFINITY or highest <= _MINUS_INFINITY or lowest < _MINUS_INFINITY:
-        return NOTHING
-    largest = np.int32(_ordered(highest)).view(np.float32)
-    for start in range(0, len(row), _SPAN):
-        found = np.int32(0)
-        for token_id in range(start, min(start + _SPAN, len(row))):
-            found += np.int32(row[token_id] == largest)
-        if found:
-            for token_id in range(start, len(row)):
-                if row[token_id] == largest:
-                    return token_id
-    return NOTHING
+def best(row: Logits, choice: Any, position: int, space: Any, top_ids: Ints, top_scores: Any) -> Any:
+    """Finds the best ids of a row, by the noise of a position unless the choice is greedy.
 
+    Args:
+        row: float32 `[vocab]`.
+        choice: A `CHOICE`.
+        position: Absolute, of the token.
+        space: Working space for one row, see `paceline.engine.sampler.working_space`.
+        top_ids: int64 `[count]`, filled, best first; it comes as NOTHING.
+        top_scores: float64 `[count]`, filled; it comes as -inf.
 
-@kernel
-def _load(row: Logits, choice: Any, space: Any) -> float:
-    """Fills the working space with the scores of a row and returns the largest."""
-    scores, chunk_max, _ = space
-    no_ids, no_values, all_allowed = np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint8)
-    return load_row(
-        row, no_ids, no_values, no_ids, all_allowed, no_ids, no_ids, _NO_PENALTIES, choice.inverse_temperature,
-        scores, chunk_max,
-    )  # fmt: skip
-
-
-@inlined
-def _noise_at(choice: Any, position: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    place = np.uint64(position)
-    return (choice.seed_low, choice.seed_high), (place & _MASK32, place >> _SHIFT32)
-
-
-@kernel
-def _choose(row: Logits, choice: Any, position: int, space: Any) -> int:
-    """Returns the token for an absolute position; NOTHING where the logits leave none."""
-    if choice.greedy:
-        return _argmax(row)
-    scores, chunk_max, gathered = space
-    largest = _load(row, choice, space)
+    Returns:
+        The largest score without noise; NaN or infinite where the logits leave nothing to choose.
+    """
+    chunk_max, gathered, blocks = space
+    largest = find_maxima(row, chunk_max)
     if not np.isfinite(largest):
-        return NOTHING
-    cut, last_id = filter_row(scores, chunk_max, largest, choice.log_min_p, choice.top_k, choice.top_p, gathered)
-    return best_perturbed(scores, chunk_max, largest, cut, last_id, *_noise_at(choice, position))
+        return largest
+    if choice.greedy:
+        best_plain(row, chunk_max, top_ids, top_scores)
+        return largest
+    cut, last_id = filter_row(row, chunk_max, largest, choice, gathered)
+    place = np.uint64(position)
+    best_perturbed(
+        row, chunk_max, cut, last_id, choice.inverse_temperature, (choice.seed_low, choice.seed_high),
+        (place & _MASK32, place >> _SHIFT32), blocks, top_ids, top_scores,
+    )  # fmt: skip
+    return largest * choice.inverse_temperature
+
+
+@kernel
+def _choose(row: Logits, choice: Any, position: int, space: Any) -> Any:
+    """Returns the token for an absolute position; NOTHING where the logits leave none."""
+    top_id, top_score = np.full(1, NOTHING, np.int64), np.full(1, -np.inf)
+    best(row, choice, position, space, top_id, top_score)
+    return top_id[0]
 
 
 @inlined
@@ -134,7 +111,7 @@ def follow(
         stops: int64 `[sessions]`, where they end.
         tokens: int32 `[guesses]`.
         parents: int32 `[guesses]`, which of its session's guesses each one hangs below; -1: none.
-        space: Working space for one row: scores, largest of each chunk, and what filters gather.
+        space: See `best`.
         chosen: int64 `[rows]`, filled from the session's first row on.
         counts: int64 `[sessions]`, filled with how many; 0 where the logits leave nothing to choose.
         rivals: bool `[sessions]`, filled with whether there were guesses in the last one's place.
@@ -158,39 +135,19 @@ def follow(
 
 @kernel
 def rank(
-    logits: Logits,
-    rows: Ints,
-    positions: Ints,
-    choices: Any,
-    space: Any,
-    top_ids: Ints,
-    top_scores: Any,
-    largest: Any,
-    totals: Any,
+    logits: Logits, rows: Ints, positions: Ints, choices: Any, space: Any, top_ids: Ints, top_scores: Any, largest: Any
 ) -> None:
-    """Finds the best ids of each row, as `RowSampler.rank`.
+    """Finds the best ids of each row.
 
     Args:
         logits: float32 `[rows, vocab]`.
         rows: int64 `[n]`, which of them.
         positions: int64 `[n]`, absolute, of the tokens to guess.
         choices: `CHOICE` `[n]`.
-        space: See `follow`.
+        space: See `best`.
         top_ids: int64 `[n, count]`, filled, best first; it comes as NOTHING.
         top_scores: float64 `[n, count]`, filled; it comes as -inf.
         largest: float64 `[n]`, filled with the largest score without noise; NaN or infinite where there is none.
-        totals: float64 `[n]`, filled with the sum of exp(score - largest).
     """
-    scores, chunk_max, gathered = space
     for each in range(len(rows)):
-        choice = choices[each]
-        most = largest[each] = _load(logits[rows[each]], choice, space)
-        if not np.isfinite(most):
-            continue
-        ids, best = top_ids[each], top_scores[each]
-        if choice.greedy:
-            _, totals[each] = rank_plain(scores, chunk_max, most, ids, best)
-        else:
-            cut, last_id = filter_row(scores, chunk_max, most, choice.log_min_p, choice.top_k, choice.top_p, gathered)
-            noise_at = _noise_at(choice, positions[each])
-            _, totals[each] = rank_perturbed(scores, chunk_max, most, cut, last_id, *noise_at, ids, best)
+        largest[each] = best(logits[rows[each]], choices[each], positions[each], space, top_ids[each], top_scores[each])
