@@ -23,7 +23,7 @@ from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.api.guarded import GuardedApp
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.http.connection import BoundedConnection, Connections
-from paceline.gateway.http.front import with_front
+from paceline.gateway.http.middleware import with_middleware
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.service.process import GrpcServer, start_grpc_server
@@ -124,12 +124,12 @@ async def open_doors(
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
-            fronted = with_front(
+            wrapped = with_middleware(
                 GuardedApp(app, access, ERROR_FORMS, limits.requests, sessions.count_error),
                 allowed_origins=config.allowed_origins,
                 access_log=config.access_log,
             )
-            async with _http_server(config, fronted, listener, limits.max_connections, tls):
+            async with _http_server(config, wrapped, listener, limits.max_connections, tls):
                 http = host_port(config.host, listener.getsockname()[1])
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health checks fail and new requests are refused, but both doors stay open to answer them.

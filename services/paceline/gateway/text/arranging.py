@@ -8,27 +8,27 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paceline.gateway.text.demands import DEVELOPER, SYSTEM, USER, Demands, Message, SystemPlace, in_parts
+from paceline.gateway.text.template_probe import DEVELOPER, SYSTEM, USER, Capabilities, Message, SystemPlace, in_parts
 
 # All texts of a message; templates disagree on the name of reasoning.
 _TEXTS = ("content", "reasoning_content", "reasoning", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def arranged(messages: Sequence[Message], demands: Demands) -> list[Message]:
+def arranged(messages: Sequence[Message], capabilities: Capabilities) -> list[Message]:
     """Returns messages as a template demands them.
 
     Args:
         messages: Each with `role`, `content` as a string, and maybe calls and reasoning.
-        demands: Of the template.
+        capabilities: Of the template.
     """
-    known = [_with_known_role(message, demands) for message in messages]
-    joined = _without_refused_pairs(_with_system_placed(known, demands.system), demands.refused_pairs)
-    return [_dressed(message, demands) for message in joined]
+    known = [_with_known_role(message, capabilities) for message in messages]
+    joined = _without_refused_pairs(_with_system_placed(known, capabilities.system), capabilities.refused_pairs)
+    return [_dressed(message, capabilities) for message in joined]
 
 
-def _with_known_role(message: Message, demands: Demands) -> Message:
-    if message["role"] != DEVELOPER or demands.knows_developers:
+def _with_known_role(message: Message, capabilities: Capabilities) -> Message:
+    if message["role"] != DEVELOPER or capabilities.knows_developers:
         return message
     return {**message, "role": SYSTEM}
 
@@ -75,24 +75,24 @@ def _paragraphs(messages: Iterable[Message], name: str = "content") -> str:
     return "\n\n".join(text for message in messages if (text := message.get(name)))
 
 
-def _dressed(message: Message, demands: Demands) -> Message:
+def _dressed(message: Message, capabilities: Capabilities) -> Message:
     """Returns a message with its content, arguments and ids in the form that a template takes."""
     changed: dict[str, Any] = {}
     role = SYSTEM if message["role"] == DEVELOPER else message["role"]
-    if role in demands.in_parts:
+    if role in capabilities.in_parts:
         changed["content"] = in_parts(message["content"])
     if message.get("tool_calls"):
-        changed["tool_calls"] = [_dressed_call(call, demands) for call in message["tool_calls"]]
-    if demands.short_ids and message.get("tool_call_id"):
+        changed["tool_calls"] = [_dressed_call(call, capabilities) for call in message["tool_calls"]]
+    if capabilities.short_ids and message.get("tool_call_id"):
         changed["tool_call_id"] = short_id(message["tool_call_id"])
     return {**message, **changed} if changed else message
 
 
-def _dressed_call(call: Mapping[str, Any], demands: Demands) -> Mapping[str, Any]:
-    if demands.short_ids and call.get("id"):
+def _dressed_call(call: Mapping[str, Any], capabilities: Capabilities) -> Mapping[str, Any]:
+    if capabilities.short_ids and call.get("id"):
         call = {**call, "id": short_id(call["id"])}
     function = call["function"]
-    if demands.text_arguments and not isinstance(function["arguments"], str):
+    if capabilities.text_arguments and not isinstance(function["arguments"], str):
         written = json.dumps(function["arguments"], ensure_ascii=False)
         call = {**call, "function": {**function, "arguments": written}}
     return call

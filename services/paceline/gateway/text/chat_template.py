@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.text.arranging import arranged
-from paceline.gateway.text.demands import Message, demands_of
+from paceline.gateway.text.template_probe import Message, capabilities_of
 
 # Marks the end of a text in a rendered chat. The characters mean nothing in any text; the space behind them shows
 # whether the template trims texts.
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     Attributes:
         source: The Jinja source.
-        demands: What it demands of messages.
+        capabilities: What it takes.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -62,7 +62,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot be compiled: {error}") from error
-        self.demands = demands_of(self._rendered, source)
+        self.capabilities = capabilities_of(self._rendered, source)
 
     def render(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> str:
         """Returns the prompt that asks for the next message of the assistant.
@@ -75,7 +75,7 @@ class ChatTemplate:
         Raises:
             TemplateRefusalError: The template refuses the messages.
         """
-        return self._rendered(arranged(messages, self.demands), extra)
+        return self._rendered(arranged(messages, self.capabilities), extra)
 
     def _rendered(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> str:
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}

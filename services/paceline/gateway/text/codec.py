@@ -19,10 +19,10 @@ from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.text.chat_template import ChatTemplate, up_to_mark, with_end_marked
-from paceline.gateway.text.demands import Message
 from paceline.gateway.text.detokenizer import Decodes
 from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
 from paceline.gateway.text.template_files import read_templates
+from paceline.gateway.text.template_probe import Message
 
 # Requests that bring templates of their own mostly bring the same one.
 _NUM_TEMPLATES = 16
@@ -89,7 +89,7 @@ class TextCodec:
     @property
     def has_short_call_ids(self) -> bool:
         """Whether the chat template takes no other ids of calls than those of nine letters or digits."""
-        return self.tool_template is not None and self.tool_template.demands.short_ids
+        return self.tool_template is not None and self.tool_template.capabilities.short_ids
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: Path | None = None) -> TextCodec:

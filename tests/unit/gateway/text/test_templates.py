@@ -11,24 +11,24 @@ import pytest
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.text.chat_template import ChatTemplate
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.text.demands import Demands, SystemPlace
+from paceline.gateway.text.template_probe import Capabilities, SystemPlace
 from tests.support import tiny_tokenizer
 from tests.support.template_chats import BOS, CHATS, EOS, OWN_TEMPLATES, TOOLS, expected
 
 NAMES = sorted(path.stem for path in OWN_TEMPLATES.iterdir())
 SPECIAL = {"bos_token": BOS, "eos_token": EOS}
 TURNS = frozenset({("user", "user"), ("assistant", "assistant")})
-DEMANDS = {
-    "alternating": Demands(system=SystemPlace.NOWHERE, refused_pairs=TURNS),
-    "developer_first": Demands(system=SystemPlace.FIRST, knows_developers=True),
-    "named_default": Demands(),
-    "named_tool_use": Demands(),
-    "nine_characters": Demands(system=SystemPlace.FIRST, refused_pairs=TURNS | {("tool", "user")}, short_ids=True),
-    "parts": Demands(in_parts=frozenset({"user", "system", "assistant"})),
-    "printed_arguments": Demands(system=SystemPlace.NOWHERE, text_arguments=True),
-    "system_anywhere": Demands(),
-    "system_first": Demands(system=SystemPlace.FIRST),
-    "text_arguments": Demands(system=SystemPlace.FIRST, text_arguments=True),
+CAPABILITIES = {
+    "alternating": Capabilities(system=SystemPlace.NOWHERE, refused_pairs=TURNS),
+    "developer_first": Capabilities(system=SystemPlace.FIRST, knows_developers=True),
+    "named_default": Capabilities(),
+    "named_tool_use": Capabilities(),
+    "nine_characters": Capabilities(system=SystemPlace.FIRST, refused_pairs=TURNS | {("tool", "user")}, short_ids=True),
+    "parts": Capabilities(in_parts=frozenset({"user", "system", "assistant"})),
+    "printed_arguments": Capabilities(system=SystemPlace.NOWHERE, text_arguments=True),
+    "system_anywhere": Capabilities(),
+    "system_first": Capabilities(system=SystemPlace.FIRST),
+    "text_arguments": Capabilities(system=SystemPlace.FIRST, text_arguments=True),
 }
 
 
@@ -60,7 +60,7 @@ def codec(folder: Path) -> TextCodec:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_template_demands_is_found(name: str) -> None:
     """vLLM #9294, #16219: parts; #9019, mlx-lm #1375: ids."""
-    assert template(name).demands == DEMANDS[name]
+    assert template(name).capabilities == CAPABILITIES[name]
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -1,4 +1,4 @@
-"""What stands before the HTTP door where an operator wants it: CORS, a line for each request, further names."""
+"""Middleware that an operator switches on: CORS, a line for each request, further names."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ async def test_without_the_flag_no_page_of_another_origin_may_ask(tmp_path: Path
 async def test_each_request_is_logged_once_with_its_id_and_without_what_it_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="paceline.gateway.http.front")
+    caplog.set_level(logging.INFO, logger="paceline.gateway.http.middleware")
     async with scripted_fleet(tmp_path, access_log=True) as fleet:
         await fleet.http.post("/v1/completions?secret=1", json=BODY, headers={"x-request-id": "mine"})
         await fleet.http.post("/v1/completions", json={**BODY, "stream": True})
         await fleet.http.get("/nowhere")
-    told = [vars(each) for each in caplog.records if each.name == "paceline.gateway.http.front"]
+    told = [vars(each) for each in caplog.records if each.name == "paceline.gateway.http.middleware"]
     asked = [(each["method"], each["path"], each["status"]) for each in told]
     assert asked == [("POST", "/v1/completions", 200), ("POST", "/v1/completions", 200), ("GET", "/nowhere", 404)]
     assert told[0]["request_id"] == "mine"
@@ -56,10 +56,10 @@ async def test_who_was_the_client_is_believed_from_named_proxies_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, proxies: tuple[str, ...], client: str
 ) -> None:
     """The access log said whatever `X-Forwarded-For` said, for all that came from this machine."""
-    caplog.set_level(logging.INFO, logger="paceline.gateway.http.front")
+    caplog.set_level(logging.INFO, logger="paceline.gateway.http.middleware")
     async with scripted_fleet(tmp_path, access_log=True, forwarded_allow_ips=proxies) as fleet:
         await fleet.http.get("/livez", headers={"x-forwarded-for": "203.0.113.7"})
-    [told] = [vars(each)["client"] for each in caplog.records if each.name == "paceline.gateway.http.front"]
+    [told] = [vars(each)["client"] for each in caplog.records if each.name == "paceline.gateway.http.middleware"]
     assert told == client
 
 

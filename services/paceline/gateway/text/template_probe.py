@@ -1,4 +1,4 @@
-"""What a chat template demands of messages, found once by rendering chats whose texts are marks.
+"""The capabilities of a chat template, found once by rendering probes: chats whose texts are marks.
 
 A template says nowhere what it takes. Its loops show it only in part: one may walk over the content of users, and take
 the first part of a system message. So each form is tried, and one suits if its mark is rendered.
@@ -57,8 +57,8 @@ class SystemPlace(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demands:
-    """What a template demands of messages.
+class Capabilities:
+    """What a template takes.
 
     Attributes:
         system: Where system messages may stand; if first only, there may be one.
@@ -82,8 +82,8 @@ def in_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def demands_of(render: Renders, source: str) -> Demands:
-    """Finds out what a template demands.
+def capabilities_of(render: Renders, source: str) -> Capabilities:
+    """Finds out what a template takes.
 
     Args:
         render: Renders messages as they are, or raises InvalidRequestError.
@@ -93,7 +93,7 @@ def demands_of(render: Renders, source: str) -> Demands:
         ConfigError: It loses the text of users.
     """
     probe = _Probe(render)
-    return Demands(
+    return Capabilities(
         system=probe.system_place(),
         knows_developers=DEVELOPER in source and probe.takes(DEVELOPER, USER),
         in_parts=probe.in_parts,
@@ -109,7 +109,7 @@ class _Probe:
     """Renders chats of marks, in forms that are found first.
 
     Raises:
-        ConfigError: As of `demands_of`.
+        ConfigError: As of `capabilities_of`.
     """
 
     def __init__(self, render: Renders) -> None:

@@ -1,4 +1,4 @@
-"""Optional layers before the HTTP application: CORS, and a log line for each request.
+"""ASGI middleware before the HTTP application: CORS, and a log line for each request.
 
 It knows no paths and no keys.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 EXPOSED = (REQUEST_ID, IGNORED_FIELDS, IGNORED_TOOLS, "retry-after")
 
 
-def with_front(app: ASGIApp, *, allowed_origins: Sequence[str], access_log: bool) -> ASGIApp:
+def with_middleware(app: ASGIApp, *, allowed_origins: Sequence[str], access_log: bool) -> ASGIApp:
     """Returns an application with the layers that are switched on.
 
     Args:
