@@ -203,4 +203,25 @@ async def test_log_probabilities_come_with_their_tokens_and_those_of_the_prompt_
     first, *others = messages
     prompt = fleet.verifier.requests[0].prompt_token_ids
     assert tuple(each.chosen.token_id for each in first.prompt_logprobs) == prompt[1:]
+    assert (first.prompt_offset, first.token_ids) == (1, [])
     assert not any(message.prompt_logprobs for message in others)
+
+
+async def test_log_probabilities_of_a_long_prompt_fit_the_messages_that_clients_take(tmp_path: Path) -> None:
+    """grpc.io #1254: at their defaults clients take 4 MiB, and one message held half a million log probabilities."""
+    async with scripted_fleet(tmp_path, context_len=32_768) as fleet:
+        fleet.verifier.script = Script(step_len=64)
+        prompt = [5] * 23_800
+        request = gateway_pb2.GatewayGenerateRequest(
+            prompt_token_ids=gateway_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParams(max_tokens=1, prompt_logprobs=20),
+        )
+        _, *messages = [response async for response in fleet.stub.Generate(request)]
+    judged = [message for message in messages if message.prompt_logprobs]
+    assert [each.chosen.token_id for message in judged for each in message.prompt_logprobs] == prompt[1:]
+    at = 1
+    for message in judged:
+        assert (message.prompt_offset, message.token_ids) == (at, [])
+        assert message.ByteSize() < 2**20
+        at += len(message.prompt_logprobs)
+    assert messages[len(judged)].token_ids

@@ -228,7 +228,7 @@ def _judged(generate: GenerateRequest, step_len: int) -> Iterator[CommittedToken
     num_top = generate.sampling.prompt_logprobs or 0
     for start in range(1, 1 + generate.num_to_judge, step_len):
         logprobs = tuple(
-            PositionLogprobs(token_id=token, logprob=-0.25, top=((token, -0.25), (token + 1, -2.0))[:num_top])
+            PositionLogprobs(token_id=token, logprob=-0.25, top=tuple((token + k, -0.25 - k) for k in range(num_top)))
             for token in generate.prompt_token_ids[start : start + step_len]
         )
         yield CommittedTokens(token_ids=(), prompt_logprobs=logprobs, prompt_offset=start)

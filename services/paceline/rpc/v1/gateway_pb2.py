@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/gateway.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\xb7\x03\n\x16GatewayGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x35\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x19.paceline.rpc.v1.TokenIdsH\x00\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x1f.paceline.rpc.v1.SamplingParams\x12\x37\n\x0bspeculation\x18\x05 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12 \n\x13skip_special_tokens\x18\t \x01(\x08H\x01\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\x05H\x02\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x42\x07\n\x05inputB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokens\"C\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x87\x02\n\x17GatewayGenerateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x36\n\x06result\x18\x04 \x01(\x0b\x32&.paceline.rpc.v1.GatewayGenerateResult\x12\x0e\n\x06offset\x18\x05 \x01(\r\x12\x33\n\x08logprobs\x18\x06 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12:\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\"\xcb\x01\n\x15GatewayGenerateResult\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x37\n\x0bspeculation\x18\x04 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationRecord\x12)\n\x07timings\x18\x05 \x01(\x0b\x32\x18.paceline.rpc.v1.Timings\"\x13\n\x11ListModelsRequest\"D\n\x12ListModelsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.paceline.rpc.v1.ModelIdentity2\x97\x02\n\x07Gateway\x12_\n\x08Generate\x12\'.paceline.rpc.v1.GatewayGenerateRequest\x1a(.paceline.rpc.v1.GatewayGenerateResponse0\x01\x12T\n\x06Resume\x12\x1e.paceline.rpc.v1.ResumeRequest\x1a(.paceline.rpc.v1.GatewayGenerateResponse0\x01\x12U\n\nListModels\x12\".paceline.rpc.v1.ListModelsRequest\x1a#.paceline.rpc.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/gateway.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\xb7\x03\n\x16GatewayGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x35\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x19.paceline.rpc.v1.TokenIdsH\x00\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x1f.paceline.rpc.v1.SamplingParams\x12\x37\n\x0bspeculation\x18\x05 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12 \n\x13skip_special_tokens\x18\t \x01(\x08H\x01\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\n \x01(\x05H\x02\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x42\x07\n\x05inputB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokens\"C\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9e\x02\n\x17GatewayGenerateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x36\n\x06result\x18\x04 \x01(\x0b\x32&.paceline.rpc.v1.GatewayGenerateResult\x12\x0e\n\x06offset\x18\x05 \x01(\r\x12\x33\n\x08logprobs\x18\x06 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12:\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12\x15\n\rprompt_offset\x18\x08 \x01(\r\"\xcb\x01\n\x15GatewayGenerateResult\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x37\n\x0bspeculation\x18\x04 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationRecord\x12)\n\x07timings\x18\x05 \x01(\x0b\x32\x18.paceline.rpc.v1.Timings\"\x13\n\x11ListModelsRequest\"D\n\x12ListModelsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.paceline.rpc.v1.ModelIdentity2\x97\x02\n\x07Gateway\x12_\n\x08Generate\x12\'.paceline.rpc.v1.GatewayGenerateRequest\x1a(.paceline.rpc.v1.GatewayGenerateResponse0\x01\x12T\n\x06Resume\x12\x1e.paceline.rpc.v1.ResumeRequest\x1a(.paceline.rpc.v1.GatewayGenerateResponse0\x01\x12U\n\nListModels\x12\".paceline.rpc.v1.ListModelsRequest\x1a#.paceline.rpc.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,13 +39,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=591
   _globals['_TOKENIDS']._serialized_end=614
   _globals['_GATEWAYGENERATERESPONSE']._serialized_start=617
-  _globals['_GATEWAYGENERATERESPONSE']._serialized_end=880
-  _globals['_GATEWAYGENERATERESULT']._serialized_start=883
-  _globals['_GATEWAYGENERATERESULT']._serialized_end=1086
-  _globals['_LISTMODELSREQUEST']._serialized_start=1088
-  _globals['_LISTMODELSREQUEST']._serialized_end=1107
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1109
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1177
-  _globals['_GATEWAY']._serialized_start=1180
-  _globals['_GATEWAY']._serialized_end=1459
+  _globals['_GATEWAYGENERATERESPONSE']._serialized_end=903
+  _globals['_GATEWAYGENERATERESULT']._serialized_start=906
+  _globals['_GATEWAYGENERATERESULT']._serialized_end=1109
+  _globals['_LISTMODELSREQUEST']._serialized_start=1111
+  _globals['_LISTMODELSREQUEST']._serialized_end=1130
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1132
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1200
+  _globals['_GATEWAY']._serialized_start=1203
+  _globals['_GATEWAY']._serialized_end=1482
 # @@protoc_insertion_point(module_scope)

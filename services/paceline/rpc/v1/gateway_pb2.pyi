@@ -155,12 +155,15 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_OFFSET_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session, the same in every message."""
     text: builtins.str
     """New text; pieces join to the whole."""
     offset: builtins.int
     """Generated tokens of the session before these."""
+    prompt_offset: builtins.int
+    """Position in the prompt of the first of `prompt_logprobs`; 1 at least, for nothing says how likely the first token is."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The tokens behind new text, not always one piece of text a token."""
@@ -175,8 +178,8 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
 
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
-        """Of the prompt's tokens from the second on, in the first message with tokens, if `sampling.prompt_logprobs` asked for
-        them.
+        """Of the prompt's tokens from `prompt_offset` on, if `sampling.prompt_logprobs` asked for them: all of them come before
+        the first token, in messages of their own of a megabyte at most.
         """
 
     def __init__(
@@ -189,9 +192,10 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
         offset: builtins.int = ...,
         logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
         prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_offset: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 Global___GatewayGenerateResponse: typing_extensions.TypeAlias = GatewayGenerateResponse
 
