@@ -396,10 +396,31 @@ async def test_ping_answers(store: Store) -> None:
     await store.ping()
 
 
-@pytest.mark.parametrize("url", ["http://x", "", "redis//x", "redis://host:99999/0", "redis://host:x/0"])
-def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="URL"):
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://x", "must begin with redis://"),
+        ("", "must begin with redis://"),
+        ("redis//x", "must begin with redis://"),
+        ("redis://host:99999/0", "Port out of range"),
+        ("redis://host:x/0", "Port could not be cast to integer value"),
+        ("redis://host?nonsense=1", "the option 'nonsense' is not one of client_name, db, "),
+        ("redis://host?decode_responses=true", "the option 'decode_responses' is not one of "),
+        ("redis://host?retry_on_error=a", "the option 'retry_on_error' is not one of "),
+        ("redis://host?ssl_cert_reqs=none", "unexpected keyword argument 'ssl_cert_reqs'"),
+        ("rediss://host?ssl_cert_reqs=bad", "Invalid SSL Certificate Requirements Flag: bad"),
+        ("rediss://host?ssl_ca_certs=/nope", "the option 'ssl_ca_certs' must name a file, got '/nope'"),
+        ("redis://host?socket_timeout=x", "Invalid value for 'socket_timeout'"),
+        ("redis://host?max_connections=-1", "max_connections"),
+        ("redis://host?protocol=9", "protocol must be either 2 or 3"),
+    ],
+)
+async def test_a_url_or_an_option_of_it_that_cannot_be_used_is_named(url: str, said: str) -> None:
+    """An option that redis-py does not know used to end a service with a stack, when it dialled."""
+    with pytest.raises(ConfigError) as caught:
         open_store(url)
+    assert str(caught.value).startswith(f"--redis-url {url.partition('?')[0]}: ")
+    assert said in str(caught.value)
 
 
 async def test_a_server_that_is_not_there_is_named_without_its_password() -> None:

@@ -17,7 +17,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object")
@@ -32,7 +32,7 @@ def parse_object(flag: str, text: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag} must be a JSON object: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{flag} must be a JSON object, got {type(content).__name__}")

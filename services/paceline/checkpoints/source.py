@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
-from paceline.service.config import exit_with_error
+from paceline.service.config import exit_with_error, named
 
 ConfigT = TypeVar("ConfigT")
 Say = Callable[[str], None]
@@ -127,7 +127,8 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
     Raises:
         ConfigError: It cannot be fetched, or has an unsupported format; says what to do.
     """
-    source = parse(given)
+    with named(flag, given):
+        source = parse(given)
     if isinstance(source, Path):
         return source
     from huggingface_hub import errors

@@ -14,7 +14,7 @@ import yaml
 from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.service.config import ENVIRONMENT_PREFIX, Given, from_mapping, setting
+from paceline.service.config import ENVIRONMENT_PREFIX, Given, from_mapping, named, setting
 
 ROLES = (GATEWAY, VERIFIER, DRAFTER)
 RAY, SCALING = "ray", "scaling"
@@ -85,16 +85,8 @@ def read_fleet_file(path: Path) -> FleetFile:
         ConfigError: It cannot be read, or a key or value in it is wrong; names file, key, value and limit.
     """
     where = f"--fleet {path}"
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
-    try:
-        return parse_fleet(document, where)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    with named("--fleet", path):
+        return parse_fleet(yaml.safe_load(path.read_text(encoding="utf-8")), where)
 
 
 def parse_fleet(document: Any, where: str) -> FleetFile:

@@ -30,7 +30,11 @@ from paceline.cluster.spec import (
 )
 from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
-from paceline.service.config import public_url
+from paceline.core.errors import ConfigError
+from paceline.service.config import named, public_url
+from paceline.service.credentials import read_certificates, utc_now
+from paceline.store.memory import MemoryStore
+from paceline.store.opening import open_store
 
 
 class LocalFleet:
@@ -160,13 +164,18 @@ class LocalFleet:
 
     async def _start(self) -> None:
         environ = self._environ
+        if self.spec.redis_url is not None and isinstance(open_store(self.spec.redis_url), MemoryStore):
+            raise ConfigError("--redis-url must name a server, got memory://, which is private to each process")
+        if self.spec.tls_cert is not None:
+            read_certificates("--tls-cert", self.spec.tls_cert, utc_now())
         spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say))
         self.spec = spec
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, self._say)
         self.endpoints = plan_endpoints(spec)
         self._temporary_dir = Path(tempfile.mkdtemp(prefix="paceline-"))
         self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        with named("--log-dir", self.log_dir):
+            self.log_dir.mkdir(parents=True, exist_ok=True)
         await self._start_store(self._temporary_dir)
         launch = Launch(
             spec=spec, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ, modules=self._modules

@@ -21,7 +21,7 @@ from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
-from paceline.service.config import loggable, parse
+from paceline.service.config import loggable, named, parse
 from paceline.service.credentials import load_tls
 from paceline.service.process import run
 
@@ -96,8 +96,10 @@ def _simulated_engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callab
     from paceline.simulated.model import Simulation, find_profile, num_pages
 
     refuse_settings(config, SIMULATED, NOT_FOR_SIMULATED)
+    with named("--profile", config.profile):
+        profile = find_profile(config.profile)
     simulation = Simulation(
-        profile=find_profile(config.profile),
+        profile=profile,
         folder=config.model,
         mean_length=config.mean_output_tokens,
         acceptance=config.acceptance,

@@ -18,6 +18,7 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.model_service import HOST_PAGES
+from paceline.service.config import named
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ def own_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], Draft
         ConfigError: A setting or the checkpoint makes serving impossible.
     """
     prepare_process(config.cpus)
-    identity = checkpoint_of(config).identity()
+    with named("--model", config.model):
+        identity = checkpoint_of(config).identity()
     config = with_memory(config, identity)
 
     def make() -> DraftEngine:

@@ -16,7 +16,7 @@ from paceline.gateway.fleet.generation_config import model_defaults
 from paceline.gateway.service import serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs.log import setup_logging
-from paceline.service.config import exit_with_error, loggable, parse
+from paceline.service.config import exit_with_error, loggable, named, parse
 from paceline.service.process import install_signal_handlers, run, settle_heap
 from paceline.store.base import require
 from paceline.store.opening import open_store
@@ -51,8 +51,12 @@ async def serve_until_signal(config: GatewayConfig, folders: Mapping[str, Path])
     sys.setswitchinterval(SWITCH_S)
     stop = asyncio.Event()
     install_signal_handlers(stop)
-    codecs = {name: TextCodec.from_folder(folder, config.chat_template) for name, folder in folders.items()}
-    defaults = {name: model_defaults(config.generation_config, folder) for name, folder in folders.items()}
+    codecs, defaults = {}, {}
+    for name, folder in folders.items():
+        with named("--chat-template", config.chat_template) if config.chat_template else named("--model", folder):
+            codecs[name] = TextCodec.from_folder(folder, config.chat_template)
+        with named("--generation-config", config.generation_config):
+            defaults[name] = model_defaults(config.generation_config, folder)
     settle_heap()
     async with open_store(config.redis_url) as store:
         await require(store)

@@ -12,7 +12,7 @@ from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 from paceline.obs.collector_environment import ENDPOINT_HELP
-from paceline.service.config import setting
+from paceline.service.config import named, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +186,9 @@ def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:
         raise ConfigError("--model-name is for one --model only; write NAME=FOLDER for each of several")
     folders: dict[str, Path] = {}
     for given in models:
-        # A folder of that very name wins, since "=" may stand in a path.
-        before, separator, after = ("", "", "") if Path(given).is_dir() else given.partition("=")
+        with named("--model", given):
+            # A folder of that very name wins, since "=" may stand in a path.
+            before, separator, after = ("", "", "") if Path(given).is_dir() else given.partition("=")
         folder = folder_of(after if separator else given, "--model", files=TEXT_FILES)
         name = model_name or (before if separator else served_name(folder))
         if name in folders:

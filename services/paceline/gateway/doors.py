@@ -189,8 +189,8 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(BACKLOG)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host_port(host, port)} ({error.strerror}); choose another with --port (0 picks a "
-                "free one)"
+                f"cannot listen on {host_port(host, port)} ({error.strerror}); choose another with --host or "
+                "--port (0 picks a free one)"
             ) from error
         yield listener
 

@@ -330,7 +330,8 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
         server = make_server(host, port, _text_only(make_wsgi_app(registry)), server_class, _SilentHandler)
     except OSError as error:
         raise ConfigError(
-            f"cannot serve metrics on {host_port(host, port)} ({error.strerror}); choose another with --metrics-port"
+            f"cannot serve metrics on {host_port(host, port)} ({error.strerror}); choose another with --host or "
+            "--metrics-port"
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

@@ -150,11 +150,11 @@ class _PatientExporter(SpanExporter):
 
 def _address_of(endpoint: str) -> tuple[str, bool]:
     """Returns `host:port` of a collector, and whether it uses plain text."""
-    parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
     try:
+        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         port = parts.port
     except ValueError:
-        port = None
+        parts, port = urlsplit(""), None
     if parts.scheme not in SCHEMES or not parts.hostname or port is None or parts.path.strip("/"):
         raise ConfigError(
             "--otlp-traces-endpoint, or else OTEL_EXPORTER_OTLP_ENDPOINT, must be http://host:port, or "

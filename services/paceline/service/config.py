@@ -14,13 +14,14 @@ import shutil
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, PacelineError, shortened
 
 ConfigT = TypeVar("ConfigT")
 
@@ -152,6 +153,23 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
     )
 
 
+@contextmanager
+def named(flag: str, value: object) -> Iterator[None]:
+    """Whatever a library raises while a setting is read at start becomes one line that names its flag and value.
+
+    For reading alone: of code of ours the stack would be missed. Errors of ours that name a flag stay as they are.
+    """
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        said = str(error) if isinstance(error, PacelineError) else f"{error} ({type(error).__name__})"
+        if isinstance(error, PacelineError) and "--" in said:
+            raise
+        raise ConfigError(f"{flag} {shortened(str(value), MAX_PROBLEM_CHARS)}: {said}") from error
+
+
 def parse_cpus(name: str, text: str) -> frozenset[int]:
     """Returns the CPUs of a list such as `0-3,7`.
 
@@ -255,6 +273,8 @@ class _Option:
             value = _to_type(self.base_type, raw)
         except ValueError:
             raise self._refusal(raw, source) from None
+        except RuntimeError as error:
+            raise ConfigError(f"{source} {raw}: {error} HOME is not set, or there is no such user") from None
         allowed = self.setting.choices
         if allowed is not None and value not in allowed:
             raise self._refusal(raw, source)
@@ -267,7 +287,7 @@ class _Option:
         return value
 
     def _refusal(self, raw: str | bool, source: str) -> ConfigError:
-        return ConfigError(f"{source} must be {self.wanted}, got {str(raw)!r}")
+        return ConfigError(f"{source} must be {self.wanted}, got {shortened(str(raw), MAX_PROBLEM_CHARS)!r}")
 
     @property
     def wanted(self) -> str:
@@ -367,17 +387,20 @@ def _to_type(base_type: type, raw: str | bool | float) -> Any:
         return int(raw)
     text = str(raw)
     if base_type is Path:
-        if not text:
-            raise ValueError("empty path")
         return _path(text)
     return base_type(text)
 
 
 def _path(text: str) -> Path:
+    """A path that the system can look for, whether there is something or not."""
+    if not text or "\0" in text:
+        raise ValueError(text)
     try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{text}: {error} HOME is not set, or there is no such user") from None
+        path = Path(text).expanduser()
+        path.exists()
+    except OSError as error:
+        raise ValueError(text) from error
+    return path
 
 
 def _to_bool(text: str) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import __version__
+from paceline.service.config import named
 from paceline.user_cache import NothingWritableError, user_cache
 
 logger = logging.getLogger(__name__)
@@ -100,11 +101,17 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
     """
     if learned_dir == KEEP_NOTHING:
         return NO_STATE
+    if learned_dir:
+        with named("--learned-dir", learned_dir):
+            return _file_in(Path(learned_dir).expanduser(), facts)
     try:
-        folder = Path(learned_dir).expanduser() if learned_dir else user_cache(environ) / "learned"
+        return _file_in(user_cache(environ) / "learned", facts)
     except NothingWritableError as error:
         logger.warning("what is learned is not kept: %s", error)
         return NO_STATE
+
+
+def _file_in(folder: Path, facts: tuple[Any, ...]) -> TunedState:
     key = repr((__version__, _machine(), *facts))
     return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 

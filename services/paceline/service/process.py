@@ -282,7 +282,7 @@ def _bind(
     port: int,
     credentials: grpc.ServerCredentials | None,
     *,
-    way_out: str = "--port (0 picks a free one)",
+    way_out: str = "--host or --port (0 picks a free one)",
 ) -> int:
     address = host_port(host, port)
     refusal = ConfigError(

@@ -5,28 +5,28 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from paceline.core.errors import ConfigError
-from paceline.service.config import public_url
+from paceline.service.config import named, public_url
 from paceline.store.base import Store
 from paceline.store.memory import MemoryStore
 from paceline.store.redis import RedisStore
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, setting: str = "--redis-url") -> Store:
     """Opens the store at a URL: `redis://[user:password@]host:port/db`, also `rediss` and `unix`, or `memory://`.
 
     Nothing is dialled yet. `memory://` is private to the process, for tests and single services.
 
+    Args:
+        url: The URL; an option of redis-py may follow a question mark.
+        setting: What it was given by, for errors.
+
     Raises:
-        ConfigError: The URL has another scheme.
+        ConfigError: The URL has another scheme, or an option that is not known or has a bad value.
     """
-    try:
+    with named(setting, public_url(url)):
         scheme = urlsplit(url).scheme
-    except ValueError as error:
-        raise ConfigError(f"the store's URL cannot be read ({error})") from None
-    if scheme == "memory":
-        return MemoryStore()
-    if scheme in ("redis", "rediss", "unix"):
-        return RedisStore(url)
-    raise ConfigError(
-        f"the store's URL must begin with redis://, rediss://, unix:// or memory://, got {public_url(url)!r}"
-    )
+        if scheme == "memory":
+            return MemoryStore()
+        if scheme in ("redis", "rediss", "unix"):
+            return RedisStore(url)
+        raise ConfigError("must begin with redis://, rediss://, unix:// or memory://")

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 from redis.asyncio import Redis
@@ -39,7 +40,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.core.addresses import host_port
 from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, UnavailableError, shortened
-from paceline.service.config import public_url
 from paceline.store.base import (
     AdvanceSession,
     LoggedSession,
@@ -56,6 +56,12 @@ from paceline.store.redis_documents import RedisDocuments
 
 _Arguments = list[str | int | bytes]
 
+URL_FILES = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
+URL_OPTIONS = URL_FILES | {
+    "client_name", "db", "health_check_interval", "max_connections", "password", "protocol", "socket_connect_timeout",
+    "socket_keepalive", "socket_timeout", "ssl_ca_path", "ssl_cert_reqs", "ssl_check_hostname", "ssl_ciphers",
+    "ssl_min_version", "ssl_password", "timeout", "username",
+}  # fmt: skip
 SOCKET_TIMEOUT_S = 1.0
 # One try over a connection that went stale, one over a new one, and the time to connect.
 CALL_TIMEOUT_S = 3.0
@@ -153,15 +159,15 @@ class RedisStore:
 
     def __init__(self, url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._place = _place(url)
-        try:
-            self._client: Redis = Redis.from_url(
-                url,
-                socket_timeout=socket_timeout_s,
-                socket_connect_timeout=socket_timeout_s,
-                retry=Retry(NoBackoff(), 1),
-            )
-        except ValueError:
-            raise ConfigError(f"the store's URL {public_url(url)!r} is not a valid one") from None
+        _check_options(url)
+        self._client: Redis = Redis.from_url(
+            url,
+            socket_timeout=socket_timeout_s,
+            socket_connect_timeout=socket_timeout_s,
+            retry=Retry(NoBackoff(), 1),
+        )
+        # What an option makes impossible shows when a connection is made, before it is dialled.
+        self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         # Why entries were left out, by their names.
         self._bad_entries: dict[str, str] = {}
         self._announce = self._client.register_script(_ANNOUNCE_SCRIPT)
@@ -316,10 +322,16 @@ def _place(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return parts.path
-    try:
-        return host_port(parts.hostname or "localhost", parts.port or 6379)
-    except ValueError:
-        raise ConfigError(f"the port of the store's URL {public_url(url)!r} is not from 1 to 65535") from None
+    return host_port(parts.hostname or "localhost", parts.port or 6379)
+
+
+def _check_options(url: str) -> None:
+    """Refuses options that redis-py would hand to its classes as text, and those that change what it answers."""
+    for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
+        if name not in URL_OPTIONS:
+            raise ConfigError(f"the option {name!r} is not one of {', '.join(sorted(URL_OPTIONS))}")
+        if name in URL_FILES and not Path(value).is_file():
+            raise ConfigError(f"the option {name!r} must name a file, got {value!r}")
 
 
 def _milliseconds(ttl_s: float) -> int:

@@ -29,6 +29,7 @@ from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, pl
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
+from paceline.service.config import named
 from paceline.service.learned import TunedState, kept_in
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
@@ -47,9 +48,10 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         ConfigError: A setting or the checkpoint makes serving impossible.
     """
     speculation = _with_folders(speculation_from(config.speculative_config))
-    own_identity = model_identity(
-        config.model, config.model_name, config.dtype, config.device, max_model_len=config.max_model_len
-    )
+    with named("--model", config.model):
+        own_identity = model_identity(
+            config.model, config.model_name, config.dtype, config.device, max_model_len=config.max_model_len
+        )
     config = replace(config, num_kv_blocks=_num_pages(config, own_identity.context_len, speculation))
     head = speculation.head
     identity = replace(

@@ -20,6 +20,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.model_service import refuse_settings
+from paceline.service.config import named
 from paceline.simulated.model import Simulation, find_profile, num_pages
 from paceline.simulated.profile import DeviceFacts
 from paceline.verifier.config import NAME, SIMULATED, Speculation, VerifierConfig, speculation_from
@@ -52,7 +53,9 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
     Raises:
         ConfigError: The profile, the tokenizer or another setting makes serving impossible.
     """
-    speculation, profile = speculation_from(config.speculative_config), find_profile(config.profile)
+    speculation = speculation_from(config.speculative_config)
+    with named("--profile", config.profile):
+        profile = find_profile(config.profile)
     inside = speculation.own_draft is not None
     simulation = Simulation(
         profile=profile.sharing() if inside else profile,

@@ -218,7 +218,7 @@ async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
     """
     registry = service_registry(VERIFIER)
     helper = Helper(job, to_proposer, registry)
-    store = open_store(job.settings.registry) if job.settings.registry else None
+    store = open_store(job.settings.registry, "registry") if job.settings.registry else None
     async with contextlib.AsyncExitStack() as stack:
         if store is not None:
             await stack.enter_async_context(store)

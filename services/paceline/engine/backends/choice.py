@@ -21,7 +21,7 @@ def choose_platform(device: str) -> Platform:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be cpu, cuda or auto, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but this machine has no usable GPU; use cpu or auto")
+        raise ConfigError("--device cuda: this machine has no usable GPU; use cpu or auto")
     return platform_of(torch.device(device))
 
 
