@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from redis.asyncio import Redis
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.gateway.access.keys import ApiKey
-from paceline.gateway.access.rate_limit import KEY_PREFIX, RateLimit
+from paceline.gateway.access.rate_limit import RateLimit
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.service.credentials import FleetTls
 from paceline.service.dev_ca import make_certificates
@@ -89,13 +88,10 @@ async def test_a_session_in_a_full_store_can_be_claimed(server: Redis, store: Re
     assert await store.session("s1") == claimed
 
 
-async def test_requests_are_counted_in_a_full_store(server: Redis, port: int) -> None:
+async def test_a_full_store_stops_no_request(server: Redis, port: int) -> None:
     await fill(server)
     limit = RateLimit(f"redis://{HOST}:{port}", timeout_s=30)
-    await limit.count(ALICE)
-    await limit.count(ALICE)
-    with pytest.raises(OverloadedError):
-        await limit.count(ALICE)
+    assert [await limit.count(ALICE) for _ in range(3)] == [False] * 3
     await limit.close()
 
 
@@ -321,58 +317,14 @@ async def test_a_mark_of_an_earlier_life_is_not_believed(store: RedisStore, monk
 # Rates.
 
 
-@pytest.mark.parametrize("ahead_s", [-600.0, 600.0])
-async def test_gateways_whose_clocks_differ_count_requests_alike(
-    ahead_s: float, server: Redis, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del server
-    one, other = (RateLimit(f"redis://{HOST}:{port}", timeout_s=30) for _ in range(2))
-    await one.count(ALICE)
-    await one.count(ALICE)
-    right = time.time
-    monkeypatch.setattr(time, "time", lambda: right() + ahead_s)
-    with pytest.raises(OverloadedError) as refused:
-        await other.count(ALICE)
-    assert 0 < refused.value.retry_after_s <= 60
-    await one.close()
-    await other.close()
-
-
 async def test_a_count_that_is_given_back_is_free_for_every_gateway(server: Redis, port: int) -> None:
     del server
     one, other = (RateLimit(f"redis://{HOST}:{port}", timeout_s=30) for _ in range(2))
     await one.count(ALICE)
     await one.count(ALICE)
     await one.give_back(ALICE)
-    await other.count(ALICE)
+    assert await other.count(ALICE)
     with pytest.raises(OverloadedError):
         await one.count(ALICE)
     await one.close()
     await other.close()
-
-
-async def test_times_that_are_yet_to_come_by_the_store_s_clock_are_forgotten(server: Redis, port: int) -> None:
-    """Its clock was set back, or a failover led to a server with another one."""
-    later_ms = (await server.time())[0] * 1000 + 3_600_000
-    await server.lpush(KEY_PREFIX + "alice", later_ms, later_ms)
-    limit = RateLimit(f"redis://{HOST}:{port}", timeout_s=30)
-    await limit.count(ALICE)
-    await limit.count(ALICE)
-    with pytest.raises(OverloadedError) as refused:
-        await limit.count(ALICE)
-    assert 0 < refused.value.retry_after_s <= 60
-    await limit.close()
-
-
-async def test_a_request_is_let_through_when_the_oldest_of_a_full_window_is_a_minute_old(
-    server: Redis, port: int
-) -> None:
-    seconds, microseconds = await server.time()
-    now_ms = seconds * 1000 + microseconds // 1000
-    await server.rpush(KEY_PREFIX + "alice", now_ms - 1000, now_ms - 60_000)
-    limit = RateLimit(f"redis://{HOST}:{port}", timeout_s=30)
-    await limit.count(ALICE)
-    with pytest.raises(OverloadedError) as refused:
-        await limit.count(ALICE)
-    assert 30 < refused.value.retry_after_s <= 59
-    await limit.close()

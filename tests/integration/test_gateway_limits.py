@@ -284,7 +284,7 @@ async def test_a_client_that_reads_nothing_loses_its_stream_over_grpc_and_its_pl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grpc_door, "SEND_TIMEOUT_S", 0.2)
-    calls, reading = Shares(8, "calls"), Shares(8 * MAX_MESSAGE_BYTES, "bytes", unit=MAX_MESSAGE_BYTES)
+    calls, reading = Shares(8, "calls"), Shares(8 * MAX_MESSAGE_BYTES, "bytes")
     door = GrpcDoor(doors.admit_anyone, calls=calls, reading=reading, timeout_s=30)
     servicer = EndlessServicer()
     async with await start_grpc_server(

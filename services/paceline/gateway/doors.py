@@ -81,7 +81,7 @@ class DoorLimits:
             max_connections=max_connections,
             calls=Shares(max_connections, "calls"),
             requests=Shares(max_connections - -(-max_connections // IDLE_PART), "requests"),
-            reading=Shares(MAX_BODIES * largest, "bytes of requests being read", unit=largest),
+            reading=Shares(MAX_BODIES * largest, "bytes of requests being read"),
         )
 
 

@@ -76,10 +76,7 @@ class Access:
         self._on_refused = on_refused
 
     async def admit(self, authorization: str | None) -> None:
-        """Makes the sender of an `Authorization` header the current caller, and counts its request.
-
-        Args:
-            authorization: The header; None: there is none.
+        """Makes the sender of an `Authorization` header, if there is one, the current caller; counts its request.
 
         Raises:
             UnauthenticatedError: There is no such header, or no such key.
@@ -94,8 +91,7 @@ class Access:
     async def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Does the same for a gRPC call."""
         values = [value for name, value in metadata or () if name == AUTHORIZATION]
-        presented = values[0] if len(values) == 1 and isinstance(values[0], str) else None
-        await self.admit(presented)
+        await self.admit(values[0] if len(values) == 1 and isinstance(values[0], str) else None)
 
     async def _caller(self, authorization: str | None) -> Caller:
         if authorization is None:
@@ -107,9 +103,8 @@ class Access:
         if key is None:
             raise UnauthenticatedError("the API key is not known here")
         caller = Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring))
-        if not await self._rate_limit.count(key):
-            return caller
-        return replace(caller, give_back=partial(self._rate_limit.give_back, key))
+        counted = await self._rate_limit.count(key)
+        return replace(caller, give_back=partial(self._rate_limit.give_back, key)) if counted else caller
 
 
 @asynccontextmanager
@@ -121,14 +116,9 @@ async def guarded(
     *,
     plain_text: bool,
 ) -> AsyncIterator[Access | None]:
-    """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None if callers need none.
+    """Asks callers for the keys of a ring, which stay fresh, while a block runs; yields None without a ring.
 
-    Args:
-        ring: The keys; None: callers need none.
-        redis_url: Where requests are counted.
-        on_refused: Called with the reason for every request that is refused.
-        supervisor: Runs the task that rereads the file.
-        plain_text: Whether keys cross a network unencrypted.
+    Requests are counted at `redis_url`; `plain_text` says whether keys cross a network unencrypted.
     """
     if ring is None:
         yield None

@@ -1,7 +1,6 @@
 """Bounded things that callers share, such as places for sessions, bytes being read or calls.
 
-A caller may hold all of a thing while no other caller could want it, and a share of it otherwise. The module knows
-neither HTTP nor gRPC, nor what is held.
+It knows neither HTTP nor gRPC, nor what is held.
 """
 
 from __future__ import annotations
@@ -15,41 +14,28 @@ from paceline.core.errors import OverloadedError
 from paceline.gateway.access.callers import Caller
 
 RETRY_AFTER_S = 1.0
-# At most this part of the places is kept free for keys that run nothing at the moment.
-RESERVED_PART = 8
+# This part of a thing stays free for keys below their share, while there are others at all.
+FREE_PART = 8
 
 
-def fits(
-    num_wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, max_sessions: int, unit: int = 1
-) -> bool:
-    """Whether a key may take places now.
+def fits(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, total: int) -> bool:
+    """Whether a key may take more of a thing now: up to an equal share, beyond it while an eighth stays free.
 
-    With M places in all, h_k of them held by key k, F free ones, K keys that hold some or ask now, I = the keys that
-    hold none and do not ask, and B = the keys other than k that hold less than their share:
-
-        share   = max(1, M // (K + [I > 0]))      an equal part, one of them for the next key that asks
-        reserve = min(B * unit, ceil(M / 8))      kept free for those below their share
-        fits  <=>  n <= F  and  (h_k + n <= share  or  n <= F - reserve)
-
-    So a key without rivals may take all places; rivals that want none cost it an eighth at most; and freed places go to
-    the keys below their share first, whoever asks first: greedy keys shrink to it without any session being stopped.
+    So greedy keys shrink to their share as they give things back, without anything being taken from them.
 
     Args:
-        num_wanted: n, the places of one request.
+        wanted: How much more.
         key: Name of the key that asks.
-        held: Places held by each key; a key that holds none may be left out.
+        held: What each key holds; a key that holds nothing may be left out.
         num_keys: Keys that could ask.
-        max_sessions: M.
-        unit: Places that one request takes at most, where these are bytes.
+        total: All there is.
     """
-    num_free = max_sessions - sum(held.values())
-    rivals = [count for name, count in held.items() if count and name != key]
-    num_idle = max(0, num_keys - len(rivals) - 1)
-    share = max(1, max_sessions // (1 + len(rivals) + (num_idle > 0)))
-    num_below = num_idle + sum(count < share for count in rivals)
-    reserve = min(num_below * unit, -(-max_sessions // RESERVED_PART))
-    within_share = held.get(key, 0) + num_wanted <= share
-    return num_wanted <= num_free and (within_share or num_wanted <= num_free - reserve)
+    left = total - sum(held.values()) - wanted
+    num_holders = 1 + sum(1 for name, amount in held.items() if amount and name != key)
+    # One part is that of the next key that asks.
+    share = max(1, total // (num_holders + (num_keys > num_holders)))
+    kept_free = -(-total // FREE_PART) if num_keys > 1 else 0
+    return left >= (0 if held.get(key, 0) + wanted <= share else kept_free)
 
 
 class Shares:
@@ -58,13 +44,11 @@ class Shares:
     Args:
         total: All there is.
         what: Its name in refusals, such as "bytes of requests being read".
-        unit: What one request takes at most.
     """
 
-    def __init__(self, total: int, what: str, *, unit: int = 1) -> None:
+    def __init__(self, total: int, what: str) -> None:
         self.total = total
         self.what = what
-        self._unit = unit
         self._held: Counter[str] = Counter()
         self._freed: set[asyncio.Event] = set()
 
@@ -81,7 +65,7 @@ class Shares:
         """Holds an amount for a caller.
 
         Raises:
-            OverloadedError: There is not that much, or it is reserved for other callers.
+            OverloadedError: There is not that much, or it is left to other callers.
         """
         held = Held(self, caller)
         held.resize(amount)
@@ -107,11 +91,7 @@ class Shares:
             self._freed.discard(freed)
 
     def change(self, change: int, caller: Caller) -> None:
-        """Takes more for a caller, or gives some of it back.
-
-        Raises:
-            OverloadedError: There is not that much, or it is reserved for other callers.
-        """
+        """Takes more for a caller, or gives some of it back; raises as `take`."""
         if change > 0 and not self._fits(change, caller):
             problem = f"{self.num_held} of {self.total} {self.what} are taken, {change} more were asked for"
             if self.num_held + change <= self.total:
@@ -126,14 +106,7 @@ class Shares:
                 freed.set()
 
     def _fits(self, amount: int, caller: Caller) -> bool:
-        return fits(
-            amount,
-            key=caller.name,
-            held=self._held,
-            num_keys=caller.num_keys,
-            max_sessions=self.total,
-            unit=self._unit,
-        )
+        return fits(amount, key=caller.name, held=self._held, num_keys=caller.num_keys, total=self.total)
 
 
 class Held:
@@ -145,11 +118,7 @@ class Held:
         self._amount = 0
 
     def resize(self, amount: int) -> None:
-        """Holds another amount from now on.
-
-        Raises:
-            OverloadedError: It is more than before, and there is not that much.
-        """
+        """Holds another amount from now on; raises as `Shares.take` where it is more than before."""
         self._shares.change(amount - self._amount, self._caller)
         self._amount = amount
 

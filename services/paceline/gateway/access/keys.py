@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,23 +66,26 @@ class KeyConfig:
     max_sessions: int | None = setting(None, help="Most sessions at once on one gateway.", low=1, high=MAX_SESSIONS)
 
 
+# Keys by their digest, and why lines count for nothing.
+KeyLines = tuple[Mapping[bytes, ApiKey], Sequence[ConfigError]]
+
+
 class KeyRing:
-    """The keys of a file, as far as it can be read."""
+    """The keys of a file, as far as it can be read; what cannot be read is not in force.
+
+    Raises:
+        ConfigError: At first the file must be readable, and each of its lines right; names the line.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Reads the file.
-
-        Raises:
-            ConfigError: It cannot be read, holds no key, or a line is wrong; names the line.
-        """
         self._path = path
         self._version = _version(path)
-        self._take(_read(path))
+        self._keys, self._problems = _read(path)
         if self._problems:
             raise self._problems[0]
 
     def __len__(self) -> int:
-        return len(self._by_digest)
+        return len(self._keys)
 
     @property
     def num_problems(self) -> int:
@@ -96,22 +99,18 @@ class KeyRing:
         return f"{self._problems[0]}{more}" if self._problems else ""
 
     def find(self, presented: str) -> ApiKey | None:
-        """Returns the key that was presented; None if it is unknown.
-
-        The time reveals nothing: keys are looked up by a hash of what was presented.
-        """
-        return self._by_digest.get(_digest(presented))
+        """Returns the key that was presented; its hash is looked up, so the time it takes reveals nothing."""
+        return self._keys.get(_digest(presented))
 
     def refresh(self) -> None:
-        """Reads the file again if it has changed. What cannot be read is not in force: a key that is gone is gone."""
+        """Reads the file again if it has changed, or could not be read."""
         # Before it is read: a change in between is seen the next time.
         version = _version(self._path)
         changed, before = version != self._version, self.problem
-        # A file that could not be read may be readable now, though it is the same.
         if not changed and not before:
             return
         self._version = version
-        self._take(_read(self._path))
+        self._keys, self._problems = _read(self._path)
         if not changed and self.problem == before:
             return
         if self._problems:
@@ -126,44 +125,25 @@ class KeyRing:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.refresh)
 
-    def _take(self, read: KeyLines) -> None:
-        self._by_digest = {key.digest: key for key in read.keys}
-        self._problems = read.problems
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyLines:
-    """What a file of keys says.
-
-    Attributes:
-        keys: In the order of the lines.
-        problems: Why the other lines, or all, count for nothing.
-    """
-
-    keys: Sequence[ApiKey] = ()
-    problems: Sequence[ConfigError] = ()
-
 
 def parse_keys(text: str) -> KeyLines:
-    """Returns the keys of a file's text, without the lines that are wrong or repeat a name or a key."""
-    keys: dict[str, ApiKey] = {}
-    digests: set[bytes] = set()
+    """Returns the keys of a file's text by digest, and what is wrong with other lines, which count for nothing."""
+    keys: dict[bytes, ApiKey] = {}
+    names: set[str] = set()
     problems: list[ConfigError] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        content = line.partition("#")[0].strip()
         try:
-            if content:
+            if content := line.partition("#")[0].strip():
                 key = _parse_line(content, number)
-                if key.name in keys or key.digest in digests:
+                if key.name in names or key.digest in keys:
                     raise ConfigError(f"{FLAG}: line {number}: the name or the key appears twice; give each its own")
-                keys[key.name] = key
-                digests.add(key.digest)
+                keys[key.digest] = key
+                names.add(key.name)
         except ConfigError as error:
             problems.append(error)
     if not keys and not problems:
-        nobody = f"{FLAG}: holds no key, so no client could be served; make one with paceline key NAME"
-        problems.append(ConfigError(nobody))
-    return KeyLines(keys=tuple(keys.values()), problems=problems)
+        problems.append(ConfigError(f"{FLAG}: holds no key, so no client could be served; make one with {PROG} NAME"))
+    return keys, problems
 
 
 def main(argv: Sequence[str]) -> None:
@@ -235,4 +215,4 @@ def _read(path: Path) -> KeyLines:
         # Bytes that are no text spoil their own line only.
         return parse_keys(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
-        return KeyLines(problems=[ConfigError(f"{FLAG}: {path} cannot be read ({error.strerror})")])
+        return {}, [ConfigError(f"{FLAG}: {path} cannot be read ({error.strerror})")]

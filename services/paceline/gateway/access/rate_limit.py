@@ -1,9 +1,7 @@
 """Counts the requests of each API key, over all gateways of a fleet, in the store they share.
 
-A store that does not answer never stops a request: nothing is counted for a while. It knows neither HTTP nor gRPC.
-
-Windows follow one clock, the store's, whatever the gateways' own clocks show. Libraries offer counters that expire
-instead; those let twice the limit pass within a minute, because they keep only the window in which a request came.
+A store that does not answer, or is full, never stops a request: nothing is counted for a while. Windows follow the
+gateways' clocks, which have to agree. It knows neither HTTP nor gRPC.
 """
 
 from __future__ import annotations
@@ -11,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
+from limits import RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage, RedisStorage
+from limits.aio.strategies import MovingWindowRateLimiter
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ReadOnlyError, RedisError
@@ -24,28 +23,11 @@ from redis.exceptions import ReadOnlyError, RedisError
 from paceline.core.errors import OverloadedError
 from paceline.gateway.access.keys import ApiKey
 
-KEY_PREFIX = "paceline:rate:"
-WINDOW_S = 60.0
+PREFIX = "paceline:rate"
 # A count takes a fraction of a millisecond; a request does not wait longer than this for one.
 COUNT_TIMEOUT_S = 0.25
 # A store that failed is left alone for this long.
 REST_S = 5.0
-
-# Keeps the times of the last requests that passed, newest first, in milliseconds of the server's clock; returns how
-# long the next one has to wait. The limit bounds their number, so a server that is out of memory may still write them.
-# A time in the future was written before the clock was set back, or by a server with another clock.
-_COUNT_SCRIPT = """#!lua flags=allow-oom
-local limit, window_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
-local clock = redis.call('TIME')
-local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
-if now_ms < tonumber(redis.call('LINDEX', KEYS[1], 0) or 0) then redis.call('DEL', KEYS[1]) end
-local oldest_ms = tonumber(redis.call('LINDEX', KEYS[1], limit - 1) or -window_ms)
-if now_ms < oldest_ms + window_ms then return oldest_ms + window_ms - now_ms end
-redis.call('LPUSH', KEYS[1], string.format('%d', now_ms))
-redis.call('LTRIM', KEYS[1], 0, limit - 1)
-redis.call('PEXPIRE', KEYS[1], window_ms)
-return 0
-"""
 
 ResultT = TypeVar("ResultT")
 
@@ -67,8 +49,16 @@ class RateLimit:
         self._timeout_s = timeout_s
         self._clock = clock
         self._rests_until_s: float | None = None
-        in_memory = urlsplit(redis_url).scheme == "memory"
-        self._window = _MemoryWindow(clock) if in_memory else _StoreWindow(redis_url, timeout_s)
+        self._pool: ConnectionPool | None = None
+        storage: MemoryStorage | RedisStorage = MemoryStorage()
+        if not redis_url.startswith("memory:"):
+            # The URL is read by the pool alone, which knows all its forms.
+            self._pool = ConnectionPool.from_url(
+                redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
+            )
+            options: dict[str, Any] = {"connection_pool": self._pool}
+            storage = RedisStorage("redis://", implementation="redispy", key_prefix=PREFIX, **options)
+        self._limiter = MovingWindowRateLimiter(storage)
 
     async def count(self, key: ApiKey) -> bool:
         """Counts one request; free for keys without a limit.
@@ -81,27 +71,40 @@ class RateLimit:
         """
         if key.requests_per_minute is None:
             return False
-        wait_s = await self._answered(self._window.wait_s, key.name, key.requests_per_minute)
-        if wait_s:
+        limit = RateLimitItemPerMinute(key.requests_per_minute)
+        counted = await self._answered(lambda: self._limiter.hit(limit, key.name))
+        if counted is False:
+            window = await self._answered(lambda: self._limiter.get_window_stats(limit, key.name))
             raise OverloadedError(
                 f"API key {key.name!r} has had its {key.requests_per_minute} requests per minute",
-                retry_after_s=wait_s,
+                retry_after_s=max(0.0, window.reset_time - time.time()) if window else 1.0,
             )
-        return wait_s is not None
+        return bool(counted)
 
     async def give_back(self, key: ApiKey) -> None:
-        """Counts one request less, which was counted before."""
-        await self._answered(self._window.give_back, key.name)
+        """Counts one request less, which was counted before; which one of a minute makes little difference."""
+        if self._pool is not None and key.requests_per_minute is not None:
+            name = f"{PREFIX}:{RateLimitItemPerMinute(key.requests_per_minute).key_for(key.name)}"
+            client = Redis(connection_pool=self._pool)
+            await self._answered(lambda: client.ltrim(name, 1, -1))
 
-    async def _answered(self, ask: Callable[..., Awaitable[ResultT]], *arguments: Any) -> ResultT | None:
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    async def _answered(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
         """Returns what the store answers; None: it does not, or is left alone since it did not."""
         if self._rests_until_s is not None and self._clock() < self._rests_until_s:
             return None
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await ask(*arguments)
+                answer = await ask()
         except (TimeoutError, RedisError, OSError, RuntimeError) as error:
             # uvloop raises RuntimeError for a write to a socket that has gone.
+            if isinstance(error, ReadOnlyError) and self._pool is not None:
+                # The name may lead to another server by now; a connection that is open does not.
+                await self._pool.disconnect(inuse_connections=False)
             if self._rests_until_s is None:
                 reason = type(error).__name__
                 _log.warning("requests are not counted, the store does not answer", extra={"reason": reason})
@@ -111,58 +114,3 @@ class RateLimit:
             _log.info("requests are counted again")
             self._rests_until_s = None
         return answer
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._window.close()
-
-
-class _StoreWindow:
-    """Times of the requests that passed, in a store and by its clock."""
-
-    def __init__(self, redis_url: str, timeout_s: float) -> None:
-        self._client: Redis = Redis.from_url(
-            redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
-        )
-        self._count = self._client.register_script(_COUNT_SCRIPT)
-
-    async def wait_s(self, name: str, limit: int) -> float:
-        """Counts a request if fewer than `limit` passed in the last minute; otherwise returns how long it must wait."""
-        try:
-            return int(await self._count(keys=[KEY_PREFIX + name], args=[limit, round(WINDOW_S * 1000)])) / 1000
-        except ReadOnlyError:
-            # The name may lead to another server by now; a connection that is open does not.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-            raise
-
-    async def give_back(self, name: str) -> None:
-        """Forgets the newest time; which one of a minute makes little difference."""
-        await self._client.ltrim(KEY_PREFIX + name, 1, -1)
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-class _MemoryWindow:
-    """The same in this process, for tests and for single gateways."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._passed_s: dict[str, deque[float]] = {}
-
-    async def wait_s(self, name: str, limit: int) -> float:
-        now_s = self._clock()
-        passed_s = self._passed_s.setdefault(name, deque())
-        while passed_s and passed_s[0] <= now_s - WINDOW_S:
-            passed_s.popleft()
-        if len(passed_s) >= limit:
-            return passed_s[len(passed_s) - limit] + WINDOW_S - now_s
-        passed_s.append(now_s)
-        return 0.0
-
-    async def give_back(self, name: str) -> None:
-        if self._passed_s.get(name):
-            self._passed_s[name].pop()
-
-    async def close(self) -> None:
-        """Has no connections."""

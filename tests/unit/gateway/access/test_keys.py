@@ -24,13 +24,13 @@ def write(path: Path, text: str, at: int) -> None:
 
 
 def keys_of(text: str) -> tuple[ApiKey, ...]:
-    read = parse_keys(text)
-    assert not read.problems
-    return tuple(read.keys)
+    keys, problems = parse_keys(text)
+    assert not problems
+    return tuple(keys.values())
 
 
 def problem_of(text: str) -> str:
-    [problem] = parse_keys(text).problems
+    _, [problem] = parse_keys(text)
     return str(problem)
 
 

@@ -34,18 +34,6 @@ async def test_a_key_over_its_limit_is_told_when_to_come_again_and_others_are_se
     await limit.count(BOB)
 
 
-async def test_only_what_was_counted_is_given_back() -> None:
-    limit = RateLimit("memory://")
-    assert await limit.count(ALICE)
-    await limit.give_back(ALICE)
-    assert await limit.count(ALICE)
-    assert await limit.count(ALICE)
-    with pytest.raises(OverloadedError):
-        await limit.count(ALICE)
-    assert not await limit.count(replace(BOB, requests_per_minute=None))
-    await limit.give_back(BOB)
-
-
 async def test_a_store_that_does_not_answer_stops_nobody_and_is_asked_again_later(
     silent_server: str, caplog: pytest.LogCaptureFixture
 ) -> None:
