@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,8 +16,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
+from redis.asyncio import Redis
 
 from paceline.client.generate import GenerateConfig, stream
+from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
 from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
@@ -32,6 +34,7 @@ from paceline.service.dev_ca import make_certificates
 from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
 from paceline.store.memory import MemoryStore
+from tests.contract.test_store import HOST, server_process
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
 
 ALICE, BOB, SLOW, SMALL = "pl-alice-secret", "pl-bob-secret", "pl-slow-secret", "pl-small-secret"
@@ -54,9 +57,18 @@ def keys_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def counts_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where requests are counted."""
+    with server_process(find_server(), tmp_path_factory.mktemp("valkey")) as (port, _):
+        yield f"redis://{HOST}:{port}"
+
+
 @pytest.fixture
-async def fleet(tmp_path: Path, keys_file: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path, api_keys_file=keys_file, redis_url="memory://", max_sessions=8) as started:
+async def fleet(tmp_path: Path, keys_file: Path, counts_url: str) -> AsyncIterator[ScriptedFleet]:
+    async with Redis.from_url(counts_url) as counts:
+        await counts.flushall()
+    async with scripted_fleet(tmp_path, api_keys_file=keys_file, redis_url=counts_url, max_sessions=8) as started:
         yield started
 
 
