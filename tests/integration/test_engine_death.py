@@ -16,7 +16,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.valkey import free_port
-from paceline.core import suspects_turn
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -39,14 +38,13 @@ PROMPT = tuple(range(5, 25))
 PLAIN = SpeculationParams(enabled=False)
 
 
-def ask(session_id: str, *ahead: int, max_tokens: int = 200, suspect: bool = False) -> GenerateRequest:
+def ask(session_id: str, *ahead: int, max_tokens: int = 200) -> GenerateRequest:
     return GenerateRequest(
         session_id=session_id,
         epoch=1,
         prompt_token_ids=(*ahead, *PROMPT),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         speculation=PLAIN,
-        suspect=suspect,
     )
 
 
@@ -124,58 +122,6 @@ async def test_a_session_that_waits_for_a_place_is_no_part_of_the_step_that_died
         late = Stream(stub, ask("late"))
         assert type(await late.end()) is UnavailableError
         poison.cure.set()
-
-
-async def test_a_suspect_takes_nobody_with_it(tiny_pair) -> None:
-    async with running_verifier(tiny_pair[0], poison=Poison()) as (stub, host), watched(host):
-        others = [Stream(stub, ask(f"other {index}")) for index in range(2)]
-        for each in others:
-            await each.until_tokens()
-        suspect = Stream(stub, ask("suspect", DIES, suspect=True))
-        assert type(await suspect.end()) is EngineDiedError
-        assert [type(await each.end()) for each in others] == [UnavailableError] * 2
-
-
-async def test_a_suspect_is_not_computed_before_its_gateway_was_told(
-    tiny_pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suspects_turn, "HEARD_S", 60.0)
-    async with running_verifier(tiny_pair[0], poison=Poison()) as (stub, host), watched(host):
-        tell, told = host._confirm_running, asyncio.Event()
-        monkeypatch.setattr(host, "_confirm_running", lambda _: told.set())
-        request = ask("suspect", DIES, suspect=True)
-        suspect = Stream(stub, request)
-        assert (await suspect.next()).running
-        await told.wait()
-        innocent = Stream(stub, ask("innocent", max_tokens=8, suspect=True))
-        other = Stream(stub, ask("other", max_tokens=8))
-        assert await other.end() is None
-        assert not innocent.heard, "one suspect at a time"
-        tell(request)
-        assert type(await suspect.end()) is EngineDiedError
-        assert type(await innocent.end()) is UnavailableError
-
-
-async def test_a_suspect_whose_gateway_does_not_take_the_message_is_computed_all_the_same(
-    tiny_pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suspects_turn, "HEARD_S", 0.05)
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        monkeypatch.setattr(host, "_confirm_running", lambda _: None)
-        assert await Stream(stub, ask("suspect", max_tokens=4, suspect=True)).end() is None
-
-
-async def test_suspects_that_are_innocent_get_the_tokens_that_they_would_have_got(tiny_pair) -> None:
-    async with running_verifier(tiny_pair[0]) as (stub, _):
-        plain = [Stream(stub, ask(f"plain {index}", index, max_tokens=40)) for index in range(4)]
-        assert [await each.end() for each in plain] == [None] * 4
-        mixed = [Stream(stub, ask(f"mixed {i}", i, max_tokens=40, suspect=i % 2 == 0)) for i in range(4)]
-        assert [await each.end() for each in mixed] == [None] * 4
-    assert [tokens(each) for each in mixed] == [tokens(each) for each in plain]
-
-
-def tokens(stream: Stream) -> list[int]:
-    return [token for each in stream.heard for token in each.token_ids]
 
 
 async def test_a_session_hears_once_and_first_that_it_runs_and_where_each_token_belongs(tiny_pair) -> None:

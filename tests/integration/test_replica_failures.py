@@ -145,7 +145,6 @@ async def test_a_request_that_ends_engines_is_refused_and_stays_refused(
             session_id = response.session_id
     assert isinstance(error_from_rpc(caught.value), EndsEnginesError)
     assert num_asked(fleet) == num_engines
-    assert [each.suspect for verifier in fleet.verifiers for each in verifier.requests].count(True) == 1
     for _ in range(1000):
         logged = await fleet.store.session(session_id)
         if logged is not None and logged.record.state is SessionState.REFUSED:

@@ -103,7 +103,6 @@ requests = st.builds(
     sampling=sampling_params(),
     speculation=speculation_params,
     cache_salt=session_ids,
-    suspect=st.booleans(),
 )
 records = st.builds(
     SpeculationRecord,

@@ -292,7 +292,7 @@ class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
     A `whole` text is handed to the client in one piece, so that its tokens may gather. Prompts share cached
-    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. Sessions of lower `priority` come
+    pages only under the same `cache_salt`. Sessions of lower `priority` come
     first. `tenant` is a digest of whose it is. `traceparent` is the W3C trace context it runs in, and travels as
     metadata of the call.
     """
@@ -306,7 +306,6 @@ class GenerateRequest:
     max_wait_s: float | None = None
     whole: bool = False
     cache_salt: str = ""
-    suspect: bool = False
     priority: int = 0
     tenant: str = ""
     traceparent: str = ""

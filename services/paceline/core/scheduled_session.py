@@ -49,8 +49,6 @@ class ScheduledSession(VerifierSession):
 
     Attributes:
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
-        called_up_s: Of a suspect: when its turn came; None before.
-        heard: Of a suspect: whether its gateway knows that its turn has come.
         num_judged: Prompt tokens, but for the first, whose log probabilities have been handed out.
         judges_prompt: Whether some are still to be handed out.
     """
@@ -77,8 +75,6 @@ class ScheduledSession(VerifierSession):
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
         self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0
-        self.called_up_s: float | None = None
-        self.heard = False
         self._stop_ids = stop_ids
         self._last_len = min(self.prompt_len + request.sampling.max_tokens, max_model_len)
         self.tree.forest.links.bound(
@@ -117,11 +113,6 @@ class ScheduledSession(VerifierSession):
         return self.pages.num_missing == 1 and self.committed_len > self._resumed_len
 
     @property
-    def is_suspect(self) -> bool:
-        """True while it may be what ended an engine before: it has not got through its prompt here."""
-        return self.request.suspect and self.committed_len == self._resumed_len
-
-    @property
     def greedy(self) -> bool:
         """Whether the target chooses without noise."""
         return self.request.sampling.temperature == 0.0
@@ -130,11 +121,6 @@ class ScheduledSession(VerifierSession):
     def ended(self) -> bool:
         """Whether its last token has been chosen."""
         return self._finish is not None
-
-    def call_up(self, now_s: float) -> None:
-        """A suspect's turn has come."""
-        if self.called_up_s is None:
-            self.called_up_s = now_s
 
     def announce(self) -> CommittedTokens | None:
         """Announces that its rows are computed now; None where that has been announced."""

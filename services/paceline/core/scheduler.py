@@ -21,7 +21,6 @@ from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.planned_step import Part, SessionT, StepPlan
 from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import Choice, StepDrafts
-from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.forest import Calls, Guesses, Ints, rows_of
 
@@ -67,7 +66,6 @@ class Scheduler(Generic[SessionT]):
         self._waiting: dict[str, list[SessionT]] = {}
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
-        self._turns: Turns[SessionT] = Turns()
         self._drafts = StepDrafts(policy, tier.forest)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
@@ -127,17 +125,8 @@ class Scheduler(Generic[SessionT]):
 
     # Waiting
 
-    def pause_s(self, now_s: float) -> float:
-        """Seconds without anything to compute, unless an event comes; see `paceline.core.suspects_turn`."""
-        joining = self._waiting and len(self._running) < self._limits.max_num_seqs
-        if self._turns.called_up is None or self.outcomes or joining:
-            return 0.0
-        return pause_s(self._running, now_s)
-
     def patience_s(self, now_s: float) -> float:
         """Seconds for which the next drafts are worth waiting for; 0: step now."""
-        if (pause := self.pause_s(now_s)) > 0.0:
-            return pause
         rows = self._delayable()
         return self._drafts.worth_waiting(rows, self._drafts.waits(rows, now_s), idle_s=self._idle_s(now_s))
 
@@ -165,7 +154,7 @@ class Scheduler(Generic[SessionT]):
         """What the next step computes, of all sessions that have something to compute."""
         drafters_work = self._drafts.drafters_work(self._rows)
         self._admit(now_s)
-        ready, joining = self._with_pages(self._turns.next(self._running, now_s))
+        ready, joining = self._with_pages(self._running)
         guesses = self._plan_guesses(ready, joining, now_s)
         decoding = [
             Part(session, session.committed_len - 1, session.committed_len, count, decodes=True)
@@ -177,9 +166,7 @@ class Scheduler(Generic[SessionT]):
         return plan
 
     def _announce(self, plan: StepPlan[SessionT]) -> None:
-        computed = [part.session for part in plan.parts]
-        running = computed if self._turns.called_up is None else [*computed, self._turns.called_up]
-        announced = [(session.serial, session.announce()) for session in running]
+        announced = [(part.session.serial, part.session.announce()) for part in plan.parts]
         self.outcomes += [(serial, each) for serial, each in announced if each is not None]
 
     def _admit(self, now_s: float) -> None:

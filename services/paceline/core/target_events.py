@@ -64,15 +64,7 @@ class Paired:
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuspectAnnounced:
-    """The gateway of a suspect knows that its turn has come."""
-
-    session_id: str
-    serial: int
-
-
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | SuspectAnnounced
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,8 @@ class ColocatedEngine:
         return self._target.has_work()
 
     def patience_s(self) -> float:
-        """Seconds without anything to compute; drafts come while a step runs, never between two."""
-        return self._target.pause_s()
+        """None: drafts come while a step runs, never between two."""
+        return 0.0
 
     def learned(self) -> Learned:
         """What a successor may begin with; may be called from another thread."""

@@ -31,7 +31,6 @@ from paceline.core.target_events import (
     Paired,
     StepReport,
     Submit,
-    SuspectAnnounced,
     TargetEvent,
     TargetLimits,
     TargetOutput,
@@ -140,12 +139,12 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
-            case Cancel() | Paired() | SuspectAnnounced():
+            case Cancel() | Paired():
                 session = self.scheduler.session(event.session_id, event.serial)
                 if session is not None:
                     self._handle_of(session, event)
 
-    def _handle_of(self, session: TargetSession, event: Cancel | Paired | SuspectAnnounced) -> None:
+    def _handle_of(self, session: TargetSession, event: Cancel | Paired) -> None:
         match event:
             case Cancel():
                 self.scheduler.drop(session)
@@ -153,8 +152,6 @@ class TargetEngine:
                 sources = self._sources.sources_of(session.request)
                 session.calibrations = self._calibrations_for(session.request, event.address, sources)
                 self.scheduler.tier.pair(session, event.address, self._clock())
-            case SuspectAnnounced():
-                session.heard = True
 
     def _submit(self, event: Submit) -> None:
         try:
@@ -223,10 +220,6 @@ class TargetEngine:
     def has_work(self) -> bool:
         """True while sessions wait or run, or something is left to send or to report."""
         return self.scheduler.has_work or self._num_reported > 0
-
-    def pause_s(self) -> float:
-        """Seconds without anything to compute, unless an event comes."""
-        return self.scheduler.pause_s(self._clock())
 
     def patience_s(self) -> float:
         """Seconds for which the next drafts are worth waiting for; 0: step now."""

@@ -29,7 +29,6 @@ from paceline.core.target_events import (
     LinkChanged,
     Paired,
     Submit,
-    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
 )
@@ -218,8 +217,6 @@ class TargetHost:
                     yield committed
                     if committed.result is not None:
                         return
-                    if committed.running and request.suspect:
-                        self._confirm_running(request)
 
     async def _compile(self, request: GenerateRequest, mine: _UnderWay) -> None:
         """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""
@@ -249,12 +246,6 @@ class TargetHost:
             )
         )
         mine.begun = True
-
-    def _confirm_running(self, request: GenerateRequest) -> None:
-        known = self._under_way.get(request.session_id)
-        if known is not None:
-            with suppress(UnavailableError):
-                self.engine.post(SuspectAnnounced(session_id=request.session_id, serial=known.serial), always=True)
 
     def _admit(self, request: GenerateRequest) -> None:
         if self._draining:

@@ -65,7 +65,6 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         whole=request.whole,
         cache_salt=request.cache_salt,
         tenant=request.tenant,
-        suspect=request.suspect,
         priority=request.priority,
     )
 
@@ -110,7 +109,6 @@ def generate_request_from_pb(
         whole=message.whole,
         cache_salt=message.cache_salt,
         tenant=message.tenant,
-        suspect=message.suspect,
         priority=message.priority,
         traceparent=traceparent,
     )

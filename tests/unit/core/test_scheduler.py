@@ -20,7 +20,6 @@ from paceline.core.messages import (
 from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost
-from paceline.core.suspects_turn import HEARD_S
 from paceline.core.target_events import TargetLimits
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.loops import DRAFTER, WRONG, Policy, VerifierLoop, text
@@ -426,32 +425,6 @@ def test_no_session_waits_with_few_tokens_to_go() -> None:
     loop.draft(session, right=1)
     loop.step()
     assert loop.scheduler.patience_s(loop.now_s) == 0.0
-
-
-def test_a_suspect_runs_alone_once_its_gateway_has_heard_of_it() -> None:
-    loop = VerifierLoop()
-    other = loop.submit("other", max_tokens=60)
-    loop.step()
-    suspect = loop.submit("suspect", max_tokens=3, suspect=True)
-    for _ in range(3):
-        assert [part.session for part in loop.step().parts] == [other]
-    assert [each.running for each in loop.heard["suspect"]] == [True]
-    suspect.heard = True
-    assert [part.session for part in loop.step().parts] == [suspect]
-    assert {part.session.session_id for part in loop.step().parts} == {"other", "suspect"}, "it has a token"
-
-
-def test_with_nobody_else_about_a_step_waits_until_a_suspects_gateway_has_heard_and_not_for_ever() -> None:
-    loop = VerifierLoop()
-    suspect = loop.submit("suspect", max_tokens=3, suspect=True)
-    assert loop.step().num_rows == 0
-    assert loop.scheduler.patience_s(loop.now_s) > 0.0
-    suspect.heard = True
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0
-    suspect.heard = False
-    loop.now_s += HEARD_S
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0
-    assert loop.step().num_rows == 5
 
 
 def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are_not_trusted() -> None:

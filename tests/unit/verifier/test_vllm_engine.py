@@ -11,8 +11,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.suspects_turn import HEARD_S
-from paceline.core.target_events import Cancel, Submit, SuspectAnnounced, TargetOutput
+from paceline.core.target_events import Cancel, Submit, TargetOutput
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from tests.support.clock import Clock
 
@@ -214,43 +213,11 @@ def test_only_sessions_that_have_a_place_say_that_they_run(engine: VllmEngine) -
     assert set(begun(engine)) == {1, 2}
 
 
-def test_a_suspect_is_computed_once_its_gateway_has_heard_so(engine: VllmEngine, script: Script, clock: Clock) -> None:
-    submit(engine, 1, suspect=True)
-    assert script.requests == {}
-    assert engine.patience_s() == 0.0
-    assert begun(engine)[1].running
-    engine.step()
-    assert script.requests == {}
-    assert engine.patience_s() == HEARD_S
-    engine.handle(SuspectAnnounced(session_id="s1", serial=1))
-    assert engine.patience_s() == 0.0
-    assert engine.begin() is None
-    assert set(script.requests) == {"1"}
-
-
-def test_a_suspect_waits_for_a_silent_gateway_no_longer_than_that(
-    engine: VllmEngine, script: Script, clock: Clock
-) -> None:
-    submit(engine, 1, suspect=True)
-    begun(engine)
-    clock.now_s += HEARD_S
-    engine.begin()
-    assert set(script.requests) == {"1"}
-
-
-def test_the_engines_death_is_laid_on_a_suspect_alone_until_it_has_a_token(engine: VllmEngine, script: Script) -> None:
+def test_the_engines_death_is_laid_on_all_sessions_that_vllm_has(engine: VllmEngine) -> None:
     submit(engine, 1)
-    submit(engine, 2, suspect=True)
-    submit(engine, 3, suspect=True)
-    begun(engine)
-    assert engine.at_stake == (1,)
-    engine.handle(SuspectAnnounced(session_id="s2", serial=2))
-    engine.begin()
+    submit(engine, 2)
+    engine.handle(Cancel(session_id="s1", serial=1))
     assert engine.at_stake == (2,)
-    script.answers.append([answer(1, 5), answer(2, 5)])
-    engine.step()
-    assert set(engine.at_stake) == {1, 2}
-    assert begun(engine)[3].running
 
 
 def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Script, stats: LastStats) -> None:

@@ -232,10 +232,10 @@ class Placer:
 
     async def _before_next(self, search: _Search, error: PacelineError) -> None:
         """Returns when it is time for another try; raises the error when the session is given up."""
-        suspicion = search.trail.suspicion
-        if suspicion.guilty:
+        deaths = search.trail.deaths
+        if deaths.too_many:
             raise EndsEnginesError(
-                f"{suspicion.num_deaths} engines in a row died while they ran the request; it is not run again"
+                f"{deaths.count} engines in a row died while they ran the request; it is not run again"
             ) from error
         if search.num_failures >= MOST_FAILURES:
             raise _given_up(search, error) from error
@@ -266,7 +266,6 @@ class Placer:
             whole=request.whole and not request.may_stop_early,
             cache_salt=request.prefix_salt,
             tenant=request.tenant,
-            suspect=trail.suspicion.suspect,
             priority=request.priority,
             max_wait_s=self._max_wait_of(request),
         )

@@ -1,9 +1,8 @@
 """One session as the store is to know it, and whether it ends the engines that run it. Pure.
 
-An engine that dies names the sessions of its last step; a process that dies names none, and others may have killed it.
-So the first death is only a suspicion, against every session that was computed or may have been. Until it has a token,
-a suspect runs in steps of its own, and its gateway learns of it before the first of them; a second death is then proof.
-A session that has brought tokens before has been through an engine: it is allowed one death more.
+An engine that dies names the sessions of its last step; a process that dies names none, so every session counts that
+it computed or may have computed. A session that has brought tokens before has been through an engine, and may have been
+beside another that ended it: it is allowed one death more.
 """
 
 from __future__ import annotations
@@ -22,19 +21,21 @@ AND = " + "
 
 
 @dataclass(frozen=True, slots=True)
-class Suspicion:
-    """The evidence against one session.
+class EngineDeaths:
+    """How often engines died with one session.
 
     Attributes:
-        num_deaths: Engines in a row that died while they ran it, without a token of it.
+        count: Engines in a row that died while they ran it, without a token of it.
         has_tokens: Whether an engine ever computed a token of it.
     """
 
-    num_deaths: int = 0
+    count: int = 0
     has_tokens: bool = False
 
-    def after(self, error: PacelineError, *, ran: bool, unheard: bool = False, progressed: bool = False) -> Suspicion:
-        """Returns the evidence after one more attempt.
+    def after(
+        self, error: PacelineError, *, ran: bool, unheard: bool = False, progressed: bool = False
+    ) -> EngineDeaths:
+        """Returns them after one more attempt.
 
         Args:
             error: What ended it.
@@ -42,21 +43,16 @@ class Suspicion:
             unheard: Whether the verifier had accepted the session and vanished before its first message.
             progressed: Whether the attempt brought a token.
         """
-        known = Suspicion(has_tokens=True) if progressed else self
+        known = EngineDeaths(has_tokens=True) if progressed else self
         died = isinstance(error, EngineDiedError)
-        # A session that is no suspect may be computed before the process can report it.
-        lost = isinstance(error, PeerLostError) and (ran or (unheard and not known.suspect))
-        return replace(known, num_deaths=known.num_deaths + 1) if died or lost else known
+        # It may be computed before the process can report it.
+        lost = isinstance(error, PeerLostError) and (ran or unheard)
+        return replace(known, count=known.count + 1) if died or lost else known
 
     @property
-    def suspect(self) -> bool:
-        """Whether it must run alone, because engines died with it."""
-        return self.num_deaths > self.has_tokens
-
-    @property
-    def guilty(self) -> bool:
+    def too_many(self) -> bool:
         """Whether it must not be run again."""
-        return self.num_deaths >= MOST_DEATHS + self.has_tokens
+        return self.count >= MOST_DEATHS + self.has_tokens
 
 
 class SessionTrail:
@@ -65,7 +61,7 @@ class SessionTrail:
     Attributes:
         record: As of now, except `committed_len`, which follows from the log.
         token_ids: Prompt and committed tokens.
-        suspicion: Whether it ends the engines that run it.
+        deaths: Of engines that ran it.
         speculation: What speculation did for it here, as far as verifiers reported it; not part of the record.
     """
 
@@ -80,7 +76,7 @@ class SessionTrail:
     ) -> None:
         self.record = record
         self.token_ids = list(token_ids)
-        self.suspicion = Suspicion(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
+        self.deaths = EngineDeaths(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
         self.speculation: SpeculationRecord | None = None
         self._keeps_tokens = keeps_tokens
         self.on_taken_over = on_taken_over
@@ -120,9 +116,9 @@ class SessionTrail:
         return identity.weights_hash == record.weights_hash and same_bits
 
     def failed(self, error: PacelineError, *, ran: bool, unheard: bool, progressed: bool) -> None:
-        """An attempt to run it has failed; see `Suspicion.after`."""
-        self.suspicion = self.suspicion.after(error, ran=ran, unheard=unheard, progressed=progressed)
-        self.record = replace(self.record, engine_deaths=self.suspicion.num_deaths)
+        """An attempt to run it has failed; see `EngineDeaths.after`."""
+        self.deaths = self.deaths.after(error, ran=ran, unheard=unheard, progressed=progressed)
+        self.record = replace(self.record, engine_deaths=self.deaths.count)
 
     def placed(self, epoch: int, verifier: Replica) -> None:
         """The session starts, or starts anew, on a verifier."""

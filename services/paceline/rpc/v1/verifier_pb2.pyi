@@ -67,7 +67,6 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     MAX_WAIT_NS_FIELD_NUMBER: builtins.int
     WHOLE_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
-    SUSPECT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
@@ -82,8 +81,6 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     """The client gets the text in one piece: messages may be half a second apart."""
     cache_salt: builtins.str
     """Prompts share cached pages only with those of the same salt."""
-    suspect: builtins.bool
-    """An engine died while it ran the session: its prompt is computed in steps of its own."""
     priority: builtins.int
     """Sessions of lower numbers get places, and keep their pages, before others of their tenant; 0 is usual."""
     tenant: builtins.str
@@ -118,12 +115,11 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         max_wait_ns: builtins.int | None = ...,
         whole: builtins.bool = ...,
         cache_salt: builtins.str = ...,
-        suspect: builtins.bool = ...,
         priority: builtins.int = ...,
         tenant: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "suspect", b"suspect", "tenant", b"tenant", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "tenant", b"tenant", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest

@@ -6,20 +6,17 @@ If its engine dies, the call here raises; if it hangs, the watch on the engine t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
-from paceline.core.suspects_turn import heard_in_s
 from paceline.core.target_events import (
     Cancel,
     Outcome,
     StepReport,
     Submit,
-    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
     TracedStart,
@@ -61,8 +58,6 @@ class _Session:
         num_generated: Its tokens so far, with those from elsewhere.
         num_steps: Steps that brought it tokens.
         sum_of_batches: Sessions that got tokens in these steps, summed over the steps.
-        called_up_s: When the turn of a suspect came; None before.
-        heard: Whether the gateway of a suspect knows that.
     """
 
     submit: Submit
@@ -71,8 +66,6 @@ class _Session:
     num_generated: int
     num_steps: int = 0
     sum_of_batches: int = 0
-    called_up_s: float | None = None
-    heard: bool = False
 
     @property
     def has_new_tokens(self) -> bool:
@@ -81,9 +74,6 @@ class _Session:
 
 class VllmEngine:
     """Drives vLLM for a `TargetHost`.
-
-    Suspects run one at a time. vLLM gets one once its gateway knows that; until it has a token, a death of the engine
-    is blamed on it alone.
 
     Args:
         core: vLLM's `LLMEngine`.
@@ -116,9 +106,8 @@ class VllmEngine:
         self._max_num_seqs = max_num_seqs
         self._stats = stats
         self._clock = clock
-        # Sessions that vLLM has, by serial, and suspects that wait for their turn.
+        # Sessions that vLLM has, by serial.
         self._running: dict[int, _Session] = {}
-        self._suspects: deque[_Session] = deque()
         self._outcomes: list[Outcome] = []
         self._kv_usage = 0.0
         # Whether sessions have gone since the last report.
@@ -131,8 +120,7 @@ class VllmEngine:
     @property
     def at_stake(self) -> tuple[int, ...]:
         """Serials of the sessions that a failure now is blamed on."""
-        first = [serial for serial, session in self._running.items() if _is_on_trial(session)]
-        return tuple(first or self._running)
+        return tuple(self._running)
 
     def handle(self, event: TargetEvent) -> None:
         """Takes in one event; those of drafters are ignored."""
@@ -141,25 +129,19 @@ class VllmEngine:
                 self._submit(event)
             case Cancel():
                 self._cancel(event.serial)
-            case SuspectAnnounced():
-                for session in self._suspects:
-                    session.heard = session.heard or session.submit.serial == event.serial
             case _:
                 pass
 
     def has_work(self) -> bool:
         """True when a step would do something."""
-        return bool(self._running or self._suspects or self._outcomes or self._some_left)
+        return bool(self._running or self._outcomes or self._some_left)
 
     def patience_s(self) -> float:
-        """Seconds until a suspect must run, if there is nothing else to do."""
-        if self._running or self._outcomes or self._some_left or not self._suspects:
-            return 0.0
-        return heard_in_s(self._suspects[0], self._clock())
+        """None: vLLM waits for no drafts."""
+        return 0.0
 
     def begin(self) -> TargetOutput | None:
         """Reports what need not wait for the step: refusals, and which sessions run in it."""
-        self._call_up()
         return self._output(StepReport()) if self._outcomes else None
 
     def step(self) -> TargetOutput:
@@ -187,10 +169,7 @@ class VllmEngine:
             lossy=counted_anew(request),
             num_generated=len(request.committed_token_ids),
         )
-        if request.suspect:
-            self._suspects.append(session)
-        else:
-            self._hand_over(session)
+        self._hand_over(session)
 
     def _hand_over(self, session: _Session) -> None:
         """Gives a session to vLLM."""
@@ -207,25 +186,13 @@ class VllmEngine:
             self._outcomes.append((serial, InvalidRequestError(field, str(error))))
             return
         self._running[serial] = session
-        if len(self._running) <= self._max_num_seqs and not request.suspect:
+        if len(self._running) <= self._max_num_seqs:
             self._outcomes.append((serial, _runs(session)))
-
-    def _call_up(self) -> None:
-        """Gives the next suspect to vLLM once its gateway knows, or after the longest wait for that."""
-        if not self._suspects or any(map(_is_on_trial, self._running.values())):
-            return
-        suspect = self._suspects[0]
-        if suspect.called_up_s is None:
-            suspect.called_up_s = self._clock()
-            self._outcomes.append((suspect.submit.serial, _runs(suspect)))
-        if heard_in_s(suspect, self._clock()) <= 0.0:
-            self._hand_over(self._suspects.popleft())
 
     def _cancel(self, serial: int) -> None:
         if self._running.pop(serial, None) is not None:
             self._core.abort_request([str(serial)])
             self._some_left = True
-        self._suspects = deque(each for each in self._suspects if each.submit.serial != serial)
 
     def _take(self, output: Any, batch_size: int, report: StepReport) -> None:
         """Takes in the new tokens of one session."""
@@ -258,13 +225,8 @@ class VllmEngine:
         self._some_left = False
         report.kv_usage = self._kv_usage if self._running else 0.0
         report.num_running = report.num_running or min(len(self._running), self._max_num_seqs)
-        report.num_waiting = max(0, len(self._running) - report.num_running) + len(self._suspects)
+        report.num_waiting = max(0, len(self._running) - report.num_running)
         return TargetOutput(committed=outcomes, to_drafters={}, broken_links={}, report=report)
-
-
-def _is_on_trial(session: _Session) -> bool:
-    """Whether it is a suspect without a token from vLLM yet."""
-    return session.submit.request.suspect and not session.has_new_tokens
 
 
 def _runs(session: _Session) -> CommittedTokens:
