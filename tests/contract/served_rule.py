@@ -182,7 +182,7 @@ class Play:
             assert isinstance(received, Drafts)
             self.session.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
             tree = self.session.tree
-            graft(tree.forest, DRAFT_MODEL, rows_of([tree.row]), received, looks=tree)
+            graft(tree.forest, DRAFT_MODEL, rows_of([tree.row]), received, {0: tree})
         self.under_way.clear()
 
     def verify(self, gamma: int) -> None:

@@ -100,7 +100,7 @@ def new_tree(committed: int | Sequence[int], **options: Any) -> DraftTree:
 def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, source: str = DRAFT_MODEL) -> list[int]:
     """A drafter's guesses come; how many were added, late and stale."""
     drafts = to_drafts(SessionDrafts(1, base_len, guesses))
-    grafts = graft(tree.forest, source, rows_of([tree.row]), drafts, looks=tree if tree.looks_at_guesses else None)
+    grafts = graft(tree.forest, source, rows_of([tree.row]), drafts, {0: tree} if tree.filters_guesses else None)
     return grafts.counts[0].tolist()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import chain, count
 from typing import Protocol
 
@@ -20,6 +21,9 @@ from paceline.forest import NONE, Forest, Ints, rows_of
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
+# Tokens of the sessions that a step tells again to a drafter that has missed commits; beyond it has to ask again. One
+# that always asks would have all its sessions sent whole in each step.
+MOST_RESENT = 65_536
 
 
 class LinkedSession(Protocol):
@@ -53,15 +57,16 @@ class DrafterTier:
         # Rows of sessions whose drafters are to be told of commits.
         self._told: list[Ints] = []
         self._broken: dict[str, RemoteProtocolError] = {}
-        # Numbers of sessions that drafters have asked for since the last step.
+        # Numbers of sessions whose drafters were told again in this step, and tokens, by address.
         self._answered: set[int] = set()
+        self._num_resent: Counter[str] = Counter()
         # By their numbers, which are never used again.
         self._sessions: dict[int, LinkedSession] = {}
         self._numbers = count(1)
         # The numbers, and the rows of their sessions; None: there are others now.
         self._index: tuple[npt.NDArray[np.int64], Ints] | None = None
-        # Numbers of sessions that look at each guess.
-        self._looking: set[int] = set()
+        # Numbers of sessions whose trees filter guesses.
+        self._filtered: set[int] = set()
 
     @property
     def has_work(self) -> bool:
@@ -74,8 +79,8 @@ class DrafterTier:
         session.link.name(next(self._numbers))
         self._sessions[session.link.number] = session
         self._index = None
-        if session.tree.looks_at_guesses:
-            self._looking.add(session.link.number)
+        if session.tree.filters_guesses:
+            self._filtered.add(session.link.number)
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
@@ -88,7 +93,7 @@ class DrafterTier:
     def part(self, session: LinkedSession) -> None:
         """A session ends, at its drafter too."""
         self._sessions.pop(session.link.number, None)
-        self._looking.discard(session.link.number)
+        self._filtered.discard(session.link.number)
         self._index = None
         self.queue(session.link.address, session.link.close())
 
@@ -131,12 +136,16 @@ class DrafterTier:
             self._lose(event.address)
 
     def _answer(self, message: LaggingSession, drafter: ConnectedDrafter) -> None:
-        """Sends what a drafter lacks; once a step, so that it cannot make us work by asking more often."""
+        """Sends what a drafter lacks; once a step, and bounded, so that it cannot make us work by asking more often."""
         session = self._sessions.get(message.number)
         if session is None or session.link.drafter is not drafter or message.number in self._answered:
             return
+        address = session.link.address
+        if self._num_resent[address] >= MOST_RESENT:
+            return
         self._answered.add(message.number)
-        self.queue(session.link.address, session.link.catch_up(message))
+        self._num_resent[address] += len(session.tokens)
+        self.queue(address, session.link.catch_up(message))
         self._told.append(rows_of([session.tree.row]))
 
     def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
@@ -149,12 +158,9 @@ class DrafterTier:
         num_nodes = drafts.num_nodes
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
-        for mine, guesses, looks in self._batches(rows, drafts):
-            grafts = graft(self.forest, drafter.source, mine, guesses, looks=looks)
-            num_lost += int(grafts.counts[:, 1:].sum())
-            report.round_trips_s += self._links.took_in(
-                mine, guesses.base_lens, guesses.sizes, grafts.firsts, arrived_s
-            )
+        grafts = graft(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
+        report.round_trips_s += self._links.took_in(rows, drafts.base_lens, drafts.sizes, grafts.firsts, arrived_s)
+        num_lost += int(grafts.counts[:, 1:].sum())
         if num_lost:
             report.late_by[drafter.source] += num_lost
 
@@ -170,16 +176,12 @@ class DrafterTier:
         places = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
         return np.where(known[places] == numbers, rows[places], np.int32(NONE))
 
-    def _batches(self, rows: Ints, drafts: Drafts) -> Iterator[tuple[Ints, Drafts, DraftTree | None]]:
-        """Rows and guesses that are taken in at once: all, but for sessions that look at each guess."""
-        looking = np.isin(drafts.numbers, [*self._looking]) if self._looking else np.zeros(0, np.bool_)
-        if not looking.any():
-            yield rows, drafts, None
-            return
-        yield rows[~looking], drafts.only(~looking), None
-        for place in np.flatnonzero(looking).tolist():
-            alone = np.arange(len(rows)) == place
-            yield rows[alone], drafts.only(alone), self._sessions[int(drafts.numbers[place])].tree
+    def _filtered_among(self, numbers: Ints) -> dict[int, DraftTree]:
+        """Trees that filter their guesses, by the places of their sessions' numbers."""
+        if not self._filtered:
+            return {}
+        places = np.flatnonzero(np.isin(numbers, [*self._filtered])).tolist()
+        return {place: self._sessions[int(numbers[place])].tree for place in places}
 
     def _check(self, rows: Ints, drafts: Drafts) -> None:
         """Checks what the drafter says of itself with its guesses; see `VerifierSession.check`."""
@@ -233,6 +235,7 @@ class DrafterTier:
         to_drafters, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         self._answered.clear()
+        self._num_resent.clear()
         return to_drafters, broken
 
     def _tell(self, rows: Ints) -> None:

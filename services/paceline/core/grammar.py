@@ -107,13 +107,13 @@ class OutputGrammar:
         self._over = self._over or len(text) < len(token_ids)
 
     def permits(self, path: Sequence[int]) -> bool:
-        """Whether the output may go on by these tokens."""
+        """Whether the output may go on by these tokens; it computes no mask, so drafters may have it asked often."""
         text = self._text_of(path)
         with self._after(text) as num_consumed:
             if num_consumed < len(text):
                 return False
-            rest = path[len(text) :]
-            return not rest or (self._allows_end(rest[0]) and all(token_id in self._last for token_id in rest[1:]))
+            ends = path[len(text) :]
+            return not ends or ((self._over or self._state.may_end) and all(each in self._last for each in ends))
 
     def after(self, path: Sequence[int] = ()) -> Allowed:
         """What may follow the output and a path of tokens; behind one that it forbids, anything.
@@ -149,12 +149,6 @@ class OutputGrammar:
         if self._state.may_end:
             _set(bits, self._stop_ids)
         return Allowed(bits)
-
-    def _allows_end(self, token_id: int) -> bool:
-        if self._over:
-            return token_id in self._last
-        allowed = self._here().bits
-        return bool(allowed[token_id >> 3] >> (token_id & 7) & 1)
 
     def _text_of(self, path: Sequence[int]) -> Sequence[int]:
         """The tokens of a path before the first that is no text."""

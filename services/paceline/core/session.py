@@ -178,17 +178,20 @@ class VerifierSession:
             )
 
 
-def graft(forest: Forest, source: str, rows: Ints, drafts: Drafts, *, looks: DraftTree | None = None) -> Grafts:
-    """Takes in a drafter's guesses that were found right, `VerifierSession.check`.
+def graft(
+    forest: Forest, source: str, rows: Ints, drafts: Drafts, filtered: Mapping[int, DraftTree] | None = None
+) -> Grafts:
+    """Adds a drafter's guesses that passed `VerifierSession.check` to the trees.
 
     Args:
         forest: Of the sessions.
         source: The drafter's method.
         rows: Theirs, in the order of the guesses.
         drafts: The guesses.
-        looks: The tree of the only session, which looks at its guesses; None: there is none that does.
+        filtered: Trees that filter their guesses, by the places of their sessions in the rows.
     """
-    before = 0 if looks is None else looks.num_nodes
+    filtered = filtered or {}
+    firsts = [tree.num_nodes for tree in filtered.values()]
     grafts = forest.graft(
         forest.number_of[source],
         rows,
@@ -199,9 +202,10 @@ def graft(forest: Forest, source: str, rows: Ints, drafts: Drafts, *, looks: Dra
         drafts.tokens,
         drafts.confidences,
     )
-    if looks is not None:
-        num_barred = looks.took_in(before, drafts)
-        grafts.counts[0] += np.array((-num_barred, 0, num_barred), np.int32)
+    for first, (place, tree) in zip(firsts, filtered.items(), strict=True):
+        start = int(drafts.ends[place - 1]) if place else 0
+        num_masked = tree.filter_guesses(first, drafts, slice(start, int(drafts.ends[place])))
+        grafts.counts[place] += np.array((-num_masked, 0, num_masked), np.int32)
     return grafts
 
 
@@ -238,8 +242,8 @@ def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
         session = each.session
         session.tokens.extend(each.token_ids)
         session.committed_len += len(each.token_ids)
-        if session.tree.drafts:
-            session.tree.forget_drafts(session.committed_len)
+        if session.tree.filters_guesses:
+            session.tree.follow_commit(session.committed_len)
     known = any(each.chances is not None for each in commits)
     return forest.commit(
         rows_of(each.session.tree.row for each in commits),

@@ -8,8 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paceline.core.messages import Drafts
+from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.forest import NONE, ROOT, Forest, Guesses, Picked, rows_of
+
+# Tokens of paths about which a session's grammar is asked in a step at most: those of a chain as deep as a step can
+# verify. A drafter that sent chains of a thousand guesses held up all sessions for a second a step.
+MOST_ASKED = MAX_DRAFT_TOKENS * (MAX_DRAFT_TOKENS + 1) // 2
 
 
 class Node:
@@ -103,13 +108,13 @@ class DraftTree:
         tokens: Committed ones, at least 1.
         calibrations: Numbers of those of its sources; a source without one is believed.
         chain: A node has one child: what is guessed beside the first is dropped, whatever it is.
-        can_follow: Whether tokens may follow those committed at all; None: any may. Guesses that may not are barred.
+        can_follow: Whether tokens may follow those committed at all; None: any may. Guesses that may not are masked.
 
     Attributes:
         root: Stands for the last committed token.
         row: In the forest.
         drafts: Distributions that the guesses of a chain were sampled from, by position.
-        looks_at_guesses: Whether `took_in` has anything to do.
+        filters_guesses: Whether `filter_guesses` has anything to do.
     """
 
     root = ROOT
@@ -130,7 +135,8 @@ class DraftTree:
         self._give_back.atexit = False
         self.chain = chain
         self.can_follow = can_follow
-        self.looks_at_guesses = chain or can_follow is not None
+        self.filters_guesses = chain or can_follow is not None
+        self._num_asked = 0
         self.drafts: dict[int, SparseDraft] = {}
         self._calibrations: Mapping[str, int] | None = None
         self.open(tokens, calibrations or {})
@@ -139,6 +145,7 @@ class DraftTree:
         """It begins anew, as ids do; calibrations that are other ones begin with this session."""
         self.forest.open(self.row, tokens, chain=self.chain)
         self.drafts = {}
+        self._num_asked = 0
         if calibrations is not self._calibrations:
             self._calibrations = calibrations
             for number, source in enumerate(self.forest.sources):
@@ -150,7 +157,7 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
-        """All nodes, barred ones included."""
+        """All nodes, masked ones included."""
         return self.forest.count(self.row)
 
     def path(self, node: int) -> list[int]:
@@ -158,8 +165,14 @@ class DraftTree:
         return self.forest.path(self.row, node)
 
     def permits(self, parent: int, token_id: int) -> bool:
-        """Whether a guess may be right at all."""
-        return self.can_follow is None or self.can_follow([*self.path(parent), token_id])
+        """Whether a guess may be right at all; after `MOST_ASKED` none is taken for it until the next commit."""
+        if self.can_follow is None:
+            return True
+        if self._num_asked >= MOST_ASKED:
+            return False
+        path = [*self.path(parent), token_id]
+        self._num_asked += len(path)
+        return self.can_follow(path)
 
     def probability(self, source: str, confidence: float) -> float:
         """Probability that a source's guess matches if its parent does."""
@@ -178,20 +191,30 @@ class DraftTree:
         slots = self.best(limit).slots[0]
         return [slot for slot in slots[slots != NONE].tolist() if not self.forest.has_child(self.row, slot)]
 
-    def forget_drafts(self, committed_len: int) -> None:
-        """Drops distributions of positions that are committed."""
-        self.drafts = {position: draft for position, draft in self.drafts.items() if position >= committed_len}
+    def follow_commit(self, committed_len: int) -> None:
+        """Drops distributions of positions that are committed; the grammar may be asked again."""
+        self._num_asked = 0
+        if self.drafts:
+            self.drafts = {position: draft for position, draft in self.drafts.items() if position >= committed_len}
 
-    def took_in(self, first: int, drafts: Drafts) -> int:
-        """Looks at the nodes that guesses have added from a slot on; returns how many of them the grammar bars."""
+    def filter_guesses(self, first: int, drafts: Drafts, mine: slice) -> int:
+        """Looks at the nodes from a slot on.
+
+        Args:
+            first: The slot.
+            drafts: The guesses that have added them, beside those for others.
+            mine: Which of the guesses are for this session.
+
+        Returns:
+            How many of the nodes it has masked, since the grammar forbids them or was asked often enough.
+        """
         distributions: dict[tuple[int, int], SparseDraft] = {}
         if self.chain:
             # A hostile drafter may use an id twice: the first counts, as in the tree, and only for its own token.
-            for *name, distribution in zip(
-                drafts.ids.tolist(), drafts.tokens.tolist(), drafts.distributions, strict=True
-            ):
+            ids, tokens = drafts.ids[mine].tolist(), drafts.tokens[mine].tolist()
+            for *name, distribution in zip(ids, tokens, drafts.distributions[mine], strict=True):
                 distributions.setdefault((name[0], name[1]), distribution)
-        nodes, num_barred = self.forest.arrays.nodes[self.row], 0
+        nodes, num_masked = self.forest.arrays.nodes[self.row], 0
         for slot in range(first, self.num_nodes):
             node = nodes[slot]
             if self.chain:
@@ -200,5 +223,5 @@ class DraftTree:
                     self.drafts[int(node["position"])] = drawn_from
             elif np.isinf(node["weight"]) or not self.permits(int(node["parent"]), int(node["token"])):
                 self.forest.bar(self.row, slot)
-                num_barred += 1
-        return num_barred
+                num_masked += 1
+        return num_masked

@@ -61,7 +61,7 @@ def compact(
     count, above = tree.count, 0.0
     if hit and root != ROOT:
         above = nodes[root].weight
-    tree.count = tree.named = tree.unsent = 0
+    tree.count = tree.named = tree.unsent = tree.offered = 0
     for slot in range(count):
         each = nodes[slot]
         lives = hit and (each.parent == root or (each.parent != ROOT and at[each.parent] >= 0))

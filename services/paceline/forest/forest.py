@@ -114,6 +114,7 @@ class Forest:
         tree["chain"], tree["keeps_kv"] = chain, keeps_kv
         tree["ready"] = tree["lags"] = False
         tree["price"], tree["room"] = price, min(room, drafting.MAX_ROOM)
+        tree["offered"] = 0
         self.clear(row)
         self.arrays.names[row] = np.zeros((), NAME)
         last = np.asarray(tokens[-RECENT:], np.int32)

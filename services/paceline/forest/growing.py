@@ -119,7 +119,10 @@ def graft(
     counts: Ints,
     firsts: Floats,
 ) -> None:
-    """Takes in messages, guesses of each up to `ends`.
+    """Adds the guesses of messages, of each up to `ends`.
+
+    A session's guesses beyond as many as there are slots are not looked at until the next commit: each costs a walk
+    over the tree, so a drafter that never stops would hold up the steps of all.
 
     Fills for each message `counts` [messages, 3], how many were added, late and stale, and `firsts`: the best survival
     of a first guess, if it knows the last commit, else -1.
@@ -129,7 +132,10 @@ def graft(
         row = rows[message]
         tree, nodes, names, judge = f.trees[row], f.nodes[row], f.names[row], f.judges[row, source]
         counts[message, :] = 0
-        for guess in range(start, ends[message]):
+        count = min(ends[message] - start, len(nodes) - tree.offered)
+        tree.offered += count
+        counts[message, 2] += ends[message] - start - count
+        for guess in range(start, start + count):
             node_id, token = ids[guess], tokens[guess]
             if find(names, nodes, tree.count, node_id) != GONE:
                 continue
@@ -151,12 +157,12 @@ def graft(
             if tree.chain and has_child(nodes, tree.count, parent) and child_of(nodes, tree.count, parent, token) < 0:
                 counts[message, 2] += 1
                 continue
-            count = tree.count
+            before = tree.count
             slot = hang_one(tree, nodes, judge, f.calibrations, parent, token, confidences[guess], source)
             if slot == FULL:
                 counts[message, 2] += 1
                 continue
-            counts[message, 0] += slot == count
+            counts[message, 0] += slot == before
             # A drafter that has forgotten its tree names the same guesses anew.
             nodes[slot].id = node_id
             remember(names, node_id, slot)

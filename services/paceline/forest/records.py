@@ -55,6 +55,8 @@ TREE = np.dtype(
         ("named", "i4"),
         ("unsent", "i4"),
         ("room", "i4"),
+        # Guesses that messages have brought since the last commit.
+        ("offered", "i4"),
         # Least survival worth drafting for; 1: none is.
         ("price", "f8"),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core import drafter_tier
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.admission import OLDEST_PART
 from paceline.core.draft_policy import Goodput
@@ -319,6 +320,22 @@ def test_a_drafter_that_lags_is_told_what_it_misses_once_a_step() -> None:
     catch_up, _ = loop.told
     assert isinstance(catch_up, Commit)
     assert (catch_up.base_len, catch_up.token_ids) == (5, [5, 6])
+
+
+def test_a_step_sends_a_drafter_a_bounded_number_of_tokens_again_and_the_others_when_it_asks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafter_tier, "MOST_RESENT", 8)
+    loop = VerifierLoop()
+    loop.drafter()
+    sessions = [loop.submit(f"s{index}", max_tokens=40) for index in range(4)]
+    loop.step()
+    everything = [LaggingSession(number=each.link.number, have_len=0) for each in sessions]
+    for asked, told in ((everything, ["s0", "s1"]), (everything[2:], ["s2", "s3"])):
+        loop.told.clear()
+        loop.say(*asked)
+        loop.step()
+        assert [each.session_id for each in loop.told if isinstance(each, OpenSession)] == told
 
 
 def test_a_client_that_leaves_frees_its_place_and_pages() -> None:

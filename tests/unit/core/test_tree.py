@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.params import DRAFT_MODEL, MEDUSA, NGRAM
-from paceline.core.tree import DraftTree, walk
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MEDUSA, NGRAM
+from paceline.core.tree import MOST_ASKED, DraftTree, walk
+from paceline.forest.records import SLOTS
 from tests.support.guesses import NodeGuess
 from tests.support.trees import advance, graft_into, new_tree, nodes_of, seen, show, verified
 
@@ -148,6 +149,32 @@ def test_what_may_not_follow_is_barred_with_all_that_hangs_below_it():
     assert [slot for slot in tree.best(8).slots[0].tolist() if slot >= 0] == [2], show(tree.forest, tree.row)
     assert tree.suggest(tree.root, 13, 1.0, NGRAM) == 0
     assert tree.best(8).slots[0, 0] == 2
+
+
+def chain(length: int, first_id: int = 1) -> list[NodeGuess]:
+    return [guess(first_id + at, first_id + at - 1 if at else 0, 10, 0.99) for at in range(length)]
+
+
+def test_a_step_asks_a_grammar_about_a_bounded_number_of_tokens_however_deep_a_drafter_guesses():
+    asked: list[int] = []
+    tree = new_tree(1, can_follow=lambda tokens: asked.append(len(tokens)) is None)
+    added, _, masked = graft_into(tree, chain(1000), 1)
+    assert sum(asked) == MOST_ASKED
+    assert (added, masked) == (MAX_DRAFT_TOKENS, 1000 - MAX_DRAFT_TOKENS), "as deep as a step can verify"
+    graft_into(tree, chain(1, first_id=1001), 1)
+    assert len(asked) == MAX_DRAFT_TOKENS
+    assert not advance(tree, 11)
+    tree.follow_commit(2)
+    assert graft_into(tree, chain(3, first_id=2001), 2) == [3, 0, 0], "the next step asks again"
+
+
+def test_what_a_drafter_offers_beyond_what_a_tree_can_hold_is_not_looked_at_until_the_next_commit():
+    tree = new_tree(1)
+    again = [guess(1, 0, 10, 0.1), *(guess(node_id, 0, 10, 0.5) for node_id in range(2, SLOTS + 8))]
+    assert graft_into(tree, again, 1) == [1, 0, 7]
+    assert graft_into(tree, [guess(5000, 0, 11, 0.9)], 1) == [0, 0, 1]
+    assert advance(tree, 10)
+    assert graft_into(tree, [guess(5001, 0, 11, 0.9)], 2) == [1, 0, 0]
 
 
 def test_a_tree_prints_itself():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import InvalidRequestError, MovedError
-from paceline.core.grammar import GrammarState, OutputGrammar
+from paceline.core.grammar import Bits, GrammarState, OutputGrammar
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 
@@ -82,3 +83,27 @@ def test_what_the_grammar_forbids_is_said_whatever_others_share(grammars: Gramma
     shared = output(grammars.compile(GRAMMAR))
     with pytest.raises(InvalidRequestError, match="forbids the tokens"):
         shared.push((0, 1, 2))
+
+
+class Unmasked(GrammarState):
+    """A grammar of any text, which may end anywhere; a mask of it is never to be computed."""
+
+    may_end = True
+
+    def consume(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+    def go_back(self, count: int) -> None:
+        del count
+
+    def allowed(self) -> Bits:
+        raise AssertionError("a mask takes milliseconds, and a drafter may guess an end at every place")
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
+def test_whether_a_text_may_end_behind_a_guess_is_told_without_a_mask() -> None:
+    grammar, end = output(Unmasked()), IDENTITY.eos_token_ids[0]
+    assert grammar.permits((5, 6, end))
+    assert not grammar.permits((5, end, 6))
