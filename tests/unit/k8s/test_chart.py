@@ -111,6 +111,17 @@ def test_only_verifiers_reach_drafters_and_only_gateways_reach_verifiers(rendere
         (peer,) = rule["from"]
         assert set(peer) == {"podSelector"}
         assert component(peer["podSelector"]["matchLabels"]) == client
+        metrics = {"port": "metrics", "protocol": "TCP"}
+        scrapers = [each["from"] for each in policy["ingress"] if metrics in each["ports"]]
+        # The console reads the metrics of verifiers. A rule that names nobody would let everybody in.
+        assert all(scrapers)
+        readers = {
+            component(each["podSelector"]["matchLabels"])
+            for peers in scrapers
+            for each in peers[:1]
+            if "podSelector" in each
+        }
+        assert readers == ({"gateway"} if tier == "verifier" else set())
 
 
 def test_an_autoscaled_tier_names_no_number_of_replicas(defaults: Rendered, everything: Rendered) -> None:
