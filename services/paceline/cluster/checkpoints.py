@@ -66,7 +66,6 @@ class Checkpoints:
     drafts: tuple[Path, ...]
 
     def draft_of(self, drafter: int) -> Path:
-        """The draft model of a drafter by its number."""
         return self.drafts[drafter % len(self.drafts)]
 
 

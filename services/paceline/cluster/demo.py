@@ -41,8 +41,6 @@ DIM, BOLD, RESET = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """Settings of `paceline demo`."""
-
     prompts: int = setting(16, help="Prompts of the table.", low=1, high=1000)
     shown: int = setting(2, help="Prompts that are streamed to the screen.", low=0, high=100)
     max_tokens: int = setting(96, help="Tokens of each completion.", low=1, high=900)
@@ -66,7 +64,6 @@ class Completion:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
     def num_tokens(self, until_s: float) -> int:
-        """Tokens that had come by then."""
         return max((count for at_s, count in self.pieces if at_s <= until_s), default=0)
 
 
@@ -90,11 +87,9 @@ class Run:
 
     @property
     def texts(self) -> list[str]:
-        """What was written, in the order of the prompts."""
         return [each.text for each in self.completions]
 
     def total(self, key: str) -> int:
-        """Sum of one entry of the speculation records."""
         return sum(int(each.record.get(key, 0)) for each in self.completions)
 
     def row(self, way: str, concurrency: int, plain: Run) -> tuple[str, ...]:
@@ -171,7 +166,7 @@ def verdict_of(same: bool, exact: bool) -> str:
         return "all texts identical"
     if exact:
         return "TEXTS DIFFER: please report this"
-    return "texts differ, as they may here: on a GPU the law of a text is promised, not its tokens"
+    return "texts differ, as they may here: on a GPU the distribution of a text is promised, not its tokens"
 
 
 async def _show_one(client: httpx.AsyncClient, config: DemoConfig, prompt: str, seed: int) -> None:

@@ -33,8 +33,6 @@ GONE_AFTER_S = EXPIRY_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainConfig:
-    """Settings of `paceline drain`."""
-
     replica: str = setting(help="Name of the replica in the registry, such as verifier-1.")
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry.")
     undo: bool = setting(False, help="Take the mark back.")

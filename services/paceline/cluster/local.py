@@ -97,7 +97,6 @@ class LocalFleet:
 
     @property
     def gateway_url(self) -> str:
-        """Where the first gateway serves HTTP."""
         return f"{gateway_scheme(self.spec)}://{self.endpoint('gateway').address}"
 
     @property
@@ -118,7 +117,6 @@ class LocalFleet:
         raise KeyError(role)
 
     def endpoints_of(self, role: str) -> list[Endpoint]:
-        """Returns where all services of a role listen."""
         return [endpoint for endpoint in self.endpoints if endpoint.role == role]
 
     def kill(self, role: str) -> None:
@@ -130,23 +128,18 @@ class LocalFleet:
         self._child(role).send_signal(signal.SIGTERM)
 
     def pause(self, role: str) -> None:
-        """Stops a process where it stands."""
         self._child(role).send_signal(signal.SIGSTOP)
 
     def resume(self, role: str) -> None:
-        """Lets a paused process go on."""
         self._child(role).send_signal(signal.SIGCONT)
 
     def pid(self, role: str) -> int:
-        """Returns the process id of a process's present life."""
         return self._child(role).pid
 
     def restart_count(self, role: str) -> int:
-        """Returns how often a process was restarted."""
         return self._child(role).num_restarts
 
     async def is_well(self, role: str) -> bool:
-        """Returns whether a process does its work."""
         return await self._child(role).spec.is_healthy()
 
     async def until_restarted(self, role: str, count: int) -> None:

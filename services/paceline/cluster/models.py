@@ -53,23 +53,17 @@ DECODERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsConfig:
-    """Settings of `paceline models`."""
-
     path: tuple[Path, ...] = setting((), help="Another checkpoint folder to list.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig:
-    """Settings of `paceline models check`."""
-
     name: str = setting(help="ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder.")
     context: int | None = setting(None, help="Length of a session to count.", unit="tokens", low=1, high=100_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchConfig:
-    """Settings of `paceline models fetch`."""
-
     name: str = setting(help="ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub.")
     tokenizer_only: bool = setting(False, help="Fetch what a gateway reads: tokenizer, templates and settings.")
 
@@ -115,7 +109,6 @@ def _row(facts: CheckpointFacts) -> tuple[str, ...]:
 
 
 def fetch(argv: Sequence[str]) -> None:
-    """Fetches a checkpoint, and prints its folder."""
     settings = parse_settings(FetchConfig, argv, os.environ, f"{PROG} fetch", FETCH_DESCRIPTION, first="name")
     files = TEXT_FILES if settings.tokenizer_only else MODEL_FILES
     say(str(folder_of(settings.name, "NAME", files=files, say=say)))

@@ -124,7 +124,7 @@ class FleetSpec:
         "70b+1b@4xh100+l4.",
     )
     acceptance: float | None = setting(
-        None, help="With --simulate: chance that a first guess is right; without it the profile's law.", low=0, high=1
+        None, help="With --simulate: chance that a first guess is right; without it as the profile says.", low=0, high=1
     )
     mean_output_tokens: float = setting(
         0.0, help="With --simulate: mean length of texts; 0: only max_tokens ends them.", unit="tokens", low=0
@@ -306,7 +306,6 @@ def share_memory(spec: FleetSpec, num_parameters: Sequence[int]) -> list[float]:
 
 
 def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Mapping[str, str]) -> ChildSpec:
-    """Returns the process of a Valkey or Redis server."""
     return ChildSpec(
         name="valkey",
         argv=tuple(server_command(server, host=host, port=port, data_dir=work_dir)),
@@ -385,7 +384,6 @@ class Launch:
         return self.spec.verifier_engine if role == VERIFIER and self.spec.verifier_engine != PACELINE else ""
 
     def gateway(self, endpoint: Endpoint, tokenizer: Path | Repository) -> ChildSpec:
-        """Returns the process of a gateway."""
         spec = self.spec
         own = flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key)
         is_healthy = http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health")
@@ -431,5 +429,4 @@ def available_cpus() -> list[int]:
 
 
 def gateway_scheme(spec: FleetSpec) -> str:
-    """Returns how URLs of gateways begin."""
     return "http" if spec.tls_cert is None else "https"

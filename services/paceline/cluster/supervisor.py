@@ -86,7 +86,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the present life."""
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -123,7 +122,6 @@ class Child:
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
 
     async def until_restarted(self, count: int) -> None:
-        """Returns when the process was restarted `count` times in all."""
         async with self._restarted:
             await self._restarted.wait_for(lambda: self.num_restarts >= count)
 
@@ -213,7 +211,6 @@ class Supervisor:
 
     @property
     def children(self) -> list[Child]:
-        """All processes in the order of their start."""
         return [child for stage in self._stages for child in stage]
 
     def child(self, name: str) -> Child:

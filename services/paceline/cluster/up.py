@@ -27,7 +27,6 @@ DESCRIPTION = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry point of `paceline up`."""
     try:
         spec, settings = fleet_settings(argv)
         if spec.ray:
