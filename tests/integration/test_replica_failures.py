@@ -10,11 +10,14 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
 
 from paceline.core.errors import (
     EndsEnginesError,
     EngineDiedError,
     InvalidRequestError,
+    OverloadedError,
     PermissionDeniedError,
     RemoteProtocolError,
 )
@@ -22,6 +25,7 @@ from paceline.gateway.fleet.ejection import CONSECUTIVE
 from paceline.gateway.sessions import failover
 from paceline.gateway.sessions.failover import MOST_FAILURES
 from paceline.rpc.v1 import gateway_pb2
+from paceline.service import status
 from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
@@ -72,6 +76,18 @@ async def test_a_verifier_that_fails_everybody_at_once_costs_nobody_an_answer_an
 async def test_a_session_moves_on_when_its_verifier_fails_in_mid_stream(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script(fail_after=6, error=ZeroDivisionError("a bug"))
     assert text_of(await post(fleet)) == fleet.letters(0, 10)
+
+
+@pytest.mark.parametrize("after", [0, 6])
+async def test_a_session_moves_on_when_the_details_of_a_status_cannot_be_read(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Audit 3, a17: the client got a 500."""
+    retry = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=2**62))
+    monkeypatch.setattr(status, "_detail_of", lambda error: retry)
+    fleet.verifier.script = Script(fail_after=after, error=OverloadedError("full", retry_after_s=1.0))
+    assert text_of(await post(fleet)) == fleet.letters(0, 10)
+    assert num_asked(fleet) == 2
 
 
 async def test_the_record_of_a_session_that_moved_is_that_of_both_verifiers(fleet: ScriptedFleet) -> None:
