@@ -47,9 +47,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 # A host that vanished answers no ping, and tells nobody that it is gone. Pings go on while no data do.
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     # What gRPC really waits for an answer: a minute otherwise.
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 _SERVER_OPTIONS = (
