@@ -23,11 +23,13 @@ for (backend, endpoint), result in zip(runs, sys.argv[-2:]):
 NUM_PROMPTS, OUTPUT_LEN = 4, 8
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.skipif(not VLLM, reason="no environment with vLLM is there; make vllm-test sets one up")
-def test_its_load_client_counts_what_it_asked_for(served, tmp_path) -> None:
+def test_its_load_client_counts_what_it_asked_for(served, tmp_path, named) -> None:
     options = {
         "--base-url": served.url,
-        "--model": served.model,
+        # Without, it asks for the models and reads `root` of the first.
+        **({"--model": served.model} if named else {}),
         "--tokenizer": str(served.folder),
         "--dataset-name": "random",
         "--random-input-len": "20",

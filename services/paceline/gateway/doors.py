@@ -18,9 +18,9 @@ from paceline.core.errors import ConfigError
 from paceline.gateway.access.doors import Access, DoorTls, load_door_tls
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.app import ERROR_FORMS
+from paceline.gateway.api.auth import GuardedApp
 from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
-from paceline.gateway.api.guarded import GuardedApp
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.http.connection import BoundedConnection, Connections
 from paceline.gateway.http.middleware import with_middleware

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
 from paceline.cluster.valkey import server_command
-from paceline.gateway.api.guarded import OPEN_PATHS
+from paceline.gateway.api.auth import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.service.config import load
 from paceline.service.process import LIVENESS

@@ -29,7 +29,7 @@ from paceline.gateway.text.detokenizer import Detokenizer
 from paceline.gateway.text.token_texts import TokenText, TokenTexts
 
 
-class Answer:
+class OutputStream:
     """The answer of one session, in tokens and text.
 
     Attributes:
@@ -63,7 +63,7 @@ class Answer:
         self._result = step.result
         offset, num_known = self._num_generated, self._client.take(step.token_ids)
         known = self._stream.feed(step.token_ids[:num_known])
-        new = Fed()
+        new = Delta()
         if not (known.stopped or self._request.prompt_only):
             new = self._stream.feed(step.token_ids[num_known:], step.fates[num_known:])
             if step.result is not None and not new.stopped:
@@ -124,7 +124,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fed:
+class Delta:
     """What one step added.
 
     Attributes:
@@ -139,9 +139,9 @@ class Fed:
     stopped: bool = False
     tokens: tuple[TokenText, ...] = ()
 
-    def joined(self, rest: Fed) -> Fed:
+    def joined(self, rest: Delta) -> Delta:
         """Returns this and what followed as one."""
-        return Fed(
+        return Delta(
             parts=tuple(joined([*self.parts, *rest.parts])),
             num_tokens=self.num_tokens + rest.num_tokens,
             stopped=rest.stopped,
@@ -190,7 +190,7 @@ class TextStream:
         """Tokens of the reasoning that the answer begins with."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
-    def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
+    def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Delta:
         """Takes the tokens of one step, and their fates if these are known: one per token, or none."""
         parts: list[Part] = []
         num_tokens = 0
@@ -211,16 +211,16 @@ class TextStream:
             tokens = self._token_texts.finish("", "")
         elif self._token_texts is not None:
             tokens = self._token_texts.take(keep_last=self._detokenizer.holds_text)
-        return self._fed(parts, tokens, num_tokens)
+        return self._delta(parts, tokens, num_tokens)
 
-    def finish(self) -> Fed:
+    def finish(self) -> Delta:
         """Returns what was held back; the verifier has ended the session."""
         decoded = self._detokenizer.flush()
         parts = self._reader.feed(decoded, may_stop=self._may_stop)
         if not self.over and not self._has_form:
             parts += self._reader.finish()
         shown = self._shown(decoded, parts)
-        return self._fed(parts, () if self._token_texts is None else self._token_texts.finish(decoded, shown))
+        return self._delta(parts, () if self._token_texts is None else self._token_texts.finish(decoded, shown))
 
     def end(self) -> tuple[Part, ...]:
         """Returns what was uncertain up to the end of a message with a form; it comes after all tokens."""
@@ -237,7 +237,7 @@ class TextStream:
         """Returns the text that has become certain; see `TokenTexts`."""
         return decoded if self._has_form else content_of(parts)
 
-    def _fed(self, parts: list[Part], tokens: tuple[TokenText, ...], num_tokens: int = 0) -> Fed:
+    def _delta(self, parts: list[Part], tokens: tuple[TokenText, ...], num_tokens: int = 0) -> Delta:
         if self._token_texts is not None and not self._has_form:
             parts = [Content("".join(each.text for each in tokens))]
-        return Fed(parts=tuple(joined(parts)), num_tokens=num_tokens, stopped=self.over, tokens=tokens)
+        return Delta(parts=tuple(joined(parts)), num_tokens=num_tokens, stopped=self.over, tokens=tokens)

@@ -22,7 +22,7 @@ from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.sessions.answer import Answer
+from paceline.gateway.sessions.answer import OutputStream
 from paceline.gateway.sessions.failover import Placer
 from paceline.gateway.sessions.output import Ending, Event
 from paceline.gateway.sessions.records import RecordWriter
@@ -122,17 +122,17 @@ class Sessions:
             self._placer.check_room(request)
             trail = self._records.open(request, partial(self._taken_over, request))
             with _ended(trail):
-                answer = Answer(request)
+                output = OutputStream(request)
                 metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 async with aclosing(self._committed(request, trail)) as steps:
                     async for step in steps:
-                        piece = answer.take(step)
+                        piece = output.take(step)
                         if piece is not None:
                             stopwatch.tokens(len(piece.token_ids))
                             yield piece
-                        if answer.stopped:
+                        if output.stopped:
                             break
-                ending = answer.ending(trail)
+                ending = output.ending(trail)
                 stopwatch.ended(ending)
                 trail.end(SessionState(ending.finish_reason.value))
                 yield ending

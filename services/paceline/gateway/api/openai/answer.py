@@ -92,7 +92,7 @@ class ChoiceState:
         return request.echo, [*first, *((each.token_id, each) for each in piece.prompt_logprobs if first)]
 
 
-class Answer:
+class CompletionAnswer:
     """The response to one request: takes events, gives chunks, or the whole at the end."""
 
     def __init__(

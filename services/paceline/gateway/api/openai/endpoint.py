@@ -15,7 +15,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
-from paceline.gateway.api.openai.answer import Answer, Json
+from paceline.gateway.api.openai.answer import CompletionAnswer, Json
 from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions, completion_sessions
 from paceline.gateway.api.openai.merge_streams import merged
@@ -68,13 +68,13 @@ class EventId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
+class _ParsedRequest:
     """A checked request, without its body, which may be long."""
 
     stream: bool
     options: StreamOptions
     requests: Sequence[SessionRequest]
-    answer: Answer
+    answer: CompletionAnswer
 
     @property
     def place(self) -> EventId | None:
@@ -105,8 +105,8 @@ class CompletionEndpoint:
         """Reads a request; returns what answers it."""
         last_event_id = call.request.headers.get(LAST_EVENT_ID)
         if last_event_id is None:
-            order = await self._reader.read(call, partial(self._order, call))
-            return self._answer(order, call)
+            parsed = await self._reader.read(call, partial(self._parse, call))
+            return self._answer(parsed, call)
         place = EventId.parse(last_event_id)
         return self._resume(place, await self._reader.read(call, self._options), call)
 
@@ -117,7 +117,7 @@ class CompletionEndpoint:
             raise InvalidRequestError(LAST_EVENT_ID, "resumes a stream of one choice: stream must be true, n 1")
         return body.stream_options or StreamOptions()
 
-    def _order(self, call: Call, fields: Json, unknown: UnknownFields) -> _Order:
+    def _parse(self, call: Call, fields: Json, unknown: UnknownFields) -> _ParsedRequest:
         body: ChatBody | CompletionBody
         request_id = call.exchange.own_id
         if self._chat:
@@ -127,14 +127,14 @@ class CompletionEndpoint:
             body = parse_body(CompletionBody, fields, unknown)
             requests = completion_sessions(body, self._sessions.model(body.model), request_id)
         requests = [replace(request, api_key=current_caller().name, span=call.trace.span) for request in requests]
-        return self._ordered(call, requests, body.stream_options or StreamOptions(), body.stream, body.n)
+        return self._parsed(call, requests, body.stream_options or StreamOptions(), body.stream, body.n)
 
-    def _ordered(
+    def _parsed(
         self, call: Call, requests: Sequence[SessionRequest], options: StreamOptions, stream: bool, num_samples: int
-    ) -> _Order:
+    ) -> _ParsedRequest:
         request_id = call.exchange.own_id
         call.trace.understood(requests, request_id, num_samples)
-        answer = Answer(
+        answer = CompletionAnswer(
             chat=self._chat,
             request_id=request_id,
             created_s=int(time.time()),
@@ -142,11 +142,11 @@ class CompletionEndpoint:
             requests=requests,
             samples_per_prompt=num_samples,
         )
-        return _Order(stream=stream, options=options, requests=requests, answer=answer)
+        return _ParsedRequest(stream=stream, options=options, requests=requests, answer=answer)
 
-    async def _answer(self, order: _Order, call: Call) -> None:
-        with self._sessions.admitted(len(order.requests), current_caller()):
-            await self._run(order, call)
+    async def _answer(self, parsed: _ParsedRequest, call: Call) -> None:
+        with self._sessions.admitted(len(parsed.requests), current_caller()):
+            await self._run(parsed, call)
 
     async def _resume(self, place: EventId, options: StreamOptions, call: Call) -> None:
         """Streams what follows a place in the stream of a session."""
@@ -155,16 +155,16 @@ class CompletionEndpoint:
             session = await self._resumption.claim_for(caller, place.session_id, place.offset, place.digest)
             call.exchange.own_id = session.session_id.rpartition("-")[0]
             requests = [replace(session, span=call.trace.span)]
-            await self._run(self._ordered(call, requests, options, stream=True, num_samples=1), call)
+            await self._run(self._parsed(call, requests, options, stream=True, num_samples=1), call)
 
-    async def _run(self, order: _Order, call: Call) -> None:
-        runs = [call.trace.watch(self._sessions.run(request)) for request in order.requests]
+    async def _run(self, parsed: _ParsedRequest, call: Call) -> None:
+        runs = [call.trace.watch(self._sessions.run(request)) for request in parsed.requests]
         async with aclosing(merged(runs)) as events:
-            await (_stream if order.stream else _collect)(order, events, call.exchange)
+            await (_stream if parsed.stream else _collect)(parsed, events, call.exchange)
 
 
-async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
-    answer = order.answer
+async def _collect(parsed: _ParsedRequest, events: Events, exchange: Exchange) -> None:
+    answer = parsed.answer
     async for index, event in events:
         if isinstance(event, Ending):
             answer.add_ending(index, event)
@@ -173,10 +173,10 @@ async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
     await exchange.whole(answer.whole())
 
 
-async def _stream(order: _Order, events: Events, exchange: Exchange) -> None:
-    answer = order.answer
-    options = order.options
-    place = order.place
+async def _stream(parsed: _ParsedRequest, events: Events, exchange: Exchange) -> None:
+    answer = parsed.answer
+    options = parsed.options
+    place = parsed.place
     begun = False
     async for index, event in events:
         # Nothing is sent before the first event, so that a refusal of the verifier still has its own status.
@@ -203,7 +203,7 @@ def _place_after(place: EventId | None, piece: Piece) -> EventId | None:
     return replace(place, offset=piece.offset + len(piece.token_ids), digest=piece.digest)
 
 
-def _with_usage(chunk: Json, answer: Answer, options: StreamOptions) -> Json:
+def _with_usage(chunk: Json, answer: CompletionAnswer, options: StreamOptions) -> Json:
     if options.continuous_usage_stats:
         chunk["usage"] = answer.usage()
     elif options.include_usage:

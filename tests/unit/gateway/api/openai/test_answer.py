@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.messages import PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.api.openai.answer import Answer
+from paceline.gateway.api.openai.answer import CompletionAnswer
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.sessions.output import Piece
 from paceline.gateway.sessions.request import SessionRequest
@@ -32,7 +32,9 @@ def test_offsets_of_tokens_that_share_a_character_point_to_its_beginning(tmp_pat
         sampling=SamplingParams(max_tokens=99),
         speculation=SpeculationParams(),
     )
-    answer = Answer(chat=False, request_id="r", created_s=0, model_name="m", requests=[request], samples_per_prompt=1)
+    answer = CompletionAnswer(
+        chat=False, request_id="r", created_s=0, model_name="m", requests=[request], samples_per_prompt=1
+    )
     offsets: list[int] = []
     for at in range(0, len(ids), step_len):
         logprobs = tuple(PositionLogprobs(token_id=each, logprob=-1.0, top=()) for each in ids[at : at + step_len])
