@@ -120,11 +120,11 @@ async def test_attempts_have_an_end_where_every_verifier_fails(fleet: ScriptedFl
 async def test_attempts_are_not_all_spent_at_once(fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
-    async def pause(self: failover.Placer, search: Any, most_s: float) -> None:
+    async def pause(self: failover.Failover, search: Any, most_s: float) -> None:
         pauses.append(search.pause_s)
         search.pause_s *= 2
 
-    monkeypatch.setattr(failover.Placer, "_pause", pause)
+    monkeypatch.setattr(failover.Failover, "_pause", pause)
     all_fail_with(fleet, ZeroDivisionError("a bug"))
     assert (await post(fleet)).status_code == 500
     # One round without a pause, then one before each attempt.

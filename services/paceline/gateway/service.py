@@ -29,7 +29,7 @@ from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.sessions.failover import Placer
+from paceline.gateway.sessions.failover import Failover
 from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.sessions import Sessions
@@ -114,9 +114,14 @@ async def _serve(
     metrics = GatewayMetrics(registry, codecs)
     if keys is not None:
         metrics.api_keys_bad_lines.set_function(lambda: keys.num_problems)
-    placer = _placer(config, fleet, client, metrics, tracer)
+    failover = _failover(config, fleet, client, metrics, tracer)
     sessions = Sessions(
-        fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
+        fleet=fleet,
+        client=client,
+        failover=failover,
+        records=records,
+        metrics=metrics,
+        max_sessions=config.max_sessions,
     )
     limits = DoorLimits.of(config, open_files_limit())
     resumption = Resumption(store, fleet, replica_id)
@@ -135,7 +140,7 @@ async def _serve(
         keys=keys,
     )
     servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
-    follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
+    follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, failover, replica_id)
     async with (
         _background(config, fleet, client, records, shelf.writer, follow_fleet, supervisor),
         _guarded(config, keys, sessions, supervisor) as access,
@@ -188,12 +193,12 @@ def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers, metrics
 
 
 def _follow_fleet(
-    metrics: GatewayMetrics, store: Store, fleet: Fleet, sessions: Sessions, placer: Placer, replica_id: str
+    metrics: GatewayMetrics, store: Store, fleet: Fleet, sessions: Sessions, failover: Failover, replica_id: str
 ) -> None:
     metrics.registry_bad_entries.set(store.num_bad_entries)
     _count_fleet(metrics, fleet)
     sessions.drain(draining=fleet.is_draining(replica_id))
-    placer.move_away()
+    failover.move_away()
 
 
 def _count_fleet(metrics: GatewayMetrics, fleet: Fleet) -> None:
@@ -203,10 +208,10 @@ def _count_fleet(metrics: GatewayMetrics, fleet: Fleet) -> None:
         metrics.replicas.labels(role).set(num_active[role])
 
 
-def _placer(
+def _failover(
     config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics: GatewayMetrics, tracer: Tracer
-) -> Placer:
-    return Placer(
+) -> Failover:
+    return Failover(
         fleet=fleet,
         router=Router(zone=config.zone),
         client=client,

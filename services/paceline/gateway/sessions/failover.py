@@ -50,7 +50,7 @@ _OF_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class _Attempts:
     """One session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
     request: SessionRequest
@@ -71,7 +71,7 @@ class _Search:
         self.failed.clear()
 
 
-class Placer:
+class Failover:
     """Runs sessions on the verifiers of a fleet.
 
     Args:
@@ -136,10 +136,10 @@ class Placer:
             EndsEnginesError: Several engines in a row died of it.
             PacelineError: A verifier refused the session, or none was found in time.
         """
-        search = _Search(request=request, trail=trail, until_s=self._clock() + self._failover_s)
+        attempts = _Attempts(request=request, trail=trail, until_s=self._clock() + self._failover_s)
         epoch = request.epoch
         while True:
-            verifier = await self._verifier(search)
+            verifier = await self._verifier(attempts)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
             generate = self._generate(request, trail, epoch)
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size)
@@ -160,10 +160,10 @@ class Placer:
                     raise
                 progressed = len(trail.token_ids) > known
                 if progressed:
-                    search.restart(self._clock() + self._failover_s)
+                    attempts.restart(self._clock() + self._failover_s)
                 trail.failed(error, ran=running.ran, unheard=running.unheard, progressed=progressed)
-                self._note_failure(verifier, search, error, progressed=progressed)
-                await self._before_next(search, error)
+                self._note_failure(verifier, attempts, error, progressed=progressed)
+                await self._before_next(attempts, error)
             epoch += 1
 
     def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:
@@ -173,14 +173,14 @@ class Placer:
         elif running.ended_by is None:
             self._fleet.reach.heard(verifier.replica_id)
 
-    def _note_failure(self, verifier: Replica, search: _Search, error: PacelineError, *, progressed: bool) -> None:
+    def _note_failure(self, verifier: Replica, attempts: _Attempts, error: PacelineError, *, progressed: bool) -> None:
         """Remembers what a failed attempt shows about the verifier."""
-        search.failed.add(verifier.replica_id)
+        attempts.failed.add(verifier.replica_id)
         if isinstance(error, OverloadedError):
-            self._full.refused(verifier.replica_id, error, self._max_wait_of(search.request))
+            self._full.refused(verifier.replica_id, error, self._max_wait_of(attempts.request))
         if isinstance(error, OverloadedError | MovedError):
             return
-        search.num_failures += 1
+        attempts.num_failures += 1
         self._router.forget(verifier.replica_id)
         if progressed:
             self._ejections.served(verifier.replica_id)
@@ -203,57 +203,57 @@ class Placer:
         self._ejections.keep_only(self._fleet.replicas)
         self._full.keep_only(self._fleet.replicas)
 
-    async def _verifier(self, search: _Search) -> Replica:
+    async def _verifier(self, attempts: _Attempts) -> Replica:
         """Returns the verifier to try next; waits for one if there is none.
 
         Raises:
             UnavailableError: None appeared in time.
         """
-        token_ids, salt = search.trail.token_ids, search.request.prefix_salt
+        token_ids, salt = attempts.trail.token_ids, attempts.request.prefix_salt
         while True:
-            able = self._able(search)
+            able = self._able(attempts)
             if able:
                 return self._router.place(self._fleet.replicas, able, token_ids, self._in_flight, salt)
-            if self._clock() >= search.until_s:
+            if self._clock() >= attempts.until_s:
                 raise UnavailableError(
-                    f"no verifier of model {search.request.model.identity.name!r} is there at the moment"
+                    f"no verifier of model {attempts.request.model.identity.name!r} is there at the moment"
                 )
-            await self._pause(search, LAST_PAUSE_S)
-            search.failed.clear()
+            await self._pause(attempts, LAST_PAUSE_S)
+            attempts.failed.clear()
 
-    def _able(self, search: _Search) -> list[Replica]:
+    def _able(self, attempts: _Attempts) -> list[Replica]:
         """Returns the verifiers to choose from: none that has just failed this session, or is ejected."""
-        request = search.request
-        able = [each for each in self._fleet.verifiers(request.model.identity.name) if search.trail.may_go_to(each)]
+        request = attempts.request
+        able = [each for each in self._fleet.verifiers(request.model.identity.name) if attempts.trail.may_go_to(each)]
         capable = [each for each in able if each.identity is not None and request.fits(each.identity)]
         # If none can serve it, one of them names the limit that it exceeds.
         left = self._ejections.without(capable or able)
-        return [each for each in left if each.replica_id not in search.failed]
+        return [each for each in left if each.replica_id not in attempts.failed]
 
-    async def _before_next(self, search: _Search, error: PacelineError) -> None:
+    async def _before_next(self, attempts: _Attempts, error: PacelineError) -> None:
         """Returns when it is time for another try; raises the error when the session is given up."""
-        deaths = search.trail.deaths
+        deaths = attempts.trail.deaths
         if deaths.too_many:
             raise EndsEnginesError(
                 f"{deaths.count} engines in a row died while they ran the request; it is not run again"
             ) from error
-        if search.num_failures >= MOST_FAILURES:
-            raise _given_up(search, error) from error
-        if not self._able(search):
+        if attempts.num_failures >= MOST_FAILURES:
+            raise _given_up(attempts, error) from error
+        if not self._able(attempts):
             # A new session that no verifier has room for is refused at once.
-            if isinstance(error, OverloadedError) and not search.trail.committed_token_ids:
+            if isinstance(error, OverloadedError) and not attempts.trail.committed_token_ids:
                 raise error
-            if self._clock() >= search.until_s:
-                raise _given_up(search, error) from error
-            await self._pause(search, LAST_PAUSE_OF_FAILED_S)
-            search.failed.clear()
-        elif search.has_waited:
-            await self._pause(search, LAST_PAUSE_OF_FAILED_S)
+            if self._clock() >= attempts.until_s:
+                raise _given_up(attempts, error) from error
+            await self._pause(attempts, LAST_PAUSE_OF_FAILED_S)
+            attempts.failed.clear()
+        elif attempts.has_waited:
+            await self._pause(attempts, LAST_PAUSE_OF_FAILED_S)
         self._on_failover(type(error).__name__)
 
-    async def _pause(self, search: _Search, most_s: float) -> None:
-        await asyncio.sleep(min(search.pause_s, most_s, max(0.0, search.until_s - self._clock())))
-        search.pause_s = min(2 * search.pause_s, LAST_PAUSE_OF_FAILED_S)
+    async def _pause(self, attempts: _Attempts, most_s: float) -> None:
+        await asyncio.sleep(min(attempts.pause_s, most_s, max(0.0, attempts.until_s - self._clock())))
+        attempts.pause_s = min(2 * attempts.pause_s, LAST_PAUSE_OF_FAILED_S)
 
     def _generate(self, request: SessionRequest, trail: SessionTrail, epoch: int) -> GenerateRequest:
         return GenerateRequest(
@@ -290,9 +290,9 @@ class Placer:
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
 
 
-def _given_up(search: _Search, error: PacelineError) -> PacelineError:
+def _given_up(attempts: _Attempts, error: PacelineError) -> PacelineError:
     """Returns the error for the client; one that may have tokens already can come back for the rest."""
-    begun = search.request.resumed or search.trail.committed_token_ids
+    begun = attempts.request.resumed or attempts.trail.committed_token_ids
     if not begun or isinstance(error, UnavailableError | OverloadedError):
         return error
     return UnavailableError(f"no verifier could continue the session; the last one failed with: {error}")

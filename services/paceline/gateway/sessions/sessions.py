@@ -23,7 +23,7 @@ from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.sessions.answer import OutputStream
-from paceline.gateway.sessions.failover import Placer
+from paceline.gateway.sessions.failover import Failover
 from paceline.gateway.sessions.output import Ending, Event
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.request import SessionRequest
@@ -42,7 +42,7 @@ class Sessions:
         *,
         fleet: Fleet,
         client: VerifierClient,
-        placer: Placer,
+        failover: Failover,
         records: RecordWriter,
         metrics: GatewayMetrics,
         max_sessions: int,
@@ -50,7 +50,7 @@ class Sessions:
     ) -> None:
         self._fleet = fleet
         self._client = client
-        self._placer = placer
+        self._failover = failover
         self._records = records
         self._metrics = metrics
         self._places = Shares(max_sessions, "sessions")
@@ -119,7 +119,7 @@ class Sessions:
         with Stopwatch(metrics, self._clock) as stopwatch:
             request = request.resolved()
             # Before it has a record: the store is not asked about what is refused.
-            self._placer.check_room(request)
+            self._failover.check_room(request)
             trail = self._records.open(request, partial(self._taken_over, request))
             with _ended(trail):
                 output = OutputStream(request)
@@ -183,7 +183,7 @@ class Sessions:
         if logged or result is not None:
             yield CommittedTokens(token_ids=logged, result=result)
         if result is None:
-            async with aclosing(self._placer.committed(request, trail)) as steps:
+            async with aclosing(self._failover.committed(request, trail)) as steps:
                 async for step in steps:
                     yield step
 
