@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -92,3 +93,51 @@ async def test_a_call_that_is_required_waits_for_the_end_of_reasoning() -> None:
     assert (begun.choices[0].finish_reason, message.tool_calls) == ("length", None)
     assert message.reasoning_content
     assert called.choices[0].message.tool_calls
+
+
+NO_TYPE: Any = {"type": "object", "properties": {"a": {"type": "magic"}}}
+STRICT: Any = {"name": "f", "parameters": NO_TYPE, "strict": True}
+TEXT: Any = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+CHAT: Any = {"model": "tiny", "messages": [USER], "max_tokens": 2}
+# Path, body, and the field that the refusal names.
+REFUSED: list[tuple[str, Any, str]] = [
+    ("completions", {**TEXT, "guided_json": NO_TYPE}, "guided_json"),
+    ("completions", {**TEXT, "guided_regex": "("}, "guided_regex"),
+    ("completions", {**TEXT, "structured_outputs": {"grammar": "start: foo"}}, "structured_outputs.grammar"),
+    (
+        "chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": NO_TYPE}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": STRICT}], "tool_choice": "required"},
+        "tools",
+    ),
+    (
+        "responses",
+        {
+            "model": "tiny",
+            "input": "x",
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": NO_TYPE}},
+        },
+        "text.format.schema",
+    ),
+    (
+        "messages",
+        {**CHAT, "output_config": {"format": {"type": "json_schema", "schema": NO_TYPE}}},
+        "output_config.format.schema",
+    ),
+]
+
+
+async def test_a_grammar_that_no_verifier_compiles_is_refused_by_its_field_before_the_first_byte() -> None:
+    async with (
+        demo_gateway() as url,
+        httpx.AsyncClient(base_url=f"{url}/v1", verify=False, trust_env=False, timeout=60) as client,
+    ):
+        for path, body, field in REFUSED:
+            for streamed in (False, True):
+                answer = await client.post(f"/{path}", json={**body, "stream": streamed})
+                message = answer.json()["error"]["message"]
+                assert (answer.status_code, message.split(":")[0]) == (400, field), (path, streamed)

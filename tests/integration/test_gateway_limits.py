@@ -33,7 +33,6 @@ from paceline.gateway.api.grpc import door as grpc_door
 from paceline.gateway.api.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
 from paceline.gateway.api.grpc.servicer import SERVICE_NAME
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.grammars import compiling
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import LIVENESS, start_grpc_server
@@ -456,30 +455,6 @@ async def test_one_key_with_bodies_that_never_come_leaves_probes_and_other_keys_
             assert (await fresh.post("/v1/completions", json=body, headers=dict(bearer(BOB)))).status_code == 200
         for _, writer in greedy:
             writer.close()
-
-
-async def test_a_key_that_has_used_up_its_time_of_compiling_is_told_when_to_come_again_at_either_door(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checker = compiling.Checker()
-    monkeypatch.setattr(compiling, "_CHECKER", checker)
-    monkeypatch.setattr(checker, "_answer", lambda line: {"grammar": "start: /[ab]+/", "seconds": 11.0})
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 2}
-
-    async def ask(key: str, pattern: str) -> httpx.Response:
-        body = {**asked, "guided_regex": pattern}
-        return await fleet.http.post("/v1/completions", json=body, headers=dict(bearer(key)))
-
-    assert (await ask(ALICE, "a")).status_code == 200
-    refused = await ask(ALICE, "b")
-    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
-    assert 9 <= int(refused.headers["retry-after"]) <= 10
-    request = Request(model=MODEL, prompt="x", sampling={"grammar": "start: /c/", "max_tokens": 2})
-    error = await status_of(fleet.stub.Generate(request, metadata=bearer(ALICE), timeout=30))
-    assert isinstance(error, OverloadedError)
-    assert 9 <= error.retry_after_s <= 10
-    assert (await ask(ALICE, "a")).status_code == 200
-    assert (await ask(BOB, "b")).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from paceline.core.messages import FinishReason
 from paceline.core.params import DRAFT_MODEL, GRAMMAR, NGRAM, SamplingParams, SpeculationParams
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
-from paceline.gateway.grammars.compiling import LAYOUT
+from paceline.gateway.grammars.formats import LAYOUT
 from tests.support.engines import EnginePair
 
 pytestmark = pytest.mark.full

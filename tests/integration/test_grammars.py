@@ -20,7 +20,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.grammars.calls import calls_amid_text
-from paceline.gateway.grammars.compiling import LAYOUT
+from paceline.gateway.grammars.formats import LAYOUT
 from paceline.gateway.grammars.partial import Opening
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import HERMES, LLAMA3_JSON

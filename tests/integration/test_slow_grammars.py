@@ -44,7 +44,7 @@ class SlowGrammars:
         self.may_end = threading.Event()
         self.compiled: list[tuple[str, bool]] = []
 
-    def compile(self, grammar: str, *, alone: bool = False) -> AnyText:
+    def compile(self, grammar: str, tenant: str = "", *, alone: bool = False) -> AnyText:
         if grammar == "slow":
             assert self.may_end.wait(30)
         self.compiled.append((grammar, alone))

@@ -1,43 +1,32 @@
 """Grammars: llguidance compiles them for the target's tokenizer, and computes which tokens may follow.
 
 A grammar comes from a stranger. What it may cost is bounded, in compiling as in every step; one that needs more ends
-its own session and nothing else. Sessions of one grammar share what its lexer has found out, which is bounded, too:
-once that is used up, each of them is placed anew and goes on with a lexer of its own.
+its own session and nothing else. Sessions of one tenant and grammar share what its lexer has found out, which is
+bounded, too: once that is used up, each of them is placed anew and goes on with a lexer of its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from typing_extensions import override
 
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import ConfigError, InvalidRequestError, MovedError
 from paceline.core.grammar import FIELD, Bits, GrammarState
+from paceline.engine.grammar_trial import compiled, try_out
 
-# Compiled grammars that are kept for the next session.
+# Compiled grammars that are kept for the next session: one tenant's new ones take the places of its own first.
 MOST_KEPT = 64
 # Compiling yields to steps and to requests: it takes the time of one tenant, and not of others.
 NICENESS = 5
-# Of one grammar: work of its lexer at first and in a step (some 14,000 a ms), items of its parser in a step (some
-# 20,000 a ms), states (1 to 2 KiB each), and symbols. The gateway's are the same (`paceline.gateway.grammars`).
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_items_in_row=2_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    precompute_large_lexemes=False,
-    verbose_errors=False,
-)
 
 
 class Matcher(GrammarState):
@@ -102,42 +91,46 @@ class Grammars:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except Exception as error:  # the library raises nothing more precise
             raise ConfigError(f"{folder}: grammars cannot be served with this tokenizer: {error}") from error
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        # By tenant and grammar, those used last at the end.
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, grammar: str, *, alone: bool = False) -> Matcher:
+    def compile(self, grammar: str, tenant: str = "", *, alone: bool = False) -> Matcher:
         """Returns the beginning of a grammar; takes up to a second the first time.
 
         Args:
             grammar: As llguidance writes it.
+            tenant: Whose the session is.
             alone: Whether the session shares nothing with others.
 
         Raises:
             InvalidRequestError: It is invalid, or needs more than the bounds allow.
+            UnavailableError: The machine is too busy.
         """
-        if alone:
-            return Matcher(self._compiled(grammar))
+        key = (tenant, grammar)
         with self._lock:
-            known = self._kept.get(grammar)
+            known = self._kept.get(key)
             if known is not None:
-                self._kept.move_to_end(grammar)
+                self._kept.move_to_end(key)
         if known is None:
-            known = self._compiled(grammar)
-            with self._lock:
-                self._kept[grammar] = known
-                while len(self._kept) > MOST_KEPT:
-                    self._kept.popitem(last=False)
-        return Matcher(known.deep_copy(), partial(self._forget, grammar, known))
+            try_out(grammar)
+        if alone:
+            return Matcher(compiled(self._tokenizer, grammar))
+        if known is None:
+            known = compiled(self._tokenizer, grammar)
+            self._keep(key, known)
+        return Matcher(known.deep_copy(), partial(self._forget, key, known))
 
-    def _compiled(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        # The first mask takes longest; copies know what it found.
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidRequestError(FIELD, matcher.get_error())
-        return matcher
-
-    def _forget(self, grammar: str, used_up: LLMatcher) -> None:
+    def _keep(self, key: tuple[str, str], matcher: LLMatcher) -> None:
+        """Keeps a grammar; if there is no room, the oldest of a tenant that has most of them goes."""
         with self._lock:
-            if self._kept.get(grammar) is used_up:
-                del self._kept[grammar]
+            self._kept[key] = matcher
+            if len(self._kept) > MOST_KEPT:
+                counts = Counter(tenant for tenant, _ in self._kept)
+                most = max(counts.values())
+                del self._kept[next(each for each in self._kept if counts[each[0]] == most)]
+
+    def _forget(self, key: tuple[str, str], used_up: LLMatcher) -> None:
+        with self._lock:
+            if self._kept.get(key) is used_up:
+                del self._kept[key]

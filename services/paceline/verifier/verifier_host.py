@@ -225,7 +225,7 @@ class TargetHost:
                 raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
             # What a session has used up may be why it was placed anew.
             alone = bool(request.committed_token_ids)
-            compiling = partial(self._served.grammars.compile, request.sampling.grammar, alone=alone)
+            compiling = partial(self._served.grammars.compile, request.sampling.grammar, request.tenant, alone=alone)
             grammar = await self._compiling.run(compiling, request.tenant)
             if self._under_way.get(request.session_id) is mine:
                 self._begin(request, mine, grammar)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.core.errors import InvalidRequestError, MovedError
+from paceline.core.errors import InvalidRequestError, MovedError, UnavailableError
 from paceline.core.grammar import Bits, GrammarState, OutputGrammar
-from paceline.engine.grammar import Grammars
+from paceline.engine import grammar as compiling
+from paceline.engine import grammar_trial
+from paceline.engine.grammar import MOST_KEPT, Grammars
+from paceline.engine.grammar_trial import try_out
 from paceline.engine.identity import model_identity
 
 IDENTITY = model_identity(DEMO_TARGET)
@@ -107,3 +111,104 @@ def test_whether_a_text_may_end_behind_a_guess_is_told_without_a_mask() -> None:
     grammar, end = output(Unmasked()), IDENTITY.eos_token_ids[0]
     assert grammar.permits((5, 6, end))
     assert not grammar.permits((5, end, 6))
+
+
+def of_schema(schema: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def of_regex(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+NESTED: Any = {"type": "string"}
+for _ in range(400):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (of_schema({"properties": {"a": {"items": {"type": "foo"}}}}), "Invalid type: foo"),
+        (of_schema({"type": "object", "anyOf": [{}, {"not": {}}]}), "Unimplemented"),
+        (of_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
+        (of_schema(NESTED), "recursion limit exceeded"),
+        (of_regex("("), "unclosed group"),
+        ("start: foo", 'unknown name: "foo"'),
+        ("", "Empty grammar"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_what_is_wrong(grammar: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        try_out(grammar)
+    assert refused.value.field == "grammar"
+    assert problem in refused.value.problem
+
+
+PRODUCTS = [{"anyOf": [{"properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(6)]} for i in range(8)]
+PATTERNS = [{"type": "string", "pattern": f"^(.*a.{{{i}}})*$"} for i in range(99)]
+# Bounded by llguidance's limits, or short and without end or filling the memory.
+HOSTILE = {
+    "megabytes": of_schema({"enum": ["x" * 100] * 20_000}),
+    "a remainder": of_schema({"type": "integer", "multipleOf": 999_983}),
+    "remainders": of_schema({"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}),
+    "products": of_schema({"allOf": PRODUCTS}),
+    "names by patterns": of_schema({"type": "object", "patternProperties": {f"^a{i}.*": {} for i in range(900)}}),
+    "many patterns": of_schema({"properties": {f"k{i}": {"pattern": f"^(.*a.{{{i}}}b)*$"} for i in range(900)}}),
+    "a pattern of patterns": of_schema({"allOf": PATTERNS}),
+    "intersections": "start: T\nT: " + " & ".join(f"/(.*a.{{{i}}}b)*/" for i in range(9)),
+    "letters": of_regex("".join(rf"(\w{{{i},}}|\p{{L}}+)?" for i in range(4000))),
+    "repetition": of_regex("(((a{1,999}){1,999}){1,999}){1,999}"),
+    "alternatives": of_regex("|".join(f"(.*w{index}.*)" for index in range(8000))),
+    "lark": "start: " + " | ".join(f"r{i}" for i in range(4000)) + "".join(
+        f"\nr{i}: /[a-z]{{{i % 50 + 1},}}x{i}/ start" for i in range(4000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_takes_a_bounded_time(name: str) -> None:
+    with suppress(InvalidRequestError, UnavailableError):
+        try_out(HOSTILE[name])
+
+
+def test_what_takes_too_long_is_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The bound is one of processor time: a busy machine must not interfere.
+    monkeypatch.setattr(grammar_trial, "PATIENCE_S", 60.0)
+    with pytest.raises(InvalidRequestError, match=r"grammar: takes more than 0\.8 s, or too much memory"):
+        try_out(HOSTILE["intersections"])
+
+
+def test_a_machine_too_busy_to_answer_does_not_refuse_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "PATIENCE_S", 0.001)
+    with pytest.raises(UnavailableError, match="too busy"):
+        try_out(GRAMMAR)
+
+
+def test_new_grammars_of_one_tenant_push_out_its_own_and_no_other(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 tiny new grammars of one key made another key's schema new again, each time."""
+    tried: list[str] = []
+    monkeypatch.setattr(compiling, "try_out", tried.append)
+    modest = of_regex("modest")
+    grammars.compile(modest, "modest")
+    for number in range(2 * MOST_KEPT):
+        grammars.compile(of_regex(f"greedy{number}"), "greedy")
+    assert len(tried) == 1 + 2 * MOST_KEPT
+    grammars.compile(modest, "modest")
+    grammars.compile(of_regex(f"greedy{2 * MOST_KEPT - 1}"), "greedy")
+    assert len(tried) == 1 + 2 * MOST_KEPT, "what is kept is not tried again"
+    grammars.compile(of_regex("greedy0"), "greedy")
+    grammars.compile(modest, "other")
+    assert tried[1 + 2 * MOST_KEPT :] == [of_regex("greedy0"), modest], "tenants share nothing"
+
+
+def test_many_tenants_share_the_places_by_age(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(compiling, "try_out", tried.append)
+    for number in range(MOST_KEPT + 1):
+        grammars.compile(of_regex(f"{number}"), f"tenant{number}")
+    del tried[:]
+    grammars.compile(of_regex(f"{MOST_KEPT}"), f"tenant{MOST_KEPT}")
+    grammars.compile(of_regex("0"), "tenant0")
+    assert tried == [of_regex("0")]

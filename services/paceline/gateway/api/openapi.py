@@ -53,8 +53,9 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * Images, audio and video in messages of a user are refused by the name of their field.
 * `bad_words` are not generated, neither at the beginning of a text nor after a space, as the tokenizer writes them.
 * `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
-  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. A grammar that cannot
-  be compiled within a second is refused with its place.
+  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. A verifier
+  compiles the grammar before the first token; one that it cannot compile within a second is refused by the name of the
+  field, in streams, too.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. The same holds for limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream` and `top_logprobs` with `logprobs` (where they ask for something), prompts times `n` up to {max_choices}.

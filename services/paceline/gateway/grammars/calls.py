@@ -13,7 +13,8 @@ from keyword import iskeyword
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.grammars.compiling import LAYOUT, LOOSE, grammar_of_json_schema, loosened
+from paceline.core.params import MAX_GRAMMAR_CHARS
+from paceline.gateway.grammars.formats import LAYOUT, LOOSE, grammar_of_json_schema, loosened, text_of
 from paceline.gateway.grammars.partial import Opening, joined, named, pattern, up_to
 from paceline.gateway.message.form import CALL_MARKERS, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
 from paceline.gateway.message.schemas import TYPES, Definitions, Json, enumerated, followed, type_of, types_of, whole
@@ -55,17 +56,20 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening, content: st
         content: Grammar of the format; empty: text is free.
 
     Raises:
-        InvalidRequestError: A schema cannot be compiled, or has a form that the family's calls cannot follow.
+        InvalidRequestError: A schema is too large, or has a form that the family's calls cannot follow.
     """
     writes = FAMILIES[family]
     _check_names(toolbox, writes)
-    parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in writes.schemas(toolbox)]
-    parts += named(content, _FORMAT) if content else []
+    parts, room = named(content, _FORMAT) if content else [], MAX_GRAMMAR_CHARS
+    for name, schema in writes.schemas(toolbox):
+        # Counted one by one: each argument has all that it refers to.
+        room -= len(text_of(schema, field="tools"))
+        if room < 0:
+            raise InvalidRequestError("tools", f"must make a grammar of at most {MAX_GRAMMAR_CHARS} characters")
+        parts.append({"name": name, "json_schema": {**_GUIDANCE, **schema}})
 
-    def rules(opening: Opening) -> list[str]:
-        return [*opening.rules("answer", CALL_MARKERS.get(family, "")), *writes.rules(toolbox, opening, bool(content))]
-
-    return joined(rules, parts, opening, "tools")
+    rules = [*opening.rules("answer", CALL_MARKERS.get(family, "")), *writes.rules(toolbox, opening, bool(content))]
+    return joined(rules, parts, "tools")
 
 
 def enforced_calls(toolbox: Toolbox) -> str:
@@ -74,7 +78,7 @@ def enforced_calls(toolbox: Toolbox) -> str:
     What no grammar can hold is ignored where a tool is not strict.
 
     Raises:
-        InvalidRequestError: A schema cannot be compiled.
+        InvalidRequestError: A schema is too large.
     """
     given = [schema if strict else loosened(schema, field="tools") for schema, strict in toolbox.parameters]
     return grammar_of_json_schema(toolbox.with_parameters(given).schema, field="tools", exact=False)

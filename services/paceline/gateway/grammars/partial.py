@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.gateway.grammars.compiling import grammar_of_lark
+from paceline.gateway.grammars.formats import checked
 from paceline.gateway.message.form import DEEPSEEK_R1, QWEN3, begins_thinking
 from paceline.gateway.message.reasoning import THINK, THINK_END
 
@@ -108,8 +108,7 @@ def after_reasoning(grammar: str, opening: Opening, *, field: str) -> str:
     """
     if not opening.may_reason:
         return grammar
-    parts = named(grammar, _ANSWER)
-    return joined(lambda opening: opening.rules(f"@{_ANSWER}"), parts, opening, field)
+    return joined(opening.rules(f"@{_ANSWER}"), named(grammar, _ANSWER), field)
 
 
 def named(grammar: str, name: str) -> list[Json]:
@@ -119,14 +118,6 @@ def named(grammar: str, name: str) -> list[Json]:
     return [{**first, "name": name}, *others]
 
 
-def joined(make: Callable[[Opening], Sequence[str]], others: Sequence[Json], opening: Opening, field: str) -> str:
-    """Returns one grammar of rules and of the grammars that they name.
-
-    It is checked without added tokens, because these differ by model.
-    """
-
-    def whole(rules: Sequence[str]) -> str:
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules) + "\n"}, *others]})
-
-    grammar_of_lark(whole(make(replace(opening, token_of=lambda _: None))), field=field)
-    return whole(make(opening))
+def joined(rules: Sequence[str], others: Sequence[Json], field: str) -> str:
+    """Returns one grammar of rules and of the grammars that they name."""
+    return checked(json.dumps({"grammars": [{"lark_grammar": "\n".join(rules) + "\n"}, *others]}), field)

@@ -23,6 +23,7 @@ from paceline.core.errors import (
     StaleEpochError,
     UnavailableError,
 )
+from paceline.core.grammar import FIELD as GRAMMAR_FIELD
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.gateway.fleet.ejection import Ejections, FullVerifiers
 from paceline.gateway.fleet.fleet import Fleet
@@ -156,6 +157,8 @@ class Failover:
                 return
             except PacelineError as error:
                 self._note_reach(running, verifier, error)
+                if isinstance(error, InvalidRequestError) and error.field == GRAMMAR_FIELD:
+                    raise InvalidRequestError(request.grammar_field, error.problem) from None
                 if isinstance(error, _OF_THE_REQUEST) or self._client.aborted:
                     raise
                 progressed = len(trail.token_ids) > known

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import FIELD as GRAMMAR_FIELD
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
@@ -57,6 +58,7 @@ class SessionRequest:
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
         form: How its text becomes a message; None: as it is.
+        grammar_field: The field of the request that asks for its grammar, for refusals of the verifier.
         span: The request span.
     """
 
@@ -87,6 +89,7 @@ class SessionRequest:
     finished: FinishReason | None = None
     traceparent: str = ""
     form: MessageForm | None = None
+    grammar_field: str = GRAMMAR_FIELD
     span: Span = field(default=INVALID_SPAN, compare=False)
 
     @property

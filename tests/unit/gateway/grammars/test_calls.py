@@ -13,9 +13,10 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequestError
+from paceline.engine.grammar_trial import compiled
 from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.grammars.calls import FAMILIES, calls_amid_text, enforced_calls
-from paceline.gateway.grammars.compiling import (
+from paceline.gateway.grammars.formats import (
     grammar_of_choices,
     grammar_of_json_schema,
     grammar_of_lark,
@@ -123,11 +124,6 @@ def test_calls_in_reasoning_are_no_calls(tokenizer: Tokenizer, vocabulary: LLTok
     text = "I could call it</think>\nWell: <tool_call>\n"
     assert whole(tokenizer, vocabulary, grammar, text) is False
     assert whole(tokenizer, vocabulary, grammar, text + "x") is None
-
-
-def test_a_schema_that_cannot_be_compiled_is_refused_by_the_tools() -> None:
-    with pytest.raises(InvalidRequestError, match=r"tools: .*foo"):
-        calls_amid_text(toolbox(True, parameters={"type": "foo"}), HERMES, NO_OPENING)
 
 
 def test_where_some_tools_are_allowed_no_other_is_called(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
@@ -331,8 +327,18 @@ def test_what_no_grammar_holds_is_ignored_in_a_loose_tool_and_refused_in_a_stric
         calls: Any = [{"name": "f", "parameters": arguments}] if choice == "required" else arguments
         assert whole(tokenizer, vocabulary, grammar, json.dumps(calls)) is right
     strict = {"type": "object", "properties": {"a": BEYOND["properties"]["a"]}}
-    with pytest.raises(InvalidRequestError, match=r"tools: .*look-around"):
-        enforced_calls(toolbox(True, parameters=strict, choice=choice))
+    with pytest.raises(InvalidRequestError, match=r"grammar: .*look-around"):
+        compiled(vocabulary, enforced_calls(toolbox(True, parameters=strict, choice=choice)))
+
+
+@pytest.mark.parametrize("family", [QWEN3_CODER, PYTHONIC])
+def test_arguments_that_refer_to_many_schemas_make_no_grammar_that_is_too_long(family: str) -> None:
+    """Each of 2,000 arguments had the 100 schemas that it refers to, before anyone looked at the length of it all."""
+    chain = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}]} for at in range(100)}
+    names = {f"p{at}": {"$ref": "#/$defs/d0"} for at in range(2000)}
+    tools = toolbox(True, parameters={"type": "object", "properties": names, "$defs": chain})
+    with pytest.raises(InvalidRequestError, match=r"tools: must make a grammar of at most 131072|tools: .* steps"):
+        calls_amid_text(tools, family, NO_OPENING)
 
 
 UNIONS: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from paceline.gateway.grammars.compiling import grammar_of_choices, grammar_of_json_schema
+from paceline.gateway.grammars.formats import grammar_of_choices, grammar_of_json_schema
 from paceline.gateway.grammars.partial import after_reasoning
 from paceline.gateway.message.form import DEEPSEEK_R1, GPT_OSS, QWEN3
 from tests.support.grammar_texts import opening, whole

@@ -5,7 +5,7 @@ It knows no endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,23 +20,7 @@ from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.body import FIELD, parse_json_object, read_body
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, Exchange
-from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.obs.families import Family
-
-# Those that may ask for a grammar, as tools do that are strict.
-_GRAMMAR_FIELDS = frozenset(
-    {
-        "output_config",
-        "text",
-        "tool_choice",
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    }
-)
 
 ReadT = TypeVar("ReadT")
 
@@ -111,7 +95,7 @@ class BodyReader:
             small = small and not prepared
         work = partial(understand, fields, unknown)
         try:
-            return await self.workers.run(work, small=small, compiles=asks_for_grammar(fields))
+            return await self.workers.run(work, small=small)
         except RecursionError:
             # The parser of JSON goes deeper than templates and schemas can be followed.
             raise InvalidRequestError(FIELD, "is nested too deeply") from None
@@ -122,15 +106,3 @@ class BodyReader:
         exchange.headers.update({header: names for header, names in named.items() if names})
         for label, count in unknown.counts.items():
             self.ignored_fields.labels(label).inc(count)
-
-
-def asks_for_grammar(fields: Mapping[str, Any]) -> bool:
-    """Tells whether a body of any API may ask for a grammar, which takes up to a second to compile."""
-    tools = fields.get("tools")
-    given = tools[:MAX_TOOLS] if isinstance(tools, list) else ()
-    return not _GRAMMAR_FIELDS.isdisjoint(fields) or any(map(_is_strict, given))
-
-
-def _is_strict(tool: Any) -> bool:
-    inner = tool.get("function") if isinstance(tool, dict) else None
-    return any(isinstance(each, dict) and bool(each.get("strict")) for each in (tool, inner))

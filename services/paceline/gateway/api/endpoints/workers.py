@@ -1,4 +1,4 @@
-"""Threads for work that takes long without waiting: reading large bodies, templates, tokenizing, compiling grammars.
+"""Threads for work that takes long without waiting: reading large bodies, templates, tokenizing.
 
 There are few of them, so that the event loop gets the interpreter back soon; further requests wait in bounded queues,
 and callers share the threads' time.
@@ -7,7 +7,6 @@ and callers share the threads' time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Self, TypeVar
 
 from paceline.gateway.access.callers import current_caller
@@ -22,34 +21,30 @@ ResultT = TypeVar("ResultT")
 
 
 class Workers:
-    """Runs functions of requests; a context manager that ends the threads.
-
-    Grammars have threads of their own, so that no other request waits for them.
-    """
+    """Runs functions of requests; a context manager that ends the threads."""
 
     def __init__(self) -> None:
         """Starts no thread yet."""
-        threads = partial(FairThreads, NUM_THREADS, most_waiting=MAX_WAITING, longest_wait_s=LONGEST_WAIT_S)
-        self._reading, self._compiling = threads("requests being read"), threads("grammars being compiled")
+        self._reading = FairThreads(
+            NUM_THREADS, "requests being read", most_waiting=MAX_WAITING, longest_wait_s=LONGEST_WAIT_S
+        )
 
-    async def run(self, function: Callable[[], ResultT], *, small: bool, compiles: bool = False) -> ResultT:
+    async def run(self, function: Callable[[], ResultT], *, small: bool) -> ResultT:
         """Returns the result of a function, in a thread unless it is quick; either way in the request's context.
 
         Args:
             function: Reads a request, or a part of it.
             small: Whether it reads so little that no thread is needed.
-            compiles: Whether it may compile a grammar.
 
         Raises:
             OverloadedError: Too many requests wait, or this one has waited too long.
         """
-        if small and not compiles:
+        if small:
             return function()
-        return await (self._compiling if compiles else self._reading).run(function, current_caller().name)
+        return await self._reading.run(function, current_caller().name)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._reading.close()
-        self._compiling.close()

@@ -17,7 +17,7 @@ from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_re
 from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
-from paceline.gateway.grammars.compiling import grammar_of_lark
+from paceline.gateway.grammars.formats import grammar_of_lark
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
@@ -124,7 +124,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return await self._workers.run(
             partial(self._session, request),
             small=request.ByteSize() <= MAX_INLINE_BYTES,
-            compiles=bool(request.sampling.grammar),
         )
 
     def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
@@ -145,6 +144,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             cache_salt=check_salt(request.cache_salt),
             priority=request.priority,
             api_key=current_caller().name,
+            grammar_field="sampling.grammar",
         )
 
 

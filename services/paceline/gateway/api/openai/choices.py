@@ -60,10 +60,12 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
     max_tokens = 1 if prompt_only else body.max_tokens
     least = min(max_tokens or 1, model.context_len)
     most = _most_tokens(body, prompts, least, body.logprobs, prompt_logprobs)
-    sampling = _sampling(body, model, grammar_of(body), body.logprobs, prompt_logprobs)
+    grammar, grammar_field = grammar_of(body)
+    sampling = _sampling(body, model, grammar, body.logprobs, prompt_logprobs)
     default = min(DEFAULT_MAX_TOKENS, most)
     limit = partial(model.output_limit, max_tokens=max_tokens, default=default, field="max_tokens")
-    sessions = _sessions(body, model, request_id, prompts, sampling, limit, prompt_only=prompt_only)
+    more = {"prompt_only": prompt_only, "grammar_field": grammar_field}
+    sessions = _sessions(body, model, request_id, prompts, sampling, limit, **more)
     if not body.echo:
         return sessions
     echoes = [
@@ -93,14 +95,15 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     least = min(max_tokens or 1, model.context_len)
     most = _most_tokens(body, [token_ids], least, logprobs, _prompt_logprobs(body))
     # Calls that have to be made leave no room for content of another form.
-    content_grammar = "" if toolbox.enforced else grammar_of(body)
+    content_grammar, grammar_field = ("", "tools") if toolbox.enforced else grammar_of(body)
     prompt_end = _prompt_end(model, token_ids)
     grammar = _chat_grammar(content_grammar, model, toolbox, prompt_end)
     sampling = _sampling(body, model, grammar, logprobs, _prompt_logprobs(body))
     default = min(model.defaults.max_new_tokens or model.context_len, most)
     limit = partial(model.output_limit, max_tokens=max_tokens, default=default, field=field)
     form = _form(model, toolbox, prompt_end, bool(content_grammar))
-    return _sessions(body, model, request_id, [token_ids], sampling, limit, form=form)
+    more = {"form": form, "grammar_field": grammar_field or "tools"}
+    return _sessions(body, model, request_id, [token_ids], sampling, limit, **more)
 
 
 def _most_tokens(
@@ -152,7 +155,7 @@ def _prompt_end(model: ServedModel, token_ids: Sequence[int]) -> str:
 
 
 def _chat_grammar(content_grammar: str, model: ServedModel, toolbox: Toolbox, prompt_end: str) -> str:
-    """Returns the grammar of an answer; empty: none. May take up to a second.
+    """Returns the grammar of an answer; empty: none.
 
     Args:
         content_grammar: That of the content; empty: it has none.

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api.openai.bodies import CommonBody
-from paceline.gateway.grammars.compiling import (
+from paceline.gateway.grammars.formats import (
     grammar_of_choices,
     grammar_of_json_schema,
     grammar_of_lark,
@@ -23,18 +23,19 @@ _FORMATS = ("text", "json_object", "json_schema")
 _Wanted = list[tuple[str, Callable[[], str]]]
 
 
-def grammar_of(body: CommonBody) -> str:
-    """Returns the grammar that an answer must follow; empty: none. May take up to a second.
+def grammar_of(body: CommonBody) -> tuple[str, str]:
+    """Returns the grammar that an answer must follow, and the field that asks for it; both empty: none does.
 
     Raises:
-        InvalidRequestError: The grammar cannot be compiled, or the body gives more than one.
+        InvalidRequestError: The grammar cannot be read, or the body gives more than one.
     """
     wanted = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
     if not wanted:
-        return ""
-    if len(wanted) > 1:
-        raise InvalidRequestError(wanted[1][0], f"excludes {wanted[0][0]}")
-    return wanted[0][1]()
+        return "", ""
+    (field, make), *others = wanted
+    if others:
+        raise InvalidRequestError(others[0][0], f"excludes {field}")
+    return make(), field
 
 
 def _response_format(body: CommonBody) -> _Wanted:

@@ -132,7 +132,9 @@ class TranslatedEndpoint:
         except InvalidRequestError as error:
             raise renamed(error, self._api.names, translated.places) from None
         call.trace.understood([request], own_id)
-        return translated, replace(request, api_key=current_caller().name, span=call.trace.span)
+        refusal = renamed(InvalidRequestError(request.grammar_field, ""), self._api.names, translated.places)
+        caller = current_caller().name
+        return translated, replace(request, api_key=caller, span=call.trace.span, grammar_field=refusal.field)
 
     async def _answer(self, translated: Translated, request: SessionRequest, call: Call) -> None:
         with self._sessions.admitted(1, current_caller()):
