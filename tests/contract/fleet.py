@@ -25,7 +25,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, graft
+from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, merge
 from paceline.core.tree import Node, walk
 from paceline.forest import Calls, Ints, Links, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_commits, to_drafts
@@ -75,7 +75,7 @@ class ToySession(DrafterSession):
     def grow(self, parent: SlowNode, guesses: list[tuple[int, float]]) -> None:
         for token_id, confidence in guesses:
             if token_id not in parent.children:
-                node = self.tree.hang(parent, token_id, confidence)
+                node = self.tree.add(parent, token_id, confidence)
                 node.node_id, self._next_id = self._next_id, self._next_id + 1
                 self.unsent.append(node)
 
@@ -216,7 +216,7 @@ class ToyFleet:
         tree = self.session.tree
         (slots,) = allot(self.policy, [tree], [cap])
         rows = rows_of([tree.row])
-        taken = tree.forest.take(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
+        taken = tree.forest.gather(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
         tree.forest.set_kv(Calls(rows.repeat(len(slots)), taken.slots), taken.slots)
         return verified(
             *zip(taken.parents.tolist(), taken.tokens.tolist(), strict=True), base_len=self.session.committed_len
@@ -238,8 +238,8 @@ class ToyFleet:
             case Drafts() if message.numbers[0] == self.told.number:
                 base_len = int(message.base_lens[0])
                 self.session.check(base_len, has_distributions=False)
-                grafts = graft(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
-                self._links.took_in(self._rows, message.base_lens, message.sizes, grafts.firsts, 0.0)
+                merged = merge(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
+                self._links.took_in(self._rows, message.base_lens, message.sizes, merged.firsts, 0.0)
             case LaggingSession() if message.number == self.told.number:
                 opened = self.told.catch_up(message)
                 if opened is not None:

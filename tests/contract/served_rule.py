@@ -24,7 +24,7 @@ from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import DRAFT_MODEL, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft, residual, sparse_draft
-from paceline.core.session import NewTokens, commit, graft
+from paceline.core.session import NewTokens, commit, merge
 from paceline.core.tree import Node
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
@@ -182,7 +182,7 @@ class Play:
             assert isinstance(received, Drafts)
             self.session.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
             tree = self.session.tree
-            graft(tree.forest, DRAFT_MODEL, rows_of([tree.row]), received, {0: tree})
+            merge(tree.forest, DRAFT_MODEL, rows_of([tree.row]), received, {0: tree})
         self.under_way.clear()
 
     def verify(self, gamma: int) -> None:

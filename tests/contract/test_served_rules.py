@@ -1,6 +1,6 @@
 """Proof by enumeration that what is committed under `rejection` has the target's distribution, as it is served.
 
-The drafter's distribution, sparse and in 16 bits, is sampled, sent and grafted; verifier steps judge chains of 0 to 3
+The drafter's distribution, sparse and in 16 bits, is sampled, sent and merged_in; verifier steps judge chains of 0 to 3
 tokens, and the drafter draws on, comes late, forgets, dies or is replaced. Committed runs differ in length, so each
 is completed with the target's own law (2302.01318, theorem 1).
 """

@@ -238,23 +238,23 @@ def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(tiny_pai
 
 def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
     added: Counter[str] = Counter()
-    hang, graft = Forest.hang, Forest.graft
+    add, merge = Forest.add, Forest.merge
 
-    def hung(forest, row, parent, token, confidence, source):
+    def added_one(forest, row, parent, token, confidence, source):
         before = forest.count(row)
-        slot = hang(forest, row, parent, token, confidence, source)
+        slot = add(forest, row, parent, token, confidence, source)
         added[forest.sources[source]] += forest.count(row) - before
         return slot
 
-    def grafted(forest, source, *columns):
-        grafts = graft(forest, source, *columns)
-        added[forest.sources[source]] += int(grafts.counts[:, 0].sum())
-        return grafts
+    def merged_in(forest, source, *columns):
+        merged = merge(forest, source, *columns)
+        added[forest.sources[source]] += int(merged.counts[:, 0].sum())
+        return merged
 
     # Kernels are warmed up with a forest of their own before anything counts.
     pair = EnginePair(*tiny_pair, methods=(DRAFT_MODEL, NGRAM), policy=FixedGamma(gamma=3))
-    monkeypatch.setattr(Forest, "hang", hung)
-    monkeypatch.setattr(Forest, "graft", grafted)
+    monkeypatch.setattr(Forest, "add", added_one)
+    monkeypatch.setattr(Forest, "merge", merged_in)
     texts(pair, SAMPLINGS["greedy"], 16)
     fates: Counter[str] = Counter()
     for report in pair.reports:

@@ -119,8 +119,8 @@ class SlowTree:
         """Probability that all tokens down to a node match."""
         return math.exp(node.log_weight - self.root.log_weight)
 
-    def hang(self, parent: SlowNode, token: int, confidence: float, source: int = 0) -> SlowNode:
-        """Hangs a guess, or raises the one that is there."""
+    def add(self, parent: SlowNode, token: int, confidence: float, source: int = 0) -> SlowNode:
+        """Adds a guess, or raises the one that is there."""
         log_weight = parent.log_weight + math.log(max(self._probability(source, confidence), LEAST_CONFIDENCE))
         node = parent.children.get(token)
         if node is None:
@@ -134,7 +134,7 @@ class SlowTree:
                 each.log_weight += rise
         return node
 
-    def graft(self, base_len: int, guesses: Sequence[tuple[int, int, int, float]]) -> tuple[int, int, int]:
+    def merge(self, base_len: int, guesses: Sequence[tuple[int, int, int, float]]) -> tuple[int, int, int]:
         """Takes in `(id, parent's id, token, confidence)`; returns how many were added, late and stale."""
         added = late = stale = 0
         for node_id, parent_id, token, confidence in guesses:
@@ -154,7 +154,7 @@ class SlowTree:
                 stale += 1
                 continue
             added += token not in parent.children
-            node = self.hang(parent, token, confidence)
+            node = self.add(parent, token, confidence)
             # The newest id of a node counts.
             self.index = {each: other for each, other in self.index.items() if other is not node} | {node_id: node}
             node.node_id = node_id
@@ -251,7 +251,7 @@ class SlowGrowth:
         self.kept[node] = self.kept[node][len(worth) :]
         for token, confidence in worth:
             if token not in node.children:
-                child = self.tree.hang(node, token, confidence)
+                child = self.tree.add(node, token, confidence)
                 child.node_id, self._next_id = self._next_id, self._next_id + 1
                 self.unsent.append(child)
 

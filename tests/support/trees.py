@@ -12,7 +12,7 @@ import numpy as np
 from paceline.core.draft_policy import Goodput
 from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
-from paceline.core.session import graft
+from paceline.core.session import merge
 from paceline.core.tree import DraftTree, Node
 from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
@@ -97,11 +97,11 @@ def new_tree(committed: int | Sequence[int], **options: Any) -> DraftTree:
     return DraftTree(Forest(METHODS), range(committed) if isinstance(committed, int) else committed, **options)
 
 
-def graft_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, source: str = DRAFT_MODEL) -> list[int]:
+def merge_into(tree: DraftTree, guesses: Sequence[NodeGuess], base_len: int, source: str = DRAFT_MODEL) -> list[int]:
     """A drafter's guesses come; how many were added, late and stale."""
     drafts = to_drafts(SessionDrafts(1, base_len, guesses))
-    grafts = graft(tree.forest, source, rows_of([tree.row]), drafts, {0: tree} if tree.filters_guesses else None)
-    return grafts.counts[0].tolist()
+    merged = merge(tree.forest, source, rows_of([tree.row]), drafts, {0: tree} if tree.filters_guesses else None)
+    return merged.counts[0].tolist()
 
 
 def advance(tree: DraftTree, *tokens: int) -> bool:

@@ -14,7 +14,7 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import Commits, Drafts, LaggingSession, ToDrafter
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.session import graft
+from paceline.core.session import merge
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
 from paceline.forest import NONE, Forest, Ints, rows_of
@@ -158,9 +158,9 @@ class DrafterTier:
         num_nodes = drafts.num_nodes
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
-        grafts = graft(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
-        report.round_trips_s += self._links.took_in(rows, drafts.base_lens, drafts.sizes, grafts.firsts, arrived_s)
-        num_lost += int(grafts.counts[:, 1:].sum())
+        merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
+        report.round_trips_s += self._links.took_in(rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s)
+        num_lost += int(merged.counts[:, 1:].sum())
         if num_lost:
             report.late_by[drafter.source] += num_lost
 

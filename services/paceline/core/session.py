@@ -25,7 +25,7 @@ from paceline.core.messages import (
 )
 from paceline.core.params import COUPLED, METHODS, REJECTION
 from paceline.core.tree import DraftTree
-from paceline.forest import Committed, Forest, Grafts, Ints, rows_of
+from paceline.forest import Committed, Forest, Ints, Merged, rows_of
 
 
 @dataclass(slots=True)
@@ -178,9 +178,9 @@ class VerifierSession:
             )
 
 
-def graft(
+def merge(
     forest: Forest, source: str, rows: Ints, drafts: Drafts, filtered: Mapping[int, DraftTree] | None = None
-) -> Grafts:
+) -> Merged:
     """Adds a drafter's guesses that passed `VerifierSession.check` to the trees.
 
     Args:
@@ -192,7 +192,7 @@ def graft(
     """
     filtered = filtered or {}
     firsts = [tree.num_nodes for tree in filtered.values()]
-    grafts = forest.graft(
+    merged = forest.merge(
         forest.number_of[source],
         rows,
         drafts.base_lens,
@@ -205,8 +205,8 @@ def graft(
     for first, (place, tree) in zip(firsts, filtered.items(), strict=True):
         start = int(drafts.ends[place - 1]) if place else 0
         num_masked = tree.filter_guesses(first, drafts, slice(start, int(drafts.ends[place])))
-        grafts.counts[place] += np.array((-num_masked, 0, num_masked), np.int32)
-    return grafts
+        merged.counts[place] += np.array((-num_masked, 0, num_masked), np.int32)
+    return merged
 
 
 class NewTokens(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.moving_average import MovingAverage
-from paceline.forest import Floats, Forest, Ints, Taken, rows_of
+from paceline.forest import Floats, Forest, Gathered, Ints, rows_of
 
 # Seconds of a step before one was seen.
 FIRST_STEP_S = 0.01
@@ -31,10 +31,10 @@ class Choice(NamedTuple):
 
     counts: Ints
     rows: Ints
-    taken: Taken
+    taken: Gathered
 
 
-_NOTHING = rows_of(()), Taken(*np.empty((4, 0), np.int32))
+_NOTHING = rows_of(()), Gathered(*np.empty((4, 0), np.int32))
 
 
 class StepDrafts:
@@ -100,7 +100,7 @@ class StepDrafts:
         answered = links.answered(decoding)[drafted[mine] & (most > 0)]
         counts = self._policy.allocate(picked, answered=answered, other_rows=other_rows)
         links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
-        return Choice(counts, decoding.repeat(counts), self._forest.take(decoding, picked.slots, counts))
+        return Choice(counts, decoding.repeat(counts), self._forest.gather(decoding, picked.slots, counts))
 
     def call(self, fresh: Ints) -> None:
         """Gives new sessions a price and room before they are opened: without, a drafter reads the prompt and stops."""

@@ -152,7 +152,7 @@ class StepReport:
     num_misses: int = 0
     # Nodes that fell off or went with their session before a step verified them, by the source that guessed them first.
     unverified_by: Counter[str] = field(default_factory=Counter)
-    # Guesses that came when other tokens were committed, or that hang below none we know.
+    # Guesses that came when other tokens were committed, or that are below none we know.
     late_by: Counter[str] = field(default_factory=Counter)
     num_preempted: int = 0
     num_silenced: int = 0

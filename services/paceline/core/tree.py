@@ -179,8 +179,8 @@ class DraftTree:
         return self.forest.probability(self.row, self.forest.number_of[source], confidence)
 
     def suggest(self, parent: int, token_id: int, confidence: float, source: str) -> int:
-        """Hangs a guess of a source in this process; where another source guessed the same, the surer one counts."""
-        return self.forest.hang(self.row, parent, token_id, confidence, self.forest.number_of[source])
+        """Adds a guess of a source in this process; where another source guessed the same, the surer one counts."""
+        return self.forest.add(self.row, parent, token_id, confidence, self.forest.number_of[source])
 
     def best(self, limit: int) -> Picked:
         """The best nodes of it alone; see `Forest.best`."""
@@ -222,6 +222,6 @@ class DraftTree:
                 if drawn_from is not None:
                     self.drafts[int(node["position"])] = drawn_from
             elif np.isinf(node["weight"]) or not self.permits(int(node["parent"]), int(node["token"])):
-                self.forest.bar(self.row, slot)
+                self.forest.mask(self.row, slot)
                 num_masked += 1
         return num_masked

@@ -82,8 +82,8 @@ class _Growth:
         gain = max(0.0, child - replaced) if child >= self.turn.least else 0.0
         return 1.0 + sum(survivals), gain
 
-    def hang(self) -> list[float]:
-        """Hangs the best guesses into the tree; returns their survivals."""
+    def add(self) -> list[float]:
+        """Adds the best guesses to the tree; returns their survivals."""
         tree, best = self.turn.tree, self.best()
         nodes: dict[_Guess | None, int] = {None: tree.root}
         for each in best:
@@ -142,7 +142,7 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
             leaves = [(growth, leaf) for growth in ready if (leaf := growth.leaf()) is not None]
         for slot in slots:
             scratch.give_back(slot)
-        return [growth.hang() for growth in growths]
+        return [growth.add() for growth in growths]
 
     def _expand(
         self,

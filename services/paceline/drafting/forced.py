@@ -35,16 +35,16 @@ class GrammarSource(LocalSource[OutputGrammar]):
 
 
 def _grow(turn: Turn[OutputGrammar]) -> list[float]:
-    """Hangs what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
+    """Adds what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
     tree, grammar = turn.tree, turn.follower
-    survivals = _hang(tree, tree.root, grammar.forced(), turn)
+    survivals = _add_chain(tree, tree.root, grammar.forced(), turn)
     for leaf in tree.leaves(turn.limit)[:MOST_LEAVES]:
-        _hang(tree, leaf, grammar.forced(tree.path(leaf)), turn)
+        _add_chain(tree, leaf, grammar.forced(tree.path(leaf)), turn)
     return survivals
 
 
-def _hang(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[OutputGrammar]) -> list[float]:
-    """Hangs a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
+def _add_chain(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[OutputGrammar]) -> list[float]:
+    """Adds a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
     survivals: list[float] = []
     survival = 1.0
     for token_id in token_ids[: turn.limit - len(tree.path(node))]:

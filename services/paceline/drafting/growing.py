@@ -60,7 +60,7 @@ def grow_best_first(
     limit: int,
     least: float,
 ) -> list[float]:
-    """Grows a tree from its root by one source: of all guesses that could come next, the likeliest is hung first.
+    """Grows a tree from its root by one source: of all guesses that could come next, the likeliest is added first.
 
     Args:
         tree: The tree.

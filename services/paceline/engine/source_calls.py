@@ -81,7 +81,7 @@ class SourceCalls:
         self._sessions.append(session)
 
     def grow(self, report: StepReport, seconds: float) -> None:
-        """Has guesses hung into the trees of the sessions of this step, which has taken `seconds` so far."""
+        """Has guesses added to the trees of the sessions of this step, which has taken `seconds` so far."""
         sessions, self._sessions = self._sessions, []
         if not self._policy.drafts:
             return

@@ -51,7 +51,7 @@ class Turn(Generic[FollowerT]):
 
     Attributes:
         follower: The source at work on it.
-        tree: Where to hang guesses.
+        tree: Where to add guesses.
         limit: Most guesses.
         least: Survival below which no guess is worth a place.
     """
@@ -80,7 +80,7 @@ class LocalSource(Protocol[FollowerT]):
         ...
 
     def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:
-        """Hangs guesses into the trees of all sessions of a step at once.
+        """Adds guesses to the trees of all sessions of a step at once.
 
         Returns:
             For each turn the survivals of its guesses by this source alone, best first.

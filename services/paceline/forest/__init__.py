@@ -1,6 +1,6 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
-from paceline.forest.columns import NO_GUESSES, Calls, Committed, Grafts, Guesses, Picked, Taken, rows_of
+from paceline.forest.columns import NO_GUESSES, Calls, Committed, Gathered, Guesses, Merged, Picked, rows_of
 from paceline.forest.forest import UNLEARNED, Forest
 from paceline.forest.links import Links
 from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
@@ -16,12 +16,12 @@ __all__ = [
     "Committed",
     "Floats",
     "Forest",
-    "Grafts",
+    "Gathered",
     "Guesses",
     "Ints",
     "Links",
+    "Merged",
     "Picked",
-    "Taken",
     "rows_of",
     "warm_up",
 ]

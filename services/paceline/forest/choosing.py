@@ -64,10 +64,10 @@ def pick(f: Arrays, rows: Ints, caps: Ints, chains: Bools, least: float, slots: 
 
 
 @kernel
-def take(
+def gather(
     f: Arrays, rows: Ints, slots: Ints, counts: Ints, taken: Ints, tokens: Ints, positions: Ints, parents: Ints
 ) -> None:
-    """See `Forest.take`."""
+    """See `Forest.gather`."""
     total = 0
     for index in range(len(rows)):
         nodes = f.nodes[rows[index]]

@@ -16,7 +16,7 @@ def rows_of(rows: Iterable[int]) -> Ints:
     return np.fromiter(rows, np.int32)
 
 
-class Grafts(NamedTuple):
+class Merged(NamedTuple):
     """What became of messages.
 
     Attributes:
@@ -59,7 +59,7 @@ class Picked(NamedTuple):
     survivals: Floats
 
 
-class Taken(NamedTuple):
+class Gathered(NamedTuple):
     """Nodes that a step verifies, session by session, parents before children: int32 `[nodes]` each.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.forest.choosing import insert
-from paceline.forest.growing import hang_one, has_child
+from paceline.forest.growing import add_one, has_child
 from paceline.forest.kernel import kernel
 from paceline.forest.records import FULL, NONE, ROOT, Arrays, Floats, Ints
 
@@ -56,7 +56,7 @@ def name_worthy(tree: Any, nodes: Any) -> None:
 def grow(f: Arrays, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats) -> None:
     """Hangs guesses below computed nodes, `[nodes, width]`, best first, tokens below 0: none; names what is worth it.
 
-    Below a node of a chain that has a child nothing is hung: its guess is drawn only once.
+    Below a node of a chain that has a child nothing is added: its guess is drawn only once.
     """
     for index in range(len(rows)):
         row, parent = rows[index], parents[index]
@@ -64,7 +64,7 @@ def grow(f: Arrays, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats
         if not (tree.chain and has_child(nodes, tree.count, parent)):
             for rank in range(tokens.shape[1]):
                 token, confidence = tokens[index, rank], confidences[index, rank]
-                if token < 0 or hang_one(tree, nodes, judge, f.calibrations, parent, token, confidence, 0) == FULL:
+                if token < 0 or add_one(tree, nodes, judge, f.calibrations, parent, token, confidence, 0) == FULL:
                     break
         name_worthy(tree, nodes)
 

@@ -1,7 +1,7 @@
 """The draft trees of all sessions of a process, on both tiers.
 
 A session is a row, a guessed token a node of it (`paceline.forest.records`). The root, which is no node, stands for the
-last committed token. A verifier is sent guesses (`graft`) and adds those of its own sources (`hang`); a drafter grows
+last committed token. A verifier is sent guesses (`merge`) and adds those of its own sources (`add`); a drafter grows
 them (`grow`, `frontier`, `push`); both follow what is committed (`commit`). Every operation is one compiled loop over
 all sessions that it concerns, and reports in columns.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.forest import choosing, committing, drafting, growing
 from paceline.forest.calibrating import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
-from paceline.forest.columns import Calls, Committed, Grafts, Picked, Pushed, Taken
+from paceline.forest.columns import Calls, Committed, Gathered, Merged, Picked, Pushed
 from paceline.forest.links import Links
 from paceline.forest.records import (
     CALIBRATION,
@@ -193,15 +193,15 @@ class Forest:
 
     # Guesses
 
-    def hang(self, row: int, parent: int, token: int, confidence: float, source: int) -> int:
-        """Hangs a guess of a source in this process below a slot, or raises it; returns its slot, or FULL."""
-        return int(growing.hang(self.arrays, row, parent, token, confidence, source))
+    def add(self, row: int, parent: int, token: int, confidence: float, source: int) -> int:
+        """Adds a guess of a source in this process below a slot, or raises it; returns its slot, or FULL."""
+        return int(growing.add(self.arrays, row, parent, token, confidence, source))
 
-    def bar(self, row: int, slot: int) -> None:
+    def mask(self, row: int, slot: int) -> None:
         """A node may not follow: it is never chosen, and neither is what hangs below it."""
         self.arrays.nodes["weight"][row, slot] = -math.inf
 
-    def graft(
+    def merge(
         self,
         source: int,
         rows: Ints,
@@ -211,7 +211,7 @@ class Forest:
         parent_ids: Ints,
         tokens: Ints,
         confidences: Floats,
-    ) -> Grafts:
+    ) -> Merged:
         """Takes in messages of a drafter.
 
         A late message is no error: its guesses are walked down what has been committed since, and what falls off is
@@ -227,9 +227,9 @@ class Forest:
             tokens: int32 `[guesses]`.
             confidences: float64 `[guesses]`, from 0 to 1.
         """
-        grafts = Grafts(np.empty((len(rows), 3), np.int32), np.empty(len(rows)))
-        growing.graft(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *grafts)
-        return grafts
+        merged = Merged(np.empty((len(rows), 3), np.int32), np.empty(len(rows)))
+        growing.merge(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *merged)
+        return merged
 
     # Commits
 
@@ -267,19 +267,19 @@ class Forest:
         """
         most = int(caps.max(initial=0))
         picked = Picked(np.empty((len(rows), most), np.int32), np.empty((len(rows), most)))
-        # The least finite logarithm leaves out what is barred.
+        # The least finite logarithm leaves out what is masked.
         chains = np.zeros(len(rows), np.bool_) if chains is None else chains
         choosing.pick(self.arrays, rows, caps, chains, -1e300, *picked)
         return picked
 
-    def take(self, rows: Ints, slots: Ints, counts: Ints) -> Taken:
+    def gather(self, rows: Ints, slots: Ints, counts: Ints) -> Gathered:
         """The first `counts` [sessions] of the best nodes of sessions, `slots` [sessions, most]."""
-        taken = Taken(*np.empty((4, int(counts.sum())), np.int32))
-        choosing.take(self.arrays, rows, slots, counts, *taken)
+        taken = Gathered(*np.empty((4, int(counts.sum())), np.int32))
+        choosing.gather(self.arrays, rows, slots, counts, *taken)
         return taken
 
     def gone(self, row: int) -> list[str]:
-        """By whom the nodes of a session were guessed first, barred ones left out."""
+        """By whom the nodes of a session were guessed first, masked ones left out."""
         nodes = self.arrays.nodes[row, : self.count(row)]
         return [self.sources[first] for first in nodes["first"][nodes["weight"] > -math.inf].tolist()]
 

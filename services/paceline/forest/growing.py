@@ -1,4 +1,4 @@
-"""Hangs guesses into trees: those of sources in this process by slots, those of messages by ids."""
+"""Adds guesses to trees: those of sources in this process by slots, those of messages by ids."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def has_child(nodes: Any, count: int, parent: int) -> bool:
 
 
 @kernel
-def hang_one(
+def add_one(
     tree: Any, nodes: Any, judge: Any, calibrations: Any, parent: int, token: int, confidence: float, source: int
 ) -> int:
-    """Hangs a guess below a slot; where it is there already, the surer source counts.
+    """Adds a guess below a slot; where it is there already, the surer source counts.
 
     Returns:
         Its slot; FULL: there is no place.
@@ -99,14 +99,14 @@ def raise_all(nodes: Any, count: int, slot: int, rise: float) -> None:
 
 
 @kernel
-def hang(f: Arrays, row: int, parent: int, token: int, confidence: float, source: int) -> int:
-    """A guess of a source in this process; see `hang_one`."""
+def add(f: Arrays, row: int, parent: int, token: int, confidence: float, source: int) -> int:
+    """A guess of a source in this process; see `add_one`."""
     judge = f.judges[row, source]
-    return hang_one(f.trees[row], f.nodes[row], judge, f.calibrations, parent, token, confidence, source)
+    return add_one(f.trees[row], f.nodes[row], judge, f.calibrations, parent, token, confidence, source)
 
 
 @kernel
-def graft(
+def merge(
     f: Arrays,
     source: int,
     rows: Ints,
@@ -158,7 +158,7 @@ def graft(
                 counts[message, 2] += 1
                 continue
             before = tree.count
-            slot = hang_one(tree, nodes, judge, f.calibrations, parent, token, confidences[guess], source)
+            slot = add_one(tree, nodes, judge, f.calibrations, parent, token, confidences[guess], source)
             if slot == FULL:
                 counts[message, 2] += 1
                 continue

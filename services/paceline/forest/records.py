@@ -125,7 +125,7 @@ def node_type(num_sources: int) -> np.dtype[np.void]:
             # The source that guessed it first.
             ("first", "i1"),
             ("sent", "i1"),
-            # Logarithm of its survival: the probability that all tokens from the root down to it match. -inf: barred.
+            # Logarithm of its survival: the probability that all tokens from the root down to it match. -inf: masked.
             ("weight", "f8"),
             # Of each source, below 0: it did not guess the token.
             ("confidences", "f8", (num_sources,)),

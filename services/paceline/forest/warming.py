@@ -35,11 +35,11 @@ def warm_up(forest: Forest) -> None:
 
 def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None:
     rows = rows_of([row])
-    forest.graft(0, rows, one, one, one, rows_of([0]), one, sure)
-    forest.hang(row, ROOT, 1, 0.5, 0)
+    forest.merge(0, rows, one, one, one, rows_of([0]), one, sure)
+    forest.add(row, ROOT, 1, 0.5, 0)
     forest.probability(row, 0, 0.5)
     picked = forest.best(rows, one)
-    taken = forest.take(rows, picked.slots, one)
+    taken = forest.gather(rows, picked.slots, one)
     forest.set_kv(Calls(rows, taken.slots), one)
     forest.prospects(rows, one, sure, sure)
     forest.commit(rows, one, one)

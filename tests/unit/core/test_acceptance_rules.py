@@ -12,7 +12,7 @@ from paceline.core.rejection_sampling import SparseDraft, overlap
 from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
 from tests.support.guesses import NodeGuess
-from tests.support.trees import graft_into, new_tree, nodes_of, verified
+from tests.support.trees import merge_into, new_tree, nodes_of, verified
 from tests.unit.core.toy_models import normalised
 
 
@@ -60,9 +60,9 @@ def test_the_rules_that_can_be_asked_for_begin_with_the_default() -> None:
 def test_a_chain_takes_the_first_guess_below_a_node_and_nothing_beside_it() -> None:
     tree = new_tree([9], chain=True)
     guesses = [guess(1, 0, 0, 1, 1), guess(2, 0, 1, 1, 1), guess(3, 2, 0, 1, 1), guess(4, 1, 1, 1, 1)]
-    graft_into(tree, guesses, 1)
+    merge_into(tree, guesses, 1)
     assert [node.token_id for node in nodes_of(tree)] == [0, 1]
-    again = graft_into(tree, [guess(5, 0, 0, 1, 3), guess(6, 5, 0, 1, 1)], 1)
+    again = merge_into(tree, [guess(5, 0, 0, 1, 3), guess(6, 5, 0, 1, 1)], 1)
     assert (again[0], again[2]) == (0, 1), "5 is 1 by another name, and has a child"
     first = nodes_of(tree)[0].draft
     assert first is not None
@@ -73,13 +73,13 @@ def test_of_an_id_that_is_used_twice_the_distribution_of_the_guess_in_the_tree_c
     """Otherwise a drafter could make a guess that its distribution does not hold, and a session fail by a division."""
     tree = new_tree([9], chain=True)
     other = NodeGuess(1, 0, 5, 0.75, SparseDraft(token_ids=(5,), weights=(1,)))
-    graft_into(tree, [guess(1, 0, 0, 1, 3), other], 1)
+    merge_into(tree, [guess(1, 0, 0, 1, 3), other], 1)
     first = nodes_of(tree)[0].draft
     assert first is not None
     assert first.token_ids == (0, 1)
     lost = new_tree([9], chain=True)
     # The first hangs below nothing, so that the second takes its name.
-    graft_into(lost, [guess(1, 7, 0, 1, 3), other], 1)
+    merge_into(lost, [guess(1, 7, 0, 1, 3), other], 1)
     assert nodes_of(lost)[0].draft == other.distribution
 
 

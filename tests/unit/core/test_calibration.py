@@ -13,7 +13,7 @@ from paceline.core.tree import DraftTree
 from paceline.forest import UNLEARNED, Forest
 from paceline.forest.calibrating import MAX_MARGIN, margin, observe
 from tests.support.guesses import NodeGuess
-from tests.support.trees import advance, graft_into, nodes_of, seen
+from tests.support.trees import advance, merge_into, nodes_of, seen
 
 
 def sigmoid(value: float) -> float:
@@ -83,7 +83,7 @@ def test_only_guesses_below_a_committed_token_teach():
     source = Source()
     tree = DraftTree(source.forest, [0], {DRAFT_MODEL: source.number})
     rows = [(1, 0, 7, 0.9), (2, 0, 8, 0.1), (3, 1, 5, 0.8), (4, 2, 6, 0.7), (5, 3, 4, 0.6)]
-    graft_into(tree, [NodeGuess(node_id=n, parent_id=p, token_id=t, confidence=c) for n, p, t, c in rows], 1)
+    merge_into(tree, [NodeGuess(node_id=n, parent_id=p, token_id=t, confidence=c) for n, p, t, c in rows], 1)
     expected = Source()
     for confidence, matched in ((0.9, True), (0.1, False), (0.8, False)):
         expected.observe(confidence, expected.rows[0], matched=matched)
@@ -95,9 +95,9 @@ def test_a_commit_teaches_the_source_and_the_next_guess_is_worth_less():
     source = Source()
     tree = DraftTree(source.forest, [1], {DRAFT_MODEL: source.number})
     for number in range(1, 20):
-        graft_into(tree, [NodeGuess(node_id=number, parent_id=0, token_id=9, confidence=0.9)], number)
+        merge_into(tree, [NodeGuess(node_id=number, parent_id=0, token_id=9, confidence=0.9)], number)
         advance(tree, 3)
-    graft_into(tree, [NodeGuess(node_id=99, parent_id=0, token_id=9, confidence=0.9)], 20)
+    merge_into(tree, [NodeGuess(node_id=99, parent_id=0, token_id=9, confidence=0.9)], 20)
     (node,) = nodes_of(tree)
     assert node.guesses == {DRAFT_MODEL: 0.9}
     assert seen(tree).children[9].survival < 0.5

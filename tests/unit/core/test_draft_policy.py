@@ -19,7 +19,7 @@ from paceline.core.tree import DraftTree
 from paceline.forest import ROOT, rows_of
 from paceline.forest.linking import CHILD_SHARE
 from tests.support.guesses import NodeGuess
-from tests.support.trees import allot, graft_into, new_tree, nodes_of
+from tests.support.trees import allot, merge_into, new_tree, nodes_of
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
 LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))
@@ -28,7 +28,7 @@ LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))
 def tree_of(rows) -> DraftTree:
     tree = new_tree(1)
     for index, (parent_id, token_id, confidence) in enumerate(rows, start=1):
-        graft_into(tree, [NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1)
+        merge_into(tree, [NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1)
     return tree
 
 

@@ -55,7 +55,7 @@ def test_a_longer_match_is_surer():
     assert sure[0] < sure[1]
 
 
-def test_guesses_below_the_least_survival_are_not_hung():
+def test_guesses_below_the_least_survival_are_not_added():
     tokens = [1, 2, 9, 7, 1, 2]
     everything, _ = grown(NgramFollower(tokens), tokens)
     some, survivals = grown(NgramFollower(tokens), tokens, least=0.4)

@@ -87,13 +87,13 @@ class Session:
         return base, guesses
 
 
-def graft(forest: Forest, sessions: list[Session]) -> None:
+def merge(forest: Forest, sessions: list[Session]) -> None:
     """Messages of several sessions at once, in one call and one by one."""
     batch = [(each, *each.message()) for each in sessions]
-    told = [each.tree.graft(base, guesses) for each, base, guesses in batch]
+    told = [each.tree.merge(base, guesses) for each, base, guesses in batch]
     flat = [guess for _, _, guesses in batch for guess in guesses]
     ids, parents, tokens = (np.array([guess[place] for guess in flat], np.int32) for place in range(3))
-    grafts = forest.graft(
+    merged = forest.merge(
         0,
         rows_of(each.row for each, _, _ in batch),
         rows_of(base for _, base, _ in batch),
@@ -103,22 +103,22 @@ def graft(forest: Forest, sessions: list[Session]) -> None:
         tokens,
         np.array([guess[3] for guess in flat]),
     )
-    assert grafts.counts.tolist() == [list(each) for each in told]
-    last = {each.row: (each.tree, base, first) for (each, base, _), first in zip(batch, grafts.firsts, strict=True)}
+    assert merged.counts.tolist() == [list(each) for each in told]
+    last = {each.row: (each.tree, base, first) for (each, base, _), first in zip(batch, merged.firsts, strict=True)}
     for tree, base, first in last.values():
         known = base == len(tree.tokens)
         best = max(map(tree.survival, tree.root.children.values()), default=0.0)
         assert math.isclose(first, best if known else -1.0, rel_tol=1e-9)
 
 
-def hang(forest: Forest, session: Session, rng: random.Random) -> None:
+def add(forest: Forest, session: Session, rng: random.Random) -> None:
     parent = rng.choice([session.tree.root, *session.tree.nodes()])
     if session.chain and parent.children:
         return
     token, sure, source = rng.randrange(4), rng.randint(1, 255) / 255, rng.randrange(1, 3)
     slot = slot_of(forest, session.row, parent)
-    session.tree.hang(parent, token, sure, source)
-    assert forest.hang(session.row, slot, token, sure, source) >= 0
+    session.tree.add(parent, token, sure, source)
+    assert forest.add(session.row, slot, token, sure, source) >= 0
 
 
 def step(forest: Forest, sessions: list[Session], rng: random.Random) -> None:
@@ -179,9 +179,9 @@ def verifier_stream(seed: int) -> None:
     for _ in range(rng.randint(5, 30)):
         roll = rng.random()
         if roll < 0.5:
-            graft(forest, [rng.choice(sessions) for _ in sessions])
+            merge(forest, [rng.choice(sessions) for _ in sessions])
         elif roll < 0.7:
-            hang(forest, rng.choice(sessions), rng)
+            add(forest, rng.choice(sessions), rng)
         elif roll < 0.97:
             step(forest, rng.sample(sessions, rng.randint(1, len(sessions))), rng)
         else:
