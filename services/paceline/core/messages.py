@@ -31,7 +31,7 @@ VLLM_ARITHMETIC, CUDA_ARITHMETIC = "vllm ", "cuda "
 SIMULATED = "simulated"
 
 
-def law_only(arithmetic: str) -> bool:
+def distribution_only(arithmetic: str) -> bool:
     """Whether an engine of this arithmetic promises the law of a text, and not its tokens."""
     return arithmetic.startswith((VLLM_ARITHMETIC, CUDA_ARITHMETIC))
 
@@ -75,7 +75,7 @@ class ModelIdentity:
     @property
     def exact(self) -> bool:
         """Whether the same seed brings the same text, whatever is drafted and whoever is served beside it."""
-        return not law_only(self.arithmetic)
+        return not distribution_only(self.arithmetic)
 
     def drafts_for(self, target: ModelIdentity) -> bool:
         """Whether it has a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
@@ -333,8 +333,9 @@ class PositionLogprobs:
 class SpeculationRecord(NamedTuple):
     """What speculation did for one session; a round is a step that verified at least one draft token.
 
-    `lossy` marks a text whose law is not the target's, by penalties that were counted anew; `mixed` one that verifiers
-    of different arithmetic have computed; `law_only` one of an engine that promises its law and not its tokens.
+    `lossy` marks a text whose distribution is not the target's, by penalties that were counted anew; `mixed` one that
+    verifiers of different arithmetic have computed; `distribution_only` one of an engine that preserves the
+    distribution, and does not promise the same tokens again.
     """
 
     num_steps: int = 0
@@ -347,7 +348,7 @@ class SpeculationRecord(NamedTuple):
     num_misses: int = 0
     lossy: bool = False
     mixed: bool = False
-    law_only: bool = False
+    distribution_only: bool = False
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -375,7 +376,7 @@ class SpeculationRecord(NamedTuple):
             num_misses=sum(record.num_misses for record in records),
             lossy=any(record.lossy for record in records),
             mixed=any(record.mixed for record in records),
-            law_only=any(record.law_only for record in records),
+            distribution_only=any(record.distribution_only for record in records),
         )
 
 

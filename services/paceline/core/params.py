@@ -28,7 +28,7 @@ DRAFT_MODEL, EAGLE3, NGRAM = "draft_model", "eagle3", "ngram"
 GRAMMAR, MEDUSA, LAYER_SKIP = "grammar", "medusa", "layer_skip"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
 METHODS = (*TIER_METHODS, NGRAM, GRAMMAR, MEDUSA, LAYER_SKIP)
-# Acceptance rules: which draft tokens become committed tokens. A text has the target's law under each of them.
+# Acceptance rules: which draft tokens become committed tokens. A text has the target's distribution.
 COUPLED, REJECTION = "coupled", "rejection"
 ACCEPTANCE_RULES = (COUPLED, REJECTION)
 
@@ -142,7 +142,7 @@ class SpeculationParams:
     """What one request asks of speculation.
 
     `acceptance` "" is the verifier's default. Under "coupled" nothing of this changes the tokens, under "rejection"
-    nothing changes their law. Which names are served, a verifier says.
+    nothing changes their distribution. Which names are served, a verifier says.
 
     Raises:
         InvalidRequestError: A field is outside its limits.

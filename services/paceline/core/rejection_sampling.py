@@ -31,10 +31,10 @@ def overlap(target_probs: FloatArray, draft_probs: FloatArray) -> float:
 
 
 def residual(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:
-    """Returns norm(max(target_probs - draft_probs, 0)), [vocab]: the law of the token after a rejection.
+    """Returns norm(max(target_probs - draft_probs, 0)), [vocab]: the distribution after a rejection.
 
-    Where nothing is left, the two laws are equal up to rounding, no rejection can happen, and the target's
-    law comes back.
+    Where nothing is left, the two are equal up to rounding, no rejection can happen, and the target's
+    comes back.
     """
     excess = np.maximum(target_probs - draft_probs, 0.0)
     mass = float(excess.sum())
@@ -100,8 +100,8 @@ def reject_walk(
     """Verifies a chain of draft tokens by the rejection rule (2211.17192, algorithm 1).
 
     Args:
-        target_rows: gamma + 1 rows [vocab]; row i is the target's law after the first i draft tokens.
-        draft_rows: gamma rows [vocab]; row i is the law that `draft_tokens[i]` was sampled from.
+        target_rows: gamma + 1 rows [vocab]; row i is the target's distribution after the first i draft tokens.
+        draft_rows: gamma rows [vocab]; row i is the distribution that `draft_tokens[i]` was sampled from.
         draft_tokens: gamma token ids.
         uniforms: gamma + 1 fresh numbers in [0, 1): one per draft token, the last for the token that follows.
 

@@ -115,7 +115,7 @@ class VerifierSession:
         self.committed_len = len(self.tokens)
         self.prompt_len = len(request.prompt_token_ids)
         chain = acceptance == REJECTION
-        # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
+        # A chain is judged by the distribution its guesses were drawn from; dropping a guess unjudged would bias that.
         can_follow = None if grammar is None or chain else grammar.permits
         self.tree = DraftTree(
             Forest(METHODS) if forest is None else forest,

@@ -86,7 +86,7 @@ class DraftSession(ScheduledDraftSession):
 
     def _draw(self, slot: int, path: Sequence[int], row: np.ndarray, parent_id: int) -> Offer:
         """Samples one token from the very distribution that goes out with it."""
-        draft = sparse_draft(self._sampler.law(row, path))
+        draft = sparse_draft(self._sampler.distribution(row, path))
         position, base_len = len(self.tokens) + len(path), len(self.tokens)
         uniform, _ = uniforms(self.sampling.seed, DRAFT_STREAM, position, base_len, parent_id)
         return Offer(self, slot, [draft.sample(uniform)], [CHAIN_CONFIDENCE], (position, draft))

@@ -206,7 +206,7 @@ class RowSampler:
         token_ids, _ = self._best(logits, position, 1, path)
         return int(token_ids[0])
 
-    def law(self, logits: Logits, path: Sequence[int] = ()) -> Floats:
+    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Floats:
         """Returns the probabilities [vocab] from which `choose` draws; at temperature 0 all of it is one token's.
 
         Raises:

@@ -119,7 +119,7 @@ class TargetSession(ScheduledSession):
         sampler = self._sampler
         rows = TargetRows(
             choose=lambda node: sampler.choose(logits(node), node.position + 1, path_tokens(node)),
-            distribution=lambda node: sampler.law(logits(node), path_tokens(node)),
+            distribution=lambda node: sampler.distribution(logits(node), path_tokens(node)),
             uniforms=lambda count: _uniforms(self.request.sampling.seed, root.position + 1, count),
         )
         verdict = RULES[self.acceptance](root, verified, rows)

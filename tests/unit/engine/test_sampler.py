@@ -186,7 +186,7 @@ def test_law_and_choice_behind_a_path_are_those_of_the_reference(case: Case, dat
     else:
         expected = np.exp(weights - weights.max())
     sampler = case.sampler()
-    np.testing.assert_allclose(sampler.law(case.logits, path), expected / expected.sum(), rtol=1e-12)
+    np.testing.assert_allclose(sampler.distribution(case.logits, path), expected / expected.sum(), rtol=1e-12)
     assert sampler.choose(case.logits, case.position, path) == coupled_choice(case.perturbed(path), None)
     assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
 
@@ -364,7 +364,7 @@ def test_rows_as_models_with_many_ids_have_them_keep_what_the_reference_keeps(sh
         row = np.round(row)
     case = plain(row, seed=4, temperature=0.7, **fields)
     weights = process(row, case.params, case.history)
-    np.testing.assert_array_equal(case.sampler().law(row) > 0.0, np.isfinite(weights))
+    np.testing.assert_array_equal(case.sampler().distribution(row) > 0.0, np.isfinite(weights))
     scores = case.perturbed()
     assert case.sampler().choose(row, case.position) == int(np.argmax(scores))
     ranked = [token_id for token_id in np.argsort(-scores, kind="stable")[:16].tolist() if scores[token_id] > -math.inf]

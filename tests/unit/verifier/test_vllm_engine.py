@@ -116,7 +116,7 @@ def test_tokens_come_out_as_they_are_generated_and_the_last_ones_with_the_result
     record = last.result.speculation
     assert (record.num_steps, record.num_spec_steps, record.num_draft_tokens) == (2, 3, 6)
     assert (record.num_accepted_draft_tokens, record.acceptance_histogram) == (4, (1, 0, 2))
-    assert record.law_only
+    assert record.distribution_only
     assert not record.lossy
     assert (last.result.timings.queue_ns, last.result.timings.prefill_ns) == (500_000_000, 1_500_000_000)
     assert last.result.timings.decode_ns == 2_000_000_000

@@ -98,9 +98,9 @@ class OutputStream:
         result, record = self._result, trail.speculation
         if record is None and result is not None:
             record = result.speculation
-        if record is not None or self._lossy or trail.mixed or trail.law_only:
+        if record is not None or self._lossy or trail.mixed or trail.distribution_only:
             record = record or SpeculationRecord()
-            record = record._replace(lossy=self._lossy, mixed=trail.mixed, law_only=trail.law_only)
+            record = record._replace(lossy=self._lossy, mixed=trail.mixed, distribution_only=trail.distribution_only)
         reason = FinishReason.STOP if self.stopped or result is None else result.finish_reason
         return Ending(
             finish_reason=FinishReason.LENGTH if self._request.prompt_only else reason,

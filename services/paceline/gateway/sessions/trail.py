@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError
-from paceline.core.messages import SpeculationRecord, law_only
+from paceline.core.messages import SpeculationRecord, distribution_only
 from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite
 
 # Engines in a row that may die without a token of the session before it is not run again.
@@ -100,9 +100,9 @@ class SessionTrail:
         return AND in self.record.arithmetic
 
     @property
-    def law_only(self) -> bool:
+    def distribution_only(self) -> bool:
         """Whether a verifier took part that promises only the law of a text, not its tokens."""
-        return any(map(law_only, self.record.arithmetic.split(AND)))
+        return any(map(distribution_only, self.record.arithmetic.split(AND)))
 
     def may_go_to(self, verifier: Replica) -> bool:
         """Whether a verifier may continue it: its weights are those that the session began with.

@@ -46,7 +46,7 @@ def speculation_record(counts: Any, *, num_steps: int, mean_batch_size: float, l
         acceptance_histogram=histogram,
         mean_batch_size=mean_batch_size,
         lossy=lossy,
-        law_only=True,
+        distribution_only=True,
     )
 
 

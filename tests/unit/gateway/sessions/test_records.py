@@ -241,14 +241,16 @@ async def test_a_resumed_session_is_recorded_with_the_tokens_of_its_former_owner
 
 
 @pytest.mark.parametrize(
-    ("arithmetic", "law_only"),
+    ("arithmetic", "distribution_only"),
     [("", False), ("cpu x86_64, torch 2", False), ("vllm 0.32.0, torch 2", True), ("cuda 13.0 on H100, torch 2", True)],
 )
-def test_a_text_that_vllm_or_a_gpu_had_a_part_in_is_promised_in_law_only(arithmetic: str, law_only: bool) -> None:
+def test_a_text_that_vllm_or_a_gpu_had_a_part_in_is_promised_in_distribution_only(
+    arithmetic: str, distribution_only: bool
+) -> None:
     trail = SessionTrail(session_record(request(), "me"), PROMPT, lambda _: None, lambda: None, keeps_tokens=False)
-    assert not trail.law_only
+    assert not trail.distribution_only
     trail.placed(1, verifier("v", arithmetic=arithmetic, weights_hash="w"))
-    assert trail.law_only is law_only
+    assert trail.distribution_only is distribution_only
     trail.extend((4,))
     trail.placed(2, verifier("v", arithmetic="cpu x86_64, torch 2", weights_hash="w"))
-    assert trail.law_only is law_only
+    assert trail.distribution_only is distribution_only

@@ -272,7 +272,7 @@ def metrics(record: SpeculationRecord | None) -> Json:
             "num_hits": record.num_hits,
             "num_misses": record.num_misses,
             "lossy": record.lossy,
-            "exact": not record.law_only,
+            "exact": not record.distribution_only,
         }
     }
 
