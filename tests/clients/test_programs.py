@@ -1,11 +1,15 @@
-"""vLLM's load client, at both doors; in an environment of vLLM's own, where there is one."""
+"""Clients that are programs: vLLM's load client in an environment of its own, and Java's, each where it is there."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 VLLM = os.environ.get("PACELINE_CLIENT_SUITE_VLLM", "")
@@ -25,7 +29,7 @@ NUM_PROMPTS, OUTPUT_LEN = 4, 8
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.skipif(not VLLM, reason="no environment with vLLM is there; make vllm-test sets one up")
-def test_its_load_client_counts_what_it_asked_for(served, tmp_path, named) -> None:
+def test_vllm_s_load_client_counts_what_it_asked_for(served, tmp_path, named) -> None:
     options = {
         "--base-url": served.url,
         # Without, it asks for the models and reads `root` of the first.
@@ -47,3 +51,22 @@ def test_its_load_client_counts_what_it_asked_for(served, tmp_path, named) -> No
         assert (told["completed"], told["failed"]) == (NUM_PROMPTS, 0), told["errors"]
         assert told["total_output_tokens"] == NUM_PROMPTS * OUTPUT_LEN
         assert all(told["generated_texts"])
+
+
+@pytest.mark.skipif(not shutil.which("javac"), reason="needs java and javac, Debian's package default-jdk-headless")
+def test_java_s_own_client_gets_the_text_of_a_seed_whole_and_streamed(served) -> None:
+    """Each of its requests offers HTTP/2 by `Upgrade: h2c`, which a gateway ignores."""
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    asked: Any = {"model": served.model, "messages": messages, "max_tokens": 30, "seed": 3}
+    url = f"{served.v1}/chat/completions"
+    wanted = httpx.post(url, json=asked, timeout=120).json()["choices"][0]["message"]["content"]
+    bodies = [json.dumps({**asked, "stream": stream}) for stream in (False, True)]
+    command = ["java", Path(__file__).with_name("Post.java"), url, *bodies]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    offered, whole, again, *events = filter(None, done.stdout.splitlines())
+    assert offered == again == "HTTP_2 HTTP_1_1 200"
+    assert json.loads(whole)["choices"][0]["message"]["content"] == wanted
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert "".join(choice["delta"].get("content") or "" for each in chunks for choice in each["choices"]) == wanted
+    assert events[-1] == "data: [DONE]"
