@@ -367,7 +367,7 @@ class SpeculationRecord(google.protobuf.message.Message):
     NUM_MISSES_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     MIXED_FIELD_NUMBER: builtins.int
-    LAW_ONLY_FIELD_NUMBER: builtins.int
+    DISTRIBUTION_ONLY_FIELD_NUMBER: builtins.int
     num_steps: builtins.int
     """Steps of this session, rounds and plain steps alike."""
     num_spec_steps: builtins.int
@@ -386,8 +386,8 @@ class SpeculationRecord(google.protobuf.message.Message):
     """The law of the text is not the target's: penalties were counted anew where it was moved."""
     mixed: builtins.bool
     """Verifiers of different arithmetic computed the text: the same seed may bring another one."""
-    law_only: builtins.bool
-    """The engine promises the law of the text and not its tokens: the same seed may bring another one."""
+    distribution_only: builtins.bool
+    """The engine promises the distribution of the text and not its tokens: the same seed may bring another one."""
     @property
     def acceptance_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry k: rounds in which exactly k draft tokens matched."""
@@ -405,9 +405,9 @@ class SpeculationRecord(google.protobuf.message.Message):
         num_misses: builtins.int = ...,
         lossy: builtins.bool = ...,
         mixed: builtins.bool = ...,
-        law_only: builtins.bool = ...,
+        distribution_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "law_only", b"law_only", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "mixed", b"mixed", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "distribution_only", b"distribution_only", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "mixed", b"mixed", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
 
 Global___SpeculationRecord: typing_extensions.TypeAlias = SpeculationRecord
 
