@@ -104,7 +104,6 @@ def cache_folder(environ: Mapping[str, str], package: Path, sources: Sequence[st
     """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, or in the user's cache.
 
     Args:
-        environ: Environment variables.
         package: Folder that the sources lie in.
         sources: Their names in it.
 

@@ -55,9 +55,7 @@ class ModelHost(Protocol):
     max_sessions: int
 
     @property
-    def num_sessions(self) -> int:
-        """Sessions under way."""
-        ...
+    def num_sessions(self) -> int: ...
 
     @property
     def engine(self) -> EngineThread[Any, Any]:
@@ -72,9 +70,7 @@ class ModelHost(Protocol):
         """Ends all sessions, each with an answer."""
         ...
 
-    async def close(self) -> None:
-        """Frees everything."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +152,6 @@ def refuse_settings(config: ModelServiceConfig, engine: str, instead: Mapping[st
 
     Args:
         config: Settings of a service.
-        engine: The engine.
         instead: By the name of a setting, what there is in its place.
 
     Raises:
@@ -197,8 +192,6 @@ async def serve_model(
     """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
 
     Args:
-        host: The service.
-        config: Its settings.
         role: `verifier` or `drafter`.
         service_name: Full gRPC name.
         add_servicer: Adds the service to a server.

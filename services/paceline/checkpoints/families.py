@@ -235,7 +235,6 @@ def context_lens(limit: int, model_type: str, scaling: Config) -> tuple[int, int
     whoever serves the model, since it costs quality in short texts; it is used when asked for.
 
     Args:
-        limit: max_position_embeddings.
         model_type: As in config.json; Gemma 3's limit is that after scaling.
         scaling: rope_scaling or rope_parameters.
     """

@@ -26,7 +26,6 @@ class Kind:
     fits: Callable[[Any], bool]
 
     def __or__(self, other: Kind) -> Kind:
-        """Either of two kinds."""
         return Kind(f"{self.wanted} or {other.wanted}", lambda value: self.fits(value) or other.fits(value))
 
 
@@ -47,7 +46,6 @@ def number(low: float, high: float) -> Kind:
 
 
 def listed(of: Kind, plural: str) -> Kind:
-    """A list of one kind."""
     return Kind(f"a list of {plural}", lambda value: isinstance(value, list) and all(map(of.fits, value)))
 
 
@@ -70,7 +68,6 @@ def problem(content: Mapping[str, Any], kinds: Kinds, where: object, required: t
     """What is wrong with an object, in one line that names the place, the field and the value; empty: nothing.
 
     Args:
-        content: The object.
         kinds: Of its fields; others may be anything.
         where: File, or file and place in it.
         required: Fields that must be there.

@@ -93,7 +93,6 @@ def stream(config: GenerateConfig) -> Iterator[dict[str, Any]]:
 
 
 def request_body(config: GenerateConfig, model: str) -> dict[str, Any]:
-    """Returns the body of the request."""
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     speculation: dict[str, Any] = {"enabled": config.speculation}
     if config.max_draft_tokens is not None:

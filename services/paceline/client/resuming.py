@@ -130,7 +130,6 @@ class ResumingClient:
         patience_s: How long to keep trying without a new token, in seconds.
         silence_s: Longest wait for the next message of a stream, in seconds. Long, since streams may queue; gRPC's
             pings detect dead or frozen gateways sooner.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -190,7 +190,6 @@ def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence
     """Returns the settings with folders where they named checkpoints, heads among them.
 
     Args:
-        spec: The settings.
         say: Gets a line before something is fetched.
         files: Those of target and draft model that are needed here, see `folder_of`.
 

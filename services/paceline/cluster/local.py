@@ -57,7 +57,6 @@ class LocalFleet:
         """Starts nothing yet.
 
         Args:
-            spec: Settings.
             environ: Environment of the services.
             say: Gets a line for whatever a user should know.
             back_off: Pauses before restarts.

@@ -145,7 +145,6 @@ def answer(name: str, config: Config, context: int | None = None) -> Iterator[st
 
     Args:
         name: What the user has named.
-        config: Its config.json.
         context: Length of a session whose KV is counted, beside that of the longest.
     """
     if describes_eagle3(config):

@@ -321,7 +321,6 @@ class Launch:
 
     Attributes:
         spec: Settings of the fleet.
-        redis_url: The registry.
         log_dir: Folder of logs.
         environ: Environment to start from.
         modules: By role, what is started instead of `paceline.verifier` and the like; takes the same flags.
@@ -347,8 +346,6 @@ class Launch:
 
         Args:
             endpoint: Where it listens.
-            checkpoint: Its model.
-            share: Its CPUs.
             announce: Where others reach it if not where it listens.
             target: The target of an EAGLE-3 head, for its drafter.
             memory_utilization: Its share of the free memory; None: its own default.

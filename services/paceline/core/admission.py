@@ -96,8 +96,6 @@ def num_ahead(tenant: str, priority: int, others: Sequence[tuple[str, int]], *, 
     """Returns how many sessions must end before a new one gets a place.
 
     Args:
-        tenant: Whose it is.
-        priority: Its own.
         others: Tenants and priorities of those under way; some of them have the places, whatever their priority.
         num_places: How many places there are.
     """
@@ -114,7 +112,6 @@ def check_wait(wait_s: float, most_s: float | None) -> None:
     """Refuses a session that would wait longer than it may.
 
     Args:
-        wait_s: Expected wait.
         most_s: Longest wait asked for; None: any.
 
     Raises:

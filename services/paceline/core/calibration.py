@@ -18,7 +18,6 @@ class CalibrationStore(Generic[Key]):
     """The calibrations of an engine; its sessions share them.
 
     Args:
-        forest: Keeps them.
         kind_of: From a key to the kind that a calibration is kept as for a successor, which has other keys.
     """
 

@@ -18,7 +18,6 @@ class CatchingUp(Generic[SessionT]):
     """Committed tokens of a session whose KV a step computes.
 
     Attributes:
-        session: Whose.
         start: First row of its pages.
         stop: One more than the last.
         expands: Whether the children of the root are wanted, too.
@@ -35,7 +34,6 @@ class Expansion(Generic[SessionT]):
     """A node whose children a step computes.
 
     Attributes:
-        session: Whose.
         slot: Of the node in the forest, until the next commit.
         position: Of the node.
         path: Tokens from below the root down to it.
@@ -55,7 +53,6 @@ class Growing(Generic[SessionT]):
 
     Args:
         sessions: By their rows in the forest.
-        calls: The nodes.
         ends: int32 `[nodes]`, where the path of each ends.
         path: int32 `[n]`, tokens from below the root down to each.
         kv: int32 `[n]`, scratch slots of the same.
@@ -68,11 +65,9 @@ class Growing(Generic[SessionT]):
     kv: Ints
 
     def __len__(self) -> int:
-        """How many."""
         return len(self.ends)
 
     def __iter__(self) -> Iterator[Expansion[SessionT]]:
-        """Node by node."""
         path, kv, start = self.path.tolist(), self.kv.tolist(), 0
         for row, slot, end in zip(self.calls.rows.tolist(), self.calls.slots.tolist(), self.ends.tolist(), strict=True):
             session = self.sessions[row]
@@ -97,10 +92,8 @@ class Offer(NamedTuple):
     """What may follow a node, or the root.
 
     Attributes:
-        session: Whose tree.
         slot: Of the node, or ROOT.
         token_ids: The guesses, best first.
-        confidences: In each.
         draft: The distribution that the one guess of a chain was sampled from, and its position.
     """
 

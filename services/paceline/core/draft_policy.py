@@ -164,8 +164,6 @@ class Goodput:
         Args:
             expected: Tokens of each session in a step now, `[sessions]`.
             gains: What the next nodes would add, `[sessions]`.
-            wait_s: See above.
-            step_s: See above.
         """
         return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
 
@@ -218,7 +216,6 @@ class FixedGamma(Goodput):
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """All of them."""
         return len(gains)
 
 

@@ -79,7 +79,6 @@ class DraftScheduler(Generic[SessionT]):
     Args:
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
-        limits: Bounds.
         vocab_size: Of the draft model.
         context_len: Most tokens that it takes.
         open_session: Makes a session of a verifier's message; raises `LocalProtocolError` where the draft model
@@ -117,7 +116,6 @@ class DraftScheduler(Generic[SessionT]):
 
     @property
     def num_sessions(self) -> int:
-        """Sessions of all verifiers."""
         return len(self._sessions)
 
     @property

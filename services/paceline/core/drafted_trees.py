@@ -33,9 +33,6 @@ class DraftedTrees(Generic[SessionT]):
     Args:
         scratch: Slots for KV of nodes.
         context_len: Tokens that the draft model takes.
-
-    Attributes:
-        forest: Their nodes.
     """
 
     def __init__(self, scratch: SlotPool, context_len: int) -> None:
@@ -62,7 +59,6 @@ class DraftedTrees(Generic[SessionT]):
         return self._scratch.num_free > 0
 
     def add(self, session: SessionT) -> None:
-        """A session was opened."""
         row = session.row = self.forest.take_row()
         self._sessions[row] = session
         self._rows = rows_of(self._sessions)
@@ -78,7 +74,6 @@ class DraftedTrees(Generic[SessionT]):
         self.place(session)
 
     def remove(self, session: SessionT) -> None:
-        """A session has ended."""
         self.clear(session)
         self._behind.pop(session.row, None)
         del self._sessions[session.row]

@@ -33,9 +33,7 @@ class LinkedSession(Protocol):
     tree: DraftTree
     tokens: list[int]
 
-    def check(self, base_len: int, *, has_distributions: bool) -> None:
-        """See `VerifierSession.check`."""
-        ...
+    def check(self, base_len: int, *, has_distributions: bool) -> None: ...
 
 
 class DrafterTier:

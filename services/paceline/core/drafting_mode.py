@@ -54,7 +54,6 @@ class Mode(enum.Enum):
 
     @property
     def other(self) -> Mode:
-        """The other one."""
         return Mode.PLAIN if self is Mode.DRAFTING else Mode.DRAFTING
 
 
@@ -72,7 +71,6 @@ class Rate:
             self._sums += LEAST_STEPS * np.array([1.0, value, 1.0, value * value, value, 1.0])
 
     def add(self, tokens: float, time: float) -> None:
-        """Takes in a step."""
         if self.steps >= LEAST_STEPS:
             time = min(time, MOST_DELAY * self.step_time)
         self._sums += (1.0, tokens, time, tokens * tokens, tokens * time, time * time)
@@ -83,12 +81,10 @@ class Rate:
 
     @property
     def steps(self) -> float:
-        """How many it stands for."""
         return float(self._sums[0])
 
     @property
     def step_time(self) -> float:
-        """Mean time of a step."""
         return float(self._sums[2] / self._sums[0])
 
     @property
@@ -98,7 +94,6 @@ class Rate:
 
     @property
     def error(self) -> float:
-        """Standard error of that."""
         value, (steps, tokens, time, tokens2, cross, time2) = self.value, self._sums
         residual = tokens2 - value * (2.0 * cross - value * time2)
         return math.sqrt(max(residual, (LEAST_SPREAD * tokens) ** 2 / steps)) / float(time)
@@ -110,7 +105,6 @@ class Trial:
 
     Attributes:
         counted: Steps that count.
-        steps: All of them.
         lost: What it has lost, in plain steps.
         warm_up: The part of that which was lost before its first counted step.
     """
@@ -133,7 +127,6 @@ class Load:
     Attributes:
         rates: Of both modes.
         saved: What a trial may lose now, in plain steps; less than 0: what the last ones lost beyond that.
-        trial: Under way.
         warm_up: What the last trial lost before its first counted step.
     """
 

@@ -25,7 +25,6 @@ class TokensAfterFirst(Sequence[int]):
         self._tokens = tokens
 
     def __len__(self) -> int:
-        """One less than there are tokens."""
         return max(0, len(self._tokens) - 1)
 
     @overload
@@ -35,7 +34,6 @@ class TokensAfterFirst(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        """Token or tokens, counted from the second."""
         if isinstance(index, int):
             return self._tokens[index + 1 if index >= 0 else index]
         start, stop, _ = index.indices(len(self))

@@ -71,7 +71,6 @@ class Steps:
     """Steps over `num_sessions` sessions.
 
     Args:
-        table: Their times.
         num_sessions: Roots in each.
         other_rows: Rows of prompts in each.
     """

@@ -109,8 +109,6 @@ class CommittedStates:
     """The target's fused hidden states at committed positions from `start` on, for drafters that draft from them.
 
     Args:
-        number: The session.
-        start: See above.
         width: Numbers a position.
         values: bfloat16 [n, width], little-endian.
     """
@@ -167,11 +165,9 @@ class Commits:
 
     @property
     def num_sessions(self) -> int:
-        """How many there are."""
         return len(self.numbers)
 
     def __iter__(self) -> Iterator[Commit]:
-        """Session by session."""
         tokens, start = self.tokens.tolist(), 0
         counts = (self.numbers, self.base_lens, self.ends, self.rooms)
         for number, base_len, end, room, price in zip(
@@ -227,12 +223,10 @@ class Drafts:
 
     @property
     def num_sessions(self) -> int:
-        """How many there are."""
         return len(self.numbers)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all sessions."""
         return len(self.ids)
 
     @property

@@ -21,5 +21,4 @@ class MovingAverage:
     weight: float = USUAL_WEIGHT
 
     def add(self, observed: float) -> None:
-        """Takes in an observation."""
         self.value += self.weight * (observed - self.value)

@@ -68,7 +68,6 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that sessions hold."""
         return self.num_blocks - len(self._free) - len(self._idle)
 
     def match_prefix(self, token_ids: Sequence[int], before: bytes | None = None) -> tuple[list[int], list[bytes]]:
@@ -164,7 +163,6 @@ class SlotPool:
 
     Args:
         first_block: First of the blocks set aside.
-        num_blocks: How many.
     """
 
     def __init__(self, first_block: int, num_blocks: int) -> None:
@@ -174,12 +172,10 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """Slots left."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Slots taken."""
         return self.num_slots - len(self._free)
 
     def take(self) -> int | None:
@@ -191,7 +187,6 @@ class SlotPool:
         return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def give_back(self, *slots: int) -> None:
-        """Frees slots."""
         self._free.extend(slots)
 
 

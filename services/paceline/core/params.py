@@ -154,7 +154,6 @@ class SpeculationParams:
     method: str = ""
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         if self.max_draft_tokens is not None:
             _require_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
         _require(

@@ -36,7 +36,6 @@ class Part(Generic[SessionT]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step."""
         return self.stop - self.start + self.num_guesses
 
     @property
@@ -71,13 +70,11 @@ class StepPlan(Generic[SessionT]):
     num_prefill_rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Counts rows."""
         self.num_prefill_rows = sum(part.num_rows for part in self.reading)
         self.num_rows = len(self.decoding) + len(self.guesses.tokens) + self.num_prefill_rows
 
     @property
     def parts(self) -> list[Part[SessionT]]:
-        """All sessions of the step."""
         return self.decoding + self.reading
 
     def guesses_of(self, place: int) -> Guesses:

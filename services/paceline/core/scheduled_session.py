@@ -37,13 +37,11 @@ class ScheduledSession(VerifierSession):
         request: What to run.
         serial: Grows with every session; tells it from an earlier one of the same id.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
-        pool: Pages.
         forest: Where its tree is; None: in one of its own.
         calibrations: Numbers of those of its sources.
         stop_ids: Tokens that end it.
         max_model_len: Most tokens, prompt and output.
         acceptance: Name of the rule that judges guesses.
-        submitted_s: When it was submitted.
         price: Of the last step.
         grammar: What its output follows; None: none.
 

@@ -34,7 +34,6 @@ class Scheduler(Generic[SessionT]):
     Args:
         pool: Pages of committed KV.
         scratch: Slots for the KV of verified nodes.
-        limits: Bounds.
         policy: Which nodes a step verifies.
         tier: The drafters, and the trees of all sessions.
 
@@ -264,9 +263,7 @@ class Scheduler(Generic[SessionT]):
         """Takes in what the target chose for sessions of the step.
 
         Args:
-            plan: The step.
             judged: Its sessions, and what this round commits to each, up to the token that ends the text.
-            now_s: The time.
 
         Returns:
             What goes to their clients.

@@ -56,7 +56,6 @@ class SpeculationTally:
         self.histogram[num_accepted] += 1
 
     def record(self) -> SpeculationRecord:
-        """The counts so far."""
         # By place: it is made for each session in each step.
         return SpeculationRecord(
             self.num_steps,
@@ -187,7 +186,6 @@ def merge(
         forest: Of the sessions.
         source: The drafter's method.
         rows: Theirs, in the order of the guesses.
-        drafts: The guesses.
         filtered: Trees that filter their guesses, by the places of their sessions in the rows.
     """
     filtered = filtered or {}
@@ -213,7 +211,6 @@ class NewTokens(NamedTuple):
     """What a step commits to a session.
 
     Attributes:
-        session: Whose.
         token_ids: At least one.
         chances: For each, the probability that the guess in its place was accepted, where the acceptance rule knows it;
             None: a guess matched or did not.

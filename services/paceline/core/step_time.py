@@ -67,7 +67,6 @@ class StepCost:
     computed: Ints | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Checks the table."""
         increasing = all(map(operator.lt, self.rows, self.rows[1:]))
         if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not (increasing and _is_monotone(self.seconds)):
             raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")

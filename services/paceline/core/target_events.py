@@ -95,7 +95,6 @@ class TracedStart:
     """A session that is traced got a token from its prompt; again, where it was preempted and computed anew.
 
     Attributes:
-        serial: The session's.
         submitted_s: When it came, by the engine's clock, as all times here.
         admitted_s: When it first got a place.
         at_s: When the token was committed.
@@ -114,7 +113,6 @@ class TracedRound:
     """One decoding step of a session that is traced.
 
     Attributes:
-        serial: The session's.
         at_s: When its tokens were committed.
         gamma: Draft tokens verified.
         num_accepted: Of these, those that matched.

@@ -17,7 +17,6 @@ class TokenDigest:
         self._hash = hashlib.sha256()
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Takes the next tokens."""
         self._hash.update(np.asarray(token_ids, dtype="<u4").tobytes())
 
     def hex(self) -> str:

@@ -22,7 +22,6 @@ class Node:
 
     Args:
         parent: The node it hangs below; None: it is the root.
-        token_id: The guess.
         position: The absolute index that the token would take.
         draft: The distribution that it was sampled from, where the acceptance rule asks for it.
 
@@ -59,7 +58,6 @@ def verified_nodes(
     Of a chain the guess behind the last one is there, too, below it: how likely it was accepted is known all the same.
 
     Args:
-        tokens: Committed ones.
         guesses: Of this session alone.
         drafts: Distributions that guesses were sampled from, by position.
     """
@@ -104,7 +102,6 @@ class DraftTree:
     """A row of a forest; nodes are slots, which are good until the next commit.
 
     Args:
-        forest: Where it is.
         tokens: Committed ones, at least 1.
         calibrations: Numbers of those of its sources; a source without one is believed.
         chain: A node has one child: what is guessed beside the first is dropped, whatever it is.
@@ -152,7 +149,6 @@ class DraftTree:
                 self.forest.judge(self.row, number, calibrations.get(source, NONE))
 
     def close(self) -> None:
-        """The session has ended."""
         self._give_back()
 
     @property
@@ -201,7 +197,6 @@ class DraftTree:
         """Looks at the nodes from a slot on.
 
         Args:
-            first: The slot.
             drafts: The guesses that have added them, beside those for others.
             mine: Which of the guesses are for this session.
 

@@ -64,7 +64,6 @@ class DrafterConfig(ModelServiceConfig):
     engine_stall_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Checks which settings go together."""
         ModelServiceConfig.__post_init__(self)
         if (self.engine == SIMULATED) != bool(self.profile):
             raise ConfigError(f"--engine {SIMULATED} and --profile need one another")

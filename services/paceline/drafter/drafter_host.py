@@ -66,7 +66,6 @@ class DraftHost:
         self.engine_died("this drafter shuts down")
 
     async def close(self) -> None:
-        """Ends the engine."""
         await self.engine.close()
 
     async def converse(

@@ -42,7 +42,6 @@ def own_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], Draft
 
 
 def checkpoint_of(config: DrafterConfig) -> DraftCheckpoint:
-    """What this drafter drafts with."""
     return DraftCheckpoint(
         folder=config.model,
         target=config.target_model,

@@ -39,7 +39,6 @@ class _DraftTrace:
     max_lag_tokens: int = 0
 
     def end(self) -> None:
-        """Ends the span."""
         self.span.set_attributes(
             {
                 names.NUM_COMMITS: self.num_commits,

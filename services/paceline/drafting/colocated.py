@@ -26,8 +26,6 @@ class ColocatedEngine:
     """A target engine and a draft engine that take turns.
 
     Args:
-        target: The verifier's.
-        draft: The drafter's.
         wants_states: Whether it drafts from hidden states.
         clock: Seconds, monotonic.
     """
@@ -43,7 +41,6 @@ class ColocatedEngine:
         target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
 
     def handle(self, event: TargetEvent) -> None:
-        """Takes in one event."""
         self._target.handle(event)
 
     def has_work(self) -> bool:

@@ -95,7 +95,6 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
     """Grows trees by passes through some of the target's layers.
 
     Args:
-        decoder: The target.
         layers: Those that draft, in the order in which they run.
         cost: Time of a pass through them as a share of a step's.
         width: Guesses below each node.

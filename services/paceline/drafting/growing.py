@@ -41,7 +41,6 @@ def best_guesses(
         logits: float32 [vocab].
         position: Absolute position of the token to guess.
         path: Guessed tokens between the committed ones and that position.
-        count: Most guesses.
     """
     try:
         token_ids, weights = session.rank(logits, position, NUM_RANKED, path)
@@ -63,7 +62,6 @@ def grow_best_first(
     """Grows a tree from its root by one source: of all guesses that could come next, the likeliest is added first.
 
     Args:
-        tree: The tree.
         source: Name of the source.
         state: Of the root.
         guesses: From a node's state to its children: `(token_id, confidence, state)`, in any order.

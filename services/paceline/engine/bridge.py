@@ -54,9 +54,7 @@ class Stepper(Protocol[EventT, OutputT]):
         """What goes out before the next step runs, if anything; `step` follows, with no event between them."""
         ...
 
-    def step(self) -> OutputT:
-        """Runs one step."""
-        ...
+    def step(self) -> OutputT: ...
 
 
 class EngineThread(Generic[_Event, _Output]):
@@ -117,7 +115,6 @@ class EngineThread(Generic[_Event, _Output]):
         """Hands an event to the thread; safe from any thread, never blocks.
 
         Args:
-            event: What happened.
             always: Take it even when the inbox is full; for events that end or undo something.
 
         Raises:

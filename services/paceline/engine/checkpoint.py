@@ -35,7 +35,6 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensor names."""
         return frozenset(self._shard_of)
 
     @property
@@ -49,7 +48,6 @@ class Checkpoint:
         return sum(math.prod(self._shards[path].get_slice(name).get_shape()) for name, path in self._shard_of.items())
 
     def has(self, name: str) -> bool:
-        """Whether the tensor exists."""
         return name in self._shard_of
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:

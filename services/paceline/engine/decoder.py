@@ -78,8 +78,6 @@ class Decoder:
         """Writes the rows' KV and states, and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order.
 
         Args:
-            batch: Rows.
-            cache: Their KV.
             layers: Runs these layers alone, in this order, and keeps no states; None runs all.
         """
         return self.backend.forward(batch, cache, self.states if layers is None else NO_STATES, layers)

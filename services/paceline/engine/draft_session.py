@@ -70,8 +70,6 @@ class DraftSession(ScheduledDraftSession):
             trees: Where its tree is.
             slot: Of the node, or ROOT.
             path: Tokens from below the root down to it.
-            row: The logits.
-            width: Most guesses.
 
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.

@@ -67,7 +67,6 @@ class DraftEngine:
         decoder: The draft model.
         identity: What it calls itself.
         num_blocks: Pages of committed KV; a quarter as many are added for tree nodes.
-        limits: Bounds.
         clock: Seconds, monotonic.
     """
 
@@ -100,11 +99,9 @@ class DraftEngine:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions of all verifiers."""
         return self.scheduler.num_sessions
 
     def handle(self, event: DraftEvent) -> None:
-        """Takes in one event."""
         self.scheduler.handle(event, self._clock())
         # Committed nodes go to their places before anything else is written to their slots.
         self._cache.apply_moves(self.scheduler.moves)
@@ -227,7 +224,6 @@ class _Computed(NamedTuple):
     """A node, or the root, whose children's logits a step has computed.
 
     Attributes:
-        session: Whose.
         slot: Of the node, or ROOT.
         path: Tokens from below the root down to it.
         row: Of its logits.

@@ -36,7 +36,6 @@ class StateLayout:
 
     @property
     def width(self) -> int:
-        """Numbers a row."""
         return self.fused_width + (self.hidden_size if self.final else 0)
 
     @property

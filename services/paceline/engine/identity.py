@@ -20,7 +20,6 @@ def model_identity(
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
-        folder: Checkpoint folder.
         name: Name for users; empty: see `served_name`.
         dtype: Weight type asked for, see `load_decoder`.
         device: Where, see `load_decoder`.

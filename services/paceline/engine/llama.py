@@ -52,7 +52,6 @@ class LlamaWeights:
 
     Attributes:
         embedding: [vocab, hidden].
-        layers: In order.
         final_norm: float32 [hidden].
         head: From final hidden states to logits.
         features: How the first layer takes features; None: it takes the normalised embedding alone.

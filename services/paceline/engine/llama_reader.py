@@ -29,7 +29,6 @@ class LlamaReader:
         dtype: torch.dtype,
         platform: Platform,
     ) -> None:
-        """Remembers what to read."""
         self._checkpoint = checkpoint
         self._config = config
         self._shape = shape

@@ -111,7 +111,6 @@ class MedusaHeads:
         return cls(blocks, [decoder.platform.head(weight(name, vocab, hidden)) for name in names])
 
     def __len__(self) -> int:
-        """How many heads there are."""
         return len(self._blocks)
 
     @torch.inference_mode()

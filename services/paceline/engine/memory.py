@@ -61,7 +61,6 @@ def model_needs(folder: Path, dtype: str, device: str, *, state_width: int = 0) 
     """Reads what a model takes from the headers of its weight files.
 
     Args:
-        folder: Checkpoint folder.
         dtype: As in `load_decoder`.
         device: As in `load_decoder`.
         state_width: Numbers kept beside the KV of each token, in units of the model's hidden size.
@@ -117,9 +116,7 @@ class MemorySettings(Protocol):
     """The settings of a service that decide its memory; see `paceline.model_service.ModelServiceConfig`."""
 
     @property
-    def device(self) -> str:
-        """Where the model runs."""
-        ...
+    def device(self) -> str: ...
 
     @property
     def memory_utilization(self) -> float:
@@ -132,9 +129,7 @@ class MemorySettings(Protocol):
         ...
 
     @property
-    def max_num_seqs(self) -> int:
-        """Most sessions."""
-        ...
+    def max_num_seqs(self) -> int: ...
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -155,11 +150,8 @@ def plan_service(
     """Plans the memory of a service from what is free now, and logs the plan.
 
     Args:
-        config: Its settings.
         models: All that it loads; the logits of a full step are those of the first.
         page_bytes: Of one page in all models, with the scratch that grows with the pages.
-        scratch_bytes: Other scratch.
-        context_len: Longest session.
         host_pages: Most pages in the memory of a host, which others use as well, unless a number is asked for.
         least_pages: Fewer are of no use.
 
@@ -310,7 +302,6 @@ def log_memory(decoder: Decoder, *, num_blocks: int, num_scratch_blocks: int) ->
     """Logs where the memory of this process goes.
 
     Args:
-        decoder: The model.
         num_blocks: Pages of committed KV.
         num_scratch_blocks: Pages set aside for tree nodes.
     """

@@ -18,8 +18,6 @@ class PrefixRows(NamedTuple):
     """Committed tokens in a row, whose slots are reserved.
 
     Attributes:
-        sequence: Whose.
-        start: First position.
         stop: One more than the last.
         wants_logits: Whether the last row's logits are wanted.
         judged: Positions whose logits are wanted before; in a row, as they are.
@@ -37,7 +35,6 @@ class TreeRow(NamedTuple):
 
     Attributes:
         sequence: Whose tree it is.
-        token_id: The guess.
         position: Absolute position of the guess.
         slots: Scratch slots from below the root down to it, the last for its own KV.
     """
@@ -105,7 +102,6 @@ class BatchBuilder:
 
         Args:
             sequences: At least one.
-            guesses: Of each.
 
         Returns:
             Index of the logits of each one's last committed token; those of its guesses follow.

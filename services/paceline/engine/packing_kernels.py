@@ -56,7 +56,6 @@ def fill_prefixes(columns: Any, row: int, prefixes: Ints, tokens: Ints) -> None:
 
     Args:
         columns: See `Columns`.
-        row: The first.
         prefixes: int32 `[prefixes, 6]`: sequence, first position, one more than the last, whether the last row's logits
             are wanted, and from and to which positions those of others are.
         tokens: int32 `[rows]`.
@@ -76,9 +75,7 @@ def fill_trees(columns: Any, row: int, roots: Ints, guesses: Guesses) -> None:
 
     Args:
         columns: See `Columns`.
-        row: The first.
         roots: int32 `[sequences, 3]`: sequence, committed tokens, the last of them.
-        guesses: Of each.
     """
     first_guess = 0
     for each in range(len(roots)):
@@ -102,7 +99,6 @@ def fill_nodes(columns: Any, row: int, nodes: Ints, slots: Ints) -> None:
 
     Args:
         columns: See `Columns`.
-        row: The first.
         nodes: int32 `[nodes, 4]`: sequence, guess, position, where its slots end.
         slots: Scratch slots from below the root down to each, itself included.
     """

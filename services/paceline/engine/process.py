@@ -24,7 +24,6 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
     """Keeps the process to the given CPUs (`0,2-3`; empty: all).
 
     Args:
-        cpus: Its own.
         spare_cpus: Those it may use besides, when no other process wants them.
 
     Raises:

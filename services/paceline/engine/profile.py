@@ -23,8 +23,6 @@ def profile_steps(
     """Runs steps of up to `most_rows` rows over scratch slots alone, and returns their times; takes seconds.
 
     Args:
-        decoder: The model.
-        cache: Its KV.
         scratch: Slots to write to, at least `most_rows`; all of them are free again afterwards.
         clock: Seconds, monotonic.
         most_rows: Of a step.

@@ -55,7 +55,6 @@ class RopeTable:
     """Cosines and sines by position, in chunks of fixed shape: a position always has the same bits."""
 
     def __init__(self, frequencies: RopeFrequencies) -> None:
-        """Starts with the first chunk of positions."""
         self._inverse = torch.tensor(frequencies.inverse, dtype=torch.float32)
         self._scaling = frequencies.attention_scaling
         half = len(frequencies.inverse)

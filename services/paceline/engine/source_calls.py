@@ -64,7 +64,6 @@ class SourceCalls:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of its sources."""
         return self._records
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:

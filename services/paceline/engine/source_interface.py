@@ -52,7 +52,6 @@ class Turn(Generic[FollowerT]):
     Attributes:
         follower: The source at work on it.
         tree: Where to add guesses.
-        limit: Most guesses.
         least: Survival below which no guess is worth a place.
     """
 

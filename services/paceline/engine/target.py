@@ -61,7 +61,6 @@ class TargetEngine:
         decoder: The target model.
         identity: What it calls itself.
         num_blocks: Pages of committed KV.
-        limits: Bounds.
         policy: Which nodes a step verifies.
         clock: Seconds, monotonic.
         sources: Sources of guesses inside the verifier, beside the drafters.
@@ -131,7 +130,6 @@ class TargetEngine:
     # Events
 
     def handle(self, event: TargetEvent) -> None:
-        """Takes in one event."""
         match event:
             case Submit():
                 self._submit(event)

@@ -31,12 +31,10 @@ class TargetSession(ScheduledSession):
         identity: The target model.
         drafter_address: Address of its drafter; empty: none.
         max_model_len: Most tokens, prompt and output.
-        pool: Pages.
         forest: Where its tree is; None: in one of its own.
         calibrations: Numbers of those of its sources.
         sources: Those inside the verifier.
         acceptance: Name of the rule that judges guesses.
-        submitted_s: When it was submitted.
         price: Of the last step.
         grammar: Of its sampling parameters, before the first token of the output; None: it has none.
 

@@ -38,7 +38,6 @@ def follow(plan: StepPlan[TargetSession], logits: Logits, firsts: Sequence[int])
     """Follows the target's tokens down the guesses of sessions that choose by their logits alone.
 
     Args:
-        plan: The step.
         logits: float32 `[rows, vocab]`.
         firsts: Of each part, the row of its last committed token; those of its guesses follow.
 
@@ -100,7 +99,6 @@ def rank(logits: Logits, rows: Sequence[int], positions: Sequence[int], choices:
 
     Args:
         logits: float32 `[rows, vocab]`.
-        rows: Which of them.
         positions: Absolute, of the tokens to guess.
         choices: A `CHOICE` for each.
     """

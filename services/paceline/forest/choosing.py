@@ -46,7 +46,6 @@ def best_chain(nodes: Any, count: int, cap: int, least: float, slots: Ints, weig
 
 @kernel
 def pick(f: Arrays, rows: Ints, caps: Ints, chains: Bools, least: float, slots: Ints, survivals: Floats) -> None:
-    """See `Forest.best`; `least` is a logarithm."""
     for index in range(len(rows)):
         row, cap, found = rows[index], caps[index], 0
         if cap and chains[index]:
@@ -67,7 +66,6 @@ def pick(f: Arrays, rows: Ints, caps: Ints, chains: Bools, least: float, slots: 
 def gather(
     f: Arrays, rows: Ints, slots: Ints, counts: Ints, taken: Ints, tokens: Ints, positions: Ints, parents: Ints
 ) -> None:
-    """See `Forest.gather`."""
     total = 0
     for index in range(len(rows)):
         nodes = f.nodes[rows[index]]
@@ -92,7 +90,6 @@ def promise(
     expected: Floats,
     gains: Floats,
 ) -> None:
-    """See `Forest.prospects`; `slots` and `survivals` are those of `pick`."""
     for index in range(len(rows)):
         row, cap, found, total, leaf = rows[index], caps[index], 0, 0.0, 0.0
         nodes, count = f.nodes[row], f.trees[row].count
@@ -115,7 +112,6 @@ def trace(f: Arrays, rows: Ints, slots: Ints, ends: Ints, tokens: Ints, kvs: Int
     """Paths from below the root down to some slots, these included.
 
     Args:
-        f: The forest.
         rows: Of the nodes.
         slots: Of the nodes.
         ends: Filled with where each one's path ends.

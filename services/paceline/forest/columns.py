@@ -63,9 +63,6 @@ class Gathered(NamedTuple):
     """Nodes that a step verifies, session by session, parents before children: int32 `[nodes]` each.
 
     Attributes:
-        slots: Of them.
-        tokens: The guesses.
-        positions: Absolute.
         parents: Which of the session's nodes here each one hangs below; ROOT: the root.
     """
 
@@ -100,7 +97,6 @@ class Guesses(NamedTuple):
         return last.tolist()
 
     def of(self, place: int) -> Guesses:
-        """Those of one session."""
         stop = int(self.counts[: place + 1].sum())
         mine = slice(stop - int(self.counts[place]), stop)
         return Guesses(self.counts[place : place + 1], *(column[mine] for column in self[1:]))

@@ -45,9 +45,6 @@ def compact(
     """Moves what hangs below the new root to the front, with survivals from there; the others free their KV.
 
     Args:
-        tree: The tree.
-        nodes: Its nodes.
-        names: Its ids.
         root: Slot of the last committed token.
         hit: Whether that is the new root; if not, nothing lives on.
         at: MATCHED for committed slots, else NONE; filled with where nodes are now.
@@ -105,7 +102,6 @@ def commit(
     freed: Ints,
     counts: Any,
 ) -> tuple[int, int]:
-    """See `Forest.commit`; returns how many moves and freed rows there are."""
     num_moves = num_freed = start = 0
     for index in range(len(rows)):
         row, end = rows[index], ends[index]

@@ -118,7 +118,6 @@ def any_work(f: Arrays, rows: Ints, room: bool, context_len: int) -> bool:
 def frontier(
     f: Arrays, rows: Ints, limit: int, context_len: int, out_rows: Ints, out_slots: Ints, out_weights: Floats
 ) -> int:
-    """See `Forest.frontier`; returns how many were found."""
     total = 0
     slots, weights = np.empty(limit, np.int32), np.empty(limit)
     for index in range(len(rows)):
@@ -160,7 +159,6 @@ def push(
     confidences: Floats,
     ends: Ints,
 ) -> None:
-    """See `Forest.push`."""
     total = 0
     for index in range(len(rows)):
         tree, nodes = f.trees[rows[index]], f.nodes[rows[index]]

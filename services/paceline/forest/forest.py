@@ -86,7 +86,6 @@ class Forest:
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """The session has ended."""
         self._free.append(row)
 
     def open(
@@ -329,7 +328,6 @@ class Forest:
         Args:
             rows: int32 `[sessions]`.
             limit: Most nodes of each.
-            most: Most nodes.
             context_len: Tokens that the draft model takes: children must lie within them.
         """
         size = len(rows) * limit

@@ -44,7 +44,6 @@ def took_in(
     """Guesses of sessions have come, and are in their trees; learns how long they took.
 
     Args:
-        a: The links.
         rows: int32 `[messages]`.
         bases: int32 `[messages]`, committed tokens that the drafter knew.
         sizes: int32 `[messages]`, guesses; of a message without any nothing is learned.
@@ -150,10 +149,8 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> in
     """What drafters do not know yet counts as sent.
 
     Args:
-        a: The links.
         trees: Of the forest.
         rows: int32 `[sessions]`.
-        now_s: The time.
         opens: Filled with whether each session is to be opened at its drafter.
 
     Returns:

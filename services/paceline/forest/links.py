@@ -75,7 +75,6 @@ class Links:
         link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
 
     def name(self, row: int, number: int) -> None:
-        """Its name in messages."""
         self.arrays.links["number"][row] = number
 
     def bound(

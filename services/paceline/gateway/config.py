@@ -128,7 +128,6 @@ class GatewayConfig:
     )
 
     def __post_init__(self) -> None:
-        """Checks what goes together."""
         check_host("--host", self.host)
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):

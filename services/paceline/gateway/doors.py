@@ -69,7 +69,6 @@ class DoorLimits:
         """Returns the limits that follow from the settings.
 
         Args:
-            config: The settings.
             most_files: That the process may have open.
 
         Raises:

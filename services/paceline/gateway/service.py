@@ -62,7 +62,6 @@ async def serve(
     """Serves until `stop` is set, then lets running sessions finish.
 
     Args:
-        config: Settings.
         store: Registry and session records; remains the caller's.
         codecs: Tokenizers by model name.
         stop: Set from outside.

@@ -94,7 +94,6 @@ class Meter:
         return Meter(self._registry, model_name, self._of_models)
 
     def counter(self, name: str, documentation: str) -> Counter:
-        """Returns a counter."""
         return self._single(Counter, name, documentation)
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:

@@ -144,7 +144,6 @@ class _PatientExporter(SpanExporter):
         self._inner.shutdown(timeout_millis=0)
 
     def shutdown(self) -> None:
-        """Ends the connection."""
         self.give_up()
 
 

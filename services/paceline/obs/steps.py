@@ -37,7 +37,6 @@ def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) 
 
 
 def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
-    """Counts one step."""
     metrics.sessions.num_running.set(report.num_running)
     metrics.sessions.num_waiting.set(report.num_waiting)
     metrics.cache.usage.set(report.kv_usage)

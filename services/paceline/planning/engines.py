@@ -66,7 +66,6 @@ class Request:
 
     @property
     def num_received(self) -> int:
-        """Tokens that came."""
         return sum(count for _, count in self.pieces)
 
     @property
@@ -82,7 +81,6 @@ class EngineAtWork(Generic[_Event, _Output]):
     own clock on, and what it has done is handed on when it would end.
 
     Args:
-        events: The simulation's.
         deliver: Called with every output.
 
     Attributes:
@@ -103,7 +101,6 @@ class EngineAtWork(Generic[_Event, _Output]):
         return self._events.now_s + self._ahead_s
 
     def pace(self, facts: DeviceFacts, seed: int, overhead: float = 0.0) -> Pace:
-        """A device of this engine."""
         return Pace(facts, seed=seed, overhead=overhead, clock=self.now_s, sleep=self._sleep)
 
     def post(self, event: _Event) -> None:
@@ -155,8 +152,6 @@ class DrafterAtWork:
 
     Args:
         address: What verifiers know it by.
-        profile: Facts.
-        events: The simulation's.
         seed: Of the luck with step times.
     """
 
@@ -177,7 +172,6 @@ class DrafterAtWork:
         self._num_sessions += change
 
     def send(self, messages: Sequence[ToDrafter], verifier: VerifierAtWork) -> None:
-        """A verifier sends messages."""
         if verifier not in self._verifiers:
             self._verifiers.append(verifier)
         received = VerifierMessages(link=self._verifiers.index(verifier), messages=messages)
@@ -195,8 +189,6 @@ class VerifierAtWork:
     """A verifier whose sessions have drafters of the tier, one inside it, or none.
 
     Args:
-        profile: Facts.
-        events: The simulation's.
         colocated: Whether it drafts itself.
         drafters: Those of the tier.
         on_end: Called with every request that has all its tokens.

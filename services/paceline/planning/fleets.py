@@ -52,8 +52,6 @@ class Plan:
     """A fleet and what is expected of it, as its cell shows.
 
     Args:
-        fleet: The fleet.
-        profile: Facts.
         outcome: Of one cell.
         offered_tokens_per_s: What the load asks of the whole fleet.
         meets: Whether the goals are met.
@@ -117,7 +115,6 @@ def least_fleet(
     """The smallest fleet that meets the goal, by growing and bisection; None when none of any size would.
 
     Args:
-        profile: Facts.
         way: How drafts are made.
         ratio: Verifiers to a drafter, for a tier.
         load: What the fleet has to carry.

@@ -33,7 +33,6 @@ class Fleet:
 
     Args:
         way: How drafts are made.
-        num_verifiers: Replicas.
         num_drafters: Replicas of the drafter tier.
 
     Raises:
@@ -45,7 +44,6 @@ class Fleet:
     num_drafters: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
         if self.num_verifiers < 1:
             raise ConfigError(f"num_verifiers must be at least 1, got {self.num_verifiers}")
         if (self.num_drafters > 0) != (self.way is Way.TIER):
@@ -64,12 +62,10 @@ class Fleet:
         return Fleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)
 
     def num_gpus(self, profile: Profile) -> int:
-        """All its GPUs."""
         own = self.num_verifiers * profile.target.num_devices
         return own + self.num_drafters * profile.drafter.num_devices
 
     def price_per_hour(self, profile: Profile) -> float:
-        """Price of all its GPUs."""
         own = self.num_verifiers * profile.target.replica_price_per_hour
         return own + self.num_drafters * profile.drafter.replica_price_per_hour
 
@@ -151,8 +147,6 @@ class FleetAtWork:
     """A fleet with the requests under way.
 
     Args:
-        profile: Facts.
-        fleet: Replicas.
         seed: Of the luck with step times.
         on_end: Called when a request has all its tokens.
     """
@@ -216,8 +210,6 @@ def run_open(
     """Sends every request when it is due, whether earlier ones have ended or not, and runs until all have.
 
     Args:
-        profile: Facts.
-        fleet: Replicas.
         arrivals: The load, in order.
         warm_up_s: Requests of this time at the beginning are not counted.
         until_s: When the load ends; None: with its last request.

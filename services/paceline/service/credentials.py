@@ -54,7 +54,6 @@ class FleetTls:
         """Reads `ca.pem`, `tls.pem` (own certificate first, then intermediate ones) and `tls.key`.
 
         Args:
-            folder: Where they are.
             role: The role that the certificate must be for.
             clock: Time at which the certificates must be valid.
 
@@ -143,7 +142,6 @@ def channel(
         address: Where it listens, `host:port`.
         tls: Own certificate; None: plain text.
         role: The role whose certificate the service must show.
-        options: Of gRPC.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -174,7 +172,6 @@ def read_pem(source: str, path: Path) -> bytes:
 
     Args:
         source: The flag that named it, for the error.
-        path: The file.
 
     Raises:
         ConfigError: It is missing or cannot be read.

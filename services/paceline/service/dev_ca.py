@@ -53,7 +53,6 @@ def make_certificates(folder: Path, hosts: Sequence[str] = (), clock: Callable[[
     """Writes `ca.pem`, and a folder with `ca.pem`, `tls.pem` and `tls.key` for each role.
 
     Args:
-        folder: Is made.
         hosts: Names and addresses of the gateway, besides those of this machine itself.
         clock: Time that the certificates begin at.
 

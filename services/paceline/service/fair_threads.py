@@ -63,7 +63,6 @@ class FairThreads:
         most_waiting: Most functions that wait, of all owners together.
         longest_wait_s: Longest time that a function waits, in seconds.
         niceness: Of the threads, beside the process's own: on a busy machine they yield to the others.
-        clock: Monotonic seconds.
     """
 
     def __init__(

@@ -36,8 +36,6 @@ def with_behaviour(
     """Returns the handler with another function to serve the call.
 
     Args:
-        handler: The method's.
-        behaviour: That function.
         deserializer: Reads its requests; None: as before.
         request_streaming: Whether it takes a stream of requests. If not, gRPC receives the message before it calls the
             function, which then cannot refuse it. None: as before.

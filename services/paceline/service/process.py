@@ -241,7 +241,6 @@ def raise_open_files_limit() -> None:
 
 
 def open_files_limit() -> int:
-    """Returns the present limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -34,7 +34,6 @@ class Supervisor:
 
     Args:
         registry: Where restarts are counted.
-        clock: Monotonic seconds.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:

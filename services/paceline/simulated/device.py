@@ -49,7 +49,6 @@ class DigestCache:
         return np.zeros((len(slots), 0), np.float32)
 
     def state_bytes(self, slots: Sequence[int], width: int) -> bytes:
-        """There are none."""
         del slots, width
         return b""
 
@@ -104,7 +103,6 @@ class Pace:
         facts: Of the device.
         seed: Of the luck with step times.
         overhead: Share by which a target's steps take longer while drafters work.
-        clock: Monotonic seconds.
         sleep: Waits for a number of seconds, and leaves the interpreter to others.
     """
 
@@ -122,7 +120,6 @@ class Pace:
         self._luck = np.random.default_rng(seed)
 
     def now_s(self) -> float:
-        """The time."""
         return self._clock()
 
     def beside_drafters(self, work: bool) -> None:
@@ -150,7 +147,6 @@ class SimulatedTarget:
     Args:
         law: Of its texts.
         pace: Of its device.
-        vocab_size: Ids.
     """
 
     feature_width = state_width = 0
@@ -161,11 +157,9 @@ class SimulatedTarget:
         self._tables = ranks.astype(np.float32)
 
     def new_cache(self, num_blocks: int) -> DigestCache:
-        """An empty cache."""
         return DigestCache(num_blocks)
 
     def rows_computed(self, rows: int) -> int:
-        """As many as are asked for."""
         return rows
 
     def logits(self, batch: Batch, cache: DigestCache) -> Logits:
@@ -217,7 +211,6 @@ class SimulatedDraft:
     Args:
         law: Of the target's texts.
         pace: Of its device.
-        vocab_size: Ids.
         table: Of its guesses.
     """
 
@@ -227,11 +220,9 @@ class SimulatedDraft:
         self._law, self._pace, self._vocab_size, self._table = law, pace, vocab_size, table
 
     def new_cache(self, num_blocks: int) -> DigestCache:
-        """An empty cache."""
         return DigestCache(num_blocks)
 
     def rows_computed(self, rows: int) -> int:
-        """As many as are asked for."""
         return rows
 
     def logits(self, batch: Batch, cache: DigestCache) -> Logits:

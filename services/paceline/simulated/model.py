@@ -63,8 +63,6 @@ class SimulatedPair:
 
     Attributes:
         law: Of the texts.
-        vocab_size: Ids.
-        guesses: The drafter's.
     """
 
     law: TextLaw
@@ -86,7 +84,6 @@ class SimulatedPair:
             facts: Of its device.
             pace: Of the same.
             identity: What it calls itself.
-            num_blocks: Pages.
         """
         return DraftEngine(
             decoder=self.draft(pace),
@@ -157,7 +154,6 @@ class Simulation:
         return SimulatedPair(law=self._law, vocab_size=self._vocab_size, guesses=guesses)
 
     def target(self) -> SimulatedTarget:
-        """Makes the target model."""
         return self._pair.target(Pace(self.profile.target))
 
     def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int) -> DraftEngine:

@@ -61,7 +61,6 @@ class DeviceFacts:
 
     @property
     def replica_price_per_hour(self) -> float:
-        """Price of all its devices."""
         return self.num_devices * self.price_per_hour
 
 
@@ -75,7 +74,6 @@ class DrafterFacts(DeviceFacts):
 
     @property
     def limits(self) -> DraftLimits:
-        """Bounds of its scheduler."""
         return DraftLimits(
             width=self.draft_width,
             max_rows=self.draft_rows,

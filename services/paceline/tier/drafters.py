@@ -155,7 +155,6 @@ class Drafters:
             idle = unused
 
     async def close(self) -> None:
-        """Ends all streams."""
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def _is_unused(self, address: str) -> bool:

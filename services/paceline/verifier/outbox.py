@@ -124,7 +124,6 @@ class Outboxes:
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Sessions under way."""
         return len(self._outboxes)
 
     def open(self, serial: int, *, whole: bool = False, offset: int = 0) -> Outbox:
@@ -168,7 +167,6 @@ class Outboxes:
             outbox.fail(error)
 
     def fail_all(self, error: PacelineError) -> None:
-        """Ends every session."""
         for outbox in self._outboxes.values():
             outbox.fail(error)
 

@@ -79,7 +79,6 @@ def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mappi
 
     Args:
         config: Its settings; `learned_dir` names the folder.
-        identity: Its model.
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
     """
     flags = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)

@@ -21,7 +21,6 @@ class SessionTrace:
 
     Args:
         tracer: Records its spans, if it does.
-        span: Its span.
     """
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
@@ -34,7 +33,6 @@ class SessionTrace:
 
     @property
     def recording(self) -> bool:
-        """Whether the session is traced."""
         return self._span.is_recording()
 
     def hand_on(self, request: GenerateRequest) -> GenerateRequest:
@@ -66,7 +64,6 @@ class SessionTrace:
                 self._start = report
 
     def ended(self, result: GenerateResult) -> None:
-        """The session has ended."""
         if not self.recording:
             return
         record = result.speculation

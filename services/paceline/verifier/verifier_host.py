@@ -136,7 +136,6 @@ class TargetHost:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions under way."""
         return len(self._outboxes)
 
     def _make_stepper(self) -> TargetStepper:

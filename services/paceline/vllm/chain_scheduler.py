@@ -102,7 +102,6 @@ class ChainScheduler:
 
         Args:
             message: The proposer's report.
-            now_s: The time.
 
         Raises:
             KeyError, ValueError: It continues a session that was never opened, or leaves out tokens; the proposer must

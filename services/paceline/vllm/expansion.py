@@ -46,7 +46,6 @@ def expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 
         cu_num_tokens: `[requests]`, tokens of all requests up to this one.
         num_tokens: Of all requests.
         replace_from: This number is replaced
-        replace_to: by this one.
 
     Returns:
         `[num_tokens]`.

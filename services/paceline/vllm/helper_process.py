@@ -106,7 +106,6 @@ class HelperProcess:
         """Sends a step, and waits for its answer if the step is awaited.
 
         Args:
-            message: The step.
             deadline_s: Monotonic seconds at which the wait ends.
 
         Returns:

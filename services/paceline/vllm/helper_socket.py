@@ -28,7 +28,6 @@ class HelperSocket:
         stream: A connected socket, which this object closes.
         most_unread_bytes: A helper that leaves more unread counts as lost.
         most_answer_bytes: Longer messages are broken.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -102,11 +101,7 @@ class HelperSocket:
             yield chains_from(frame)
 
     def wait(self, deadline_s: float) -> bool:
-        """Waits until something has come or there is room to send; false once the deadline has passed.
-
-        Args:
-            deadline_s: Monotonic seconds.
-        """
+        """Waits until something has come or there is room to send; false once the deadline has passed."""
         left_s = deadline_s - self._clock()
         if left_s <= 0:
             return False

@@ -94,7 +94,6 @@ class Proposer:
             sampled_token_ids: Tokens that each row has just committed; none while its prompt is being read.
             num_tokens_no_spec: `[at least rows]`; lengths, without guesses.
             token_ids_cpu: `[at least rows, max_model_len]`.
-            slot_mappings: Not needed.
 
         Returns:
             A list for each row, possibly empty.
@@ -184,7 +183,6 @@ class _Pace:
             self.most_wait_s = min(max(LEAST_WAIT_S, WAIT_PER_STEP * usual_s), MOST_WAIT_S)
 
     def ends(self, now_s: float) -> None:
-        """The call has ended."""
         self._ended_s = now_s
 
 

@@ -105,7 +105,6 @@ class RowSessions:
             num_tokens: `[at least rows]`; length of each row, sampled tokens included. While a prompt is being read
                 it is the whole prompt's (of a row that was preempted: prompt and output).
             token_ids: `[at least rows, max_model_len]`; only the first `num_tokens` of each row are read.
-            now_s: Monotonic seconds.
             most_opened_tokens: Bound on the tokens of new sessions, in all; rows beyond it get no session yet.
         """
         self._call += 1

@@ -24,9 +24,6 @@ DOUBT, NODE_SHARE = 5.0, 0.02
 class StepClock:
     """Teaches a policy how long steps take.
 
-    Args:
-        policy: Learns it.
-
     Attributes:
         plain: The cost that the policy began with; None before it is known.
     """

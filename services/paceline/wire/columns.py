@@ -28,8 +28,6 @@ def read(message: Message, field: str, size: int | None = None, *, low: int = 0,
     """Decodes a column of whole numbers, int32 `[size]`.
 
     Args:
-        message: Has it.
-        field: Its name.
         size: Entries that must be there; None: any number of them.
         low: Least number allowed.
         high: Highest number allowed, at most `MAX_NUMBER`.
@@ -64,7 +62,6 @@ def read_sessions(
     """Decodes `sessions`, `ends` and a column of entries: which sessions there are, and what belongs to each.
 
     Args:
-        message: Has them.
         entries: Name of the column that `ends` divides.
         low: Least number in that.
         last_number: The highest that a session has.

@@ -104,7 +104,6 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
 
 
 def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
-    """Encodes a model identity."""
     return common_pb2.ModelIdentity(**fields_of(identity))
 
 
@@ -124,7 +123,6 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
 
 
 def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.SpeculationRecord:
-    """Encodes what speculation did."""
     return common_pb2.SpeculationRecord(**fields_of(record))
 
 

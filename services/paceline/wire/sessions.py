@@ -75,7 +75,6 @@ def generate_request_from_pb(
     """Decodes one session for a verifier; absent `speculation` means its defaults.
 
     Args:
-        message: The request.
         traceparent: Of its metadata.
         context_len: Tokens that the verifier takes; a longer text is refused before its tokens are made.
 
@@ -142,7 +141,6 @@ def check_asked(
 
     Args:
         message: Of the verifier.
-        request: The session.
         num_generated: Generated tokens of the session before this message.
         num_judged: Log probabilities of its prompt before it.
         vocab_size: Tokens of its model.

@@ -26,5 +26,4 @@ def choose_platform(device: str) -> Platform:
 
 
 def platform_of(device: torch.device) -> Platform:
-    """The platform of a device."""
     return CpuPlatform() if device.type == "cpu" else TorchPlatform(device)

@@ -51,8 +51,6 @@ class Backend(ABC):
         """Writes the rows' KV and states, and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order.
 
         Args:
-            batch: Rows.
-            cache: Their KV.
             kept: The states that are written.
             layers: Runs these layers alone, in this order; None runs all.
         """
@@ -125,7 +123,6 @@ class LlamaBackend(Backend):
 
     Args:
         platform: Where it computes.
-        config: Sizes.
         shape: More of them.
         weights: On the platform's device, made of its linears.
     """

@@ -71,12 +71,10 @@ def create_app(
     """Returns the application.
 
     Args:
-        sessions: Runs requests.
         fleet: Knows models and replicas.
         resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
         reader: Reads request bodies.
-        shelf: Keeps responses.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
         tracer: Records spans of requests, if tracing is on.

@@ -57,7 +57,6 @@ class GuardedApp:
         self._on_full = on_full
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request, or answers why not."""
         # All but HTTP is refused by the server; a path is compared whole, so nothing can hide behind an open one.
         if scope["type"] != "http":
             await self._app(scope, receive, send)

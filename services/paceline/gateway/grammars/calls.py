@@ -123,8 +123,6 @@ class _Argument:
     """One argument of a tool.
 
     Attributes:
-        name: Its name.
-        schema: Its schema.
         defined: What the schema refers to; see `definitions`.
         required: Whether every call has it.
     """
@@ -163,7 +161,6 @@ def _calls(toolbox: Toolbox, key: str, *, cut: bool = False) -> str:
     """Returns the rule of one call as a JSON object.
 
     Args:
-        toolbox: The tools.
         key: Of the arguments.
         cut: Whether the call is cut as JSON is, because text that may be JSON begins alike: of several terminals that
             fit, the longest wins, even if the text does not go on as it does.
@@ -203,7 +200,6 @@ def _marked(call: str, toolbox: Toolbox, bound: bool, other: str = "") -> Iterat
 
     Args:
         call: What follows the marker.
-        toolbox: The tools.
         bound: Whether text has a format.
         other: Another form of a call, its marker included.
     """
@@ -285,7 +281,6 @@ def _bare_values(
 
     Args:
         schema: A schema of `definitions`, or one within.
-        defined: All of them.
         types: Those that a value may have.
         as_json: The form of a value that is no bare string.
         seen: Schemas that were looked at: one may refer to itself.

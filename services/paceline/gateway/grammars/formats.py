@@ -32,7 +32,6 @@ def grammar_of_json_schema(
     """Returns the grammar of a JSON schema's values, in the layout `LAYOUT` unless its `x-guidance` has another.
 
     Args:
-        schema: As JSON.
         field: Name of the request field, for the error.
         exact: Whether keywords that no grammar can hold are refused; otherwise they are ignored, and `oneOf` means
             `anyOf`.
@@ -51,7 +50,6 @@ def loosened(schema: Mapping[str, Any], *, field: str) -> Json:
     """Returns a JSON schema without patterns that no grammar can hold and without references that lead nowhere.
 
     Args:
-        schema: As JSON.
         field: Name of the request field, for the error.
 
     Raises:

@@ -45,7 +45,6 @@ class Opening:
         """Returns rules from `start` to the bound part.
 
         Args:
-            part: Its rule.
             call: Marker with which a call may begin in the midst of reasoning, which it ends; the rule `begun` goes
                 on from there. Empty: none may.
         """
@@ -63,7 +62,6 @@ class Opening:
         return [*(begun if within else maybe), _GAP, *thought, *(called if call else [])]
 
     def marker(self, name: str, text: str) -> str:
-        """Returns the rule of a marker."""
         token_id = self.token_of(text)
         return f"{name}: {json.dumps(text)}" + ("" if token_id is None else f" | <[{token_id}]>")
 
@@ -72,7 +70,6 @@ class Opening:
 
         Args:
             name: Of the rules.
-            marker: The marker.
             others: Further markers that text without the marker must not hold.
         """
         without = f"WITHOUT_{name.upper()}"

@@ -44,7 +44,6 @@ class Connections:
         self._all: dict[BoundedConnection, None] = {}
 
     def add(self, connection: BoundedConnection) -> None:
-        """Makes room for a connection."""
         if len(self._all) >= self._limit:
             eldest = next((each for each in self._all if each.is_idle), connection)
             self.remove(eldest)
@@ -52,7 +51,6 @@ class Connections:
         self._all[connection] = None
 
     def remove(self, connection: BoundedConnection) -> None:
-        """Forgets a connection."""
         self._all.pop(connection, None)
 
     def note_use(self, connection: BoundedConnection) -> None:
@@ -87,7 +85,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops waiting."""
         self._stop_waiting()
         self._stop_watching()
         self._of_door.remove(self)

@@ -76,7 +76,6 @@ class _Form:
     """How errors of a type are reported.
 
     Attributes:
-        status: Of HTTP.
         code: OpenAI's `code`.
         type: OpenAI's `type`.
         param: OpenAI's `param`, where the error names no field of its own.

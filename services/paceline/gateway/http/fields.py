@@ -109,7 +109,6 @@ class UnknownFields:
 
     @property
     def tools_header(self) -> str:
-        """Kinds of tools, likewise."""
         return self._tools.header
 
 
@@ -152,7 +151,6 @@ def read_fields(kind: type[FieldsT], given: Any, unknown: UnknownFields, where: 
     """Returns an object of a kind.
 
     Args:
-        kind: Which.
         given: The JSON value.
         unknown: Collects fields that the kind does not have.
         where: Path of the object; empty: it is the body.

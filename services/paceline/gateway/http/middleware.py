@@ -40,7 +40,6 @@ class AccessLog:
     """Logs each HTTP request when its answer has ended: no bodies, no keys, no query.
 
     Args:
-        app: What answers.
         clock: Seconds, monotonic.
     """
 
@@ -49,7 +48,6 @@ class AccessLog:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -82,7 +82,6 @@ class Exchange:
         """Sends nothing yet.
 
         Args:
-            send: The server's.
             on_error: Called with the error that ends the response.
             given_id: The client's name of the request; empty: none.
             own_id: Ours, used if the client gives none.
@@ -97,7 +96,6 @@ class Exchange:
         self.headers: dict[str, str] = {}
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
-        """Sends status and headers."""
         self._begun = True
         headers = headers | self.headers
         if self._request_id:
@@ -110,7 +108,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def whole(self, answer: Any) -> None:
-        """Sends all of an answer."""
         parts = await written(answer)
         await self.begin(200, {**JSON_HEADERS, "content-length": str(sum(map(len, parts)))})
         for part in parts:

@@ -72,7 +72,6 @@ class Families:
 
         Args:
             tool_calls: A family, `auto`, or `none`.
-            reasoning: Likewise.
             template: Source of the chat template; empty: there is none.
         """
         return cls(
@@ -136,7 +135,6 @@ class MessageForm:
         return (*_SHOWN.get(self.reasoning, ()), *_SHOWN.get(self.tool_calls, ()))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON, for records."""
         return asdict(self)
 
     @classmethod

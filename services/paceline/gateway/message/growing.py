@@ -22,7 +22,6 @@ class Call:
     arguments: list[str] = field(default_factory=list)
 
     def to_json(self) -> Json:
-        """Returns it whole."""
         return {
             "id": self.id,
             "type": "function",

@@ -145,7 +145,6 @@ class ReasoningCount:
     """Counts the tokens up to the end of reasoning, its marks included.
 
     Args:
-        begin: What it begins with.
         ends: What may end it.
         decode: Text of tokens, special ones spelled out.
         begun: Whether the answer begins within it.

@@ -193,9 +193,7 @@ def without(schema: Any, unfit: Callable[[str], bool], defined: Definitions) -> 
     """Returns a schema of `definitions` without references that lead nowhere and without some of its patterns.
 
     Args:
-        schema: The schema.
         unfit: Whether a regular expression is to be left out.
-        defined: All definitions.
     """
     if not isinstance(schema, dict):
         return schema
@@ -247,7 +245,6 @@ def types_of(schema: Any, defined: Definitions) -> frozenset[str]:
 
     Args:
         schema: One of `definitions`, or within one.
-        defined: All of them.
     """
     return _Types(defined).of(schema) or TYPES
 

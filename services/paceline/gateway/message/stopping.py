@@ -39,7 +39,6 @@ class StoppingReader:
         """Takes further text; returns what is certain by now. Nothing may be fed once the message is over.
 
         Args:
-            text: The text.
             may_stop: Whether a stop string that this text completes ends the message.
         """
         return self._up_to_end(self._reader.feed(text), may_stop)

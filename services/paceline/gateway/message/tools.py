@@ -42,7 +42,6 @@ class Toolbox:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tools."""
         return [each["function"]["name"] for each in self.tools]
 
     @property

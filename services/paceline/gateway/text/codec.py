@@ -50,7 +50,6 @@ class TextCodec:
         """Takes over a tokenizer, and switches its truncation and padding off.
 
         Args:
-            tokenizer: The tokenizer.
             chat_template: How messages become a prompt; None: chats are not served.
             vocab_hash: The hash that a verifier of the same model announces.
             special_tokens: Those that chat templates may name, `bos_token` and the like.
@@ -96,7 +95,6 @@ class TextCodec:
         """Reads the tokenizer and the chat templates of a checkpoint folder.
 
         Args:
-            folder: The folder.
             chat_template: File of a template that replaces the folder's own; None: the folder's own is used.
 
         Raises:
@@ -126,7 +124,6 @@ class TextCodec:
         Special tokens spelled out in the text become special tokens: the text is a whole prompt of its author.
 
         Args:
-            text: The text.
             field: Name of the request field, for the error.
             special_tokens: Whether the tokenizer adds its own (begin of text) tokens.
             context_len: Texts that cannot fit into this number of tokens are refused unread.
@@ -234,7 +231,6 @@ class _Decoder:
     of the tokens before that one would change when it comes.
 
     Args:
-        tokenizer: The tokenizer.
         bytes_of: By id, the byte that a token stands for; empty: it has no such tokens.
     """
 
@@ -261,7 +257,6 @@ class _Showing:
     """Decodes tokens of which some are special and have the text that they are written as.
 
     Args:
-        decoder: The tokenizer's.
         visible: All tokens that have text.
     """
 

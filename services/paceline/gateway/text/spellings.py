@@ -103,7 +103,6 @@ class SpecialSpellings:
     """The special tokens of one tokenizer, and the marks that replace them while a chat becomes a prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Copies the tokenizer."""
         special = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         secret = secrets.token_hex(8)
         # Longest first: one may be part of another.

@@ -12,7 +12,6 @@ class StopMatcher:
     """Matches several stop strings at once: the first complete one wins, the longest of several at the same place."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Takes stop strings, none of them empty."""
         assert all(stops)
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
@@ -23,7 +22,6 @@ class StopMatcher:
         After a stop string was found nothing may be fed.
 
         Args:
-            text: The text.
             may_match: Whether a stop string that ends in this text counts.
         """
         if not self._stops:

@@ -172,7 +172,6 @@ class VllmEngine:
         self._hand_over(session)
 
     def _hand_over(self, session: _Session) -> None:
-        """Gives a session to vLLM."""
         request, serial = session.submit.request, session.submit.serial
         prompt = {"type": "token", "prompt_token_ids": [*request.prompt_token_ids, *request.committed_token_ids]}
         if request.cache_salt:

@@ -21,7 +21,6 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
     """Returns the identity of a model under vLLM; the same model has another one in our engine.
 
     Args:
-        folder: Checkpoint folder.
         name: Name for users; empty: see `served_name`.
         context_len: Longest session that vLLM allows.
         versions: Of vLLM and what it computes with.

@@ -147,8 +147,6 @@ def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity,
     """Starts vLLM's processes, waits until the model is loaded, and runs it once.
 
     Args:
-        config: Ours.
-        settings: vLLM's.
         identity: Of the model.
         processes: Ends vLLM's when it is closed.
     """

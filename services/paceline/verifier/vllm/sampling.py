@@ -23,7 +23,6 @@ def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
     """Refuses what vLLM would not compute as requested.
 
     Args:
-        request: A session's.
         drafts: Whether vLLM speculates.
 
     Raises:

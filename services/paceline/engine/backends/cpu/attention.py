@@ -283,7 +283,6 @@ def paged_attention(
         query: float32 [rows, H, D], contiguous.
         keys: One layer, [blocks, G, D, BLOCK_SIZE].
         values: One layer, [blocks, G, BLOCK_SIZE, D].
-        batch: The rows.
         scale: Factor of the scores, usually D ** -0.5.
 
     Returns:

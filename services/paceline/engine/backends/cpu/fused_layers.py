@@ -148,9 +148,6 @@ class FusedLayers:
             residual: float32 [rows, hidden], the residual stream; what the last layer adds to it is returned.
             taps: Layers before which it is kept.
             rope: Cosines and sines, [rows, head_dim / 2] each.
-            batch: The rows.
-            cache: Their KV.
-            num_heads: Query heads.
 
         Returns:
             bfloat16 bits [rows, hidden] that are still to be added to the residual stream, and it before each tap.

@@ -53,11 +53,9 @@ def process_row(
     Args:
         row: float32 `[vocab]`.
         bias_ids: int64 `[n]`, with their biases, float64 `[n]`.
-        biases: See above.
         masked_ids: int64 `[m]`.
         allowed: One bit an id, as `paceline.core.grammar.Bits`; empty: all are.
         seen_ids: int64 `[s]`, of prompt and output, with their counts in the output; 0 for ids of the prompt alone.
-        seen_counts: See above.
         penalties: Repetition, frequency, presence.
     """
     for entry in range(len(bias_ids)):

@@ -29,9 +29,7 @@ class TorchBackend(LlamaBackend):
 
     Args:
         platform: As in `LlamaBackend`, and so the next three.
-        config: Sizes.
         shape: More of them.
-        weights: All of them.
         static: Whether to pad batches to static shapes; by default on CUDA, where weights may be recorded.
         capture: How static steps are recorded; by default as CUDA graphs on CUDA, and not at all elsewhere.
     """

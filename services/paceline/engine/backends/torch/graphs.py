@@ -88,7 +88,6 @@ class GraphCache:
 
     @property
     def num_recorded(self) -> int:
-        """Graphs at hand."""
         return sum(replay is not None for replay in self._replays.values())
 
     def run(self, bucket: Hashable, work: Work) -> None:

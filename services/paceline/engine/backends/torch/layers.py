@@ -41,7 +41,6 @@ class TorchLayers:
     """Rows in, logits out; the residual stream is float32, what lies between linears is in their kind.
 
     Args:
-        config: Sizes.
         shape: More of them.
         weights: On the device of the rows.
     """

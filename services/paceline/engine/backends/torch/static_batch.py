@@ -89,7 +89,6 @@ class StaticRows:
 
     @property
     def rows(self) -> TorchRows:
-        """What the layers need."""
         return TorchRows(
             token_ids=self.token_ids, positions=self.positions, slots=self.slots, logit_rows=self.logit_rows
         )
@@ -100,7 +99,6 @@ class StaticPlan:
     """Where the rows of a batch go.
 
     Attributes:
-        bucket: The shape.
         lane_of: int64 [rows]; and cell_of.
         firsts: int64 [lanes], a row of each lane.
         node_bits: int64 [rows].

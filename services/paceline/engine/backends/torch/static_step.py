@@ -29,8 +29,6 @@ class StaticStep:
     """Runs batches that fit a bucket.
 
     Args:
-        config: Sizes.
-        layers: The model.
         cache: Where KV lies; graphs hold its addresses.
         capture: How steps are recorded.
     """

@@ -20,8 +20,6 @@ class MessageAnswer:
 
     Args:
         message_id: Of the answer.
-        model: Its name.
-        num_prompt_tokens: Of the prompt.
         message: What the text has turned out to hold.
     """
 
@@ -98,7 +96,6 @@ class MessageAnswer:
         return "tool_use" if self._message.calls else "end_turn"
 
     def whole(self) -> Json:
-        """Returns the message."""
         return self._whole
 
 

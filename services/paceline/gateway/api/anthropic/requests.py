@@ -136,7 +136,6 @@ def _other_text(block: Any, kind: Any, where: str, unknown: UnknownFields, *, le
     Args:
         block: The JSON value.
         kind: Its `type`.
-        where: Its path.
         unknown: Collects blocks that are left out.
         left_out: Whether all blocks without text are.
 

@@ -38,8 +38,6 @@ SECURITY_HEADERS = {
 
 
 def console_routes(figures: Figures) -> list[BaseRoute]:
-    """Returns the routes of the console."""
-
     async def show(_: Request) -> Response:
         return JSONResponse(await figures.read())
 

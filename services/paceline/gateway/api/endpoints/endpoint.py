@@ -51,7 +51,6 @@ class Endpoint:
     operation: str = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         request = Request(scope, receive)
         given_id = request_id(request.headers)
         with traced_request(self.tracer, self.operation, request.headers.get(TRACEPARENT, ""), given_id) as trace:

@@ -17,7 +17,6 @@ class RequestTrace:
     """One call of a client, made by `traced_request`.
 
     Args:
-        span: Its span.
         operation: `chat` or `text_completion`.
     """
 

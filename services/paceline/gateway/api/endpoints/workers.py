@@ -24,7 +24,6 @@ class Workers:
     """Runs functions of requests; a context manager that ends the threads."""
 
     def __init__(self) -> None:
-        """Starts no thread yet."""
         self._reading = FairThreads(
             NUM_THREADS, "requests being read", most_waiting=MAX_WAITING, longest_wait_s=LONGEST_WAIT_S
         )

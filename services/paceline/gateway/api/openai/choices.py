@@ -112,8 +112,6 @@ def _most_tokens(
     """Returns how many tokens each choice may have where a request names no limit, for the sake of log probabilities.
 
     Args:
-        body: The request.
-        prompts: Their tokens.
         max_tokens: The least that each choice will have.
         logprobs: Alternatives asked for at each token; None: nothing.
         of_prompt: The same at each token of a prompt.
@@ -160,7 +158,6 @@ def _chat_grammar(content_grammar: str, model: ServedModel, toolbox: Toolbox, pr
     Args:
         content_grammar: That of the content; empty: it has none.
         model: Whose the answer is.
-        toolbox: Its tools.
         prompt_end: See `Opening`.
     """
     families = model.families
@@ -179,7 +176,6 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
 
     Args:
         model: Whose the answer is.
-        toolbox: Its tools.
         prompt_end: See `Opening`.
         bound: Whether its content has a format; it holds no calls then if no grammar knows how the model writes them.
     """
@@ -223,10 +219,8 @@ def _sessions(
     """Returns a session for each sample of each prompt.
 
     Args:
-        body: The request.
         model: The model it asks for.
         request_id: What the names of sessions begin with.
-        prompts: Their tokens.
         sampling: Takes `max_tokens` and `seed`.
         output_limit: Most tokens to generate after a prompt of that length.
         more: Further fields of all sessions.

@@ -39,7 +39,6 @@ class EventId:
     A client that has the id of the last event can continue from there at any gateway.
 
     Attributes:
-        session_id: The session.
         offset: Generated tokens up to there.
         digest: Of these; see `paceline.core.token_digest`.
     """
@@ -91,7 +90,6 @@ class CompletionEndpoint:
     Args:
         sessions: Runs the sessions.
         resumption: Takes over sessions whose streams broke off.
-        reader: Reads bodies.
         chat: Which of the two.
     """
 

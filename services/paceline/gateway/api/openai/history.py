@@ -41,7 +41,6 @@ def refused_at(messages: Sequence[Json], reason: str, refusal: Callable[[Sequenc
     """Returns the error of a conversation that a chat template refuses: which message, why, and what to change.
 
     Args:
-        messages: The conversation.
         reason: The template's words.
         refusal: Returns the template's words about the beginning of a conversation; empty: it takes it.
     """

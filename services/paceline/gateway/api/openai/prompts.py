@@ -57,7 +57,6 @@ def chat_tokens(
     """Returns the tokens of a chat by the model's template.
 
     Args:
-        body: Its messages.
         model: Whose template it is.
         unknown: Collects unknown fields of its messages.
         keep_last: How many of its last tokens are kept; None: all.

@@ -27,7 +27,6 @@ class TokenizerEndpoint:
 
     Args:
         sessions: Knows the models.
-        reader: Reads bodies.
         answer: `tokenize`, `detokenize`, or the same of another API.
     """
 

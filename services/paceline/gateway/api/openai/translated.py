@@ -103,7 +103,6 @@ class ChatApi(ABC):
         """Returns the empty answer of a session."""
 
     def keeper(self, translated: Translated, answer: Any, request: SessionRequest) -> Keeper:
-        """Returns what keeps an answer."""
         del translated, answer, request
         return Keeper()
 

@@ -88,7 +88,6 @@ class ResponseAnswer:
         self.response |= fields
 
     def whole(self) -> Json:
-        """Returns the response."""
         return self.response
 
     def _numbered(self, events: Iterator[Json] | Sequence[Json]) -> list[Json]:

@@ -48,7 +48,6 @@ class _Context:
     """What a response repeats of its request.
 
     Attributes:
-        body: The request.
         messages: The conversation, without instructions.
         kept: What is kept of the request; None: the response is not kept.
     """
@@ -81,11 +80,7 @@ ERRORS = ErrorForm(shape=error_shape, named=True)
 
 
 class ResponsesApi(ChatApi):
-    """OpenAI's newer API.
-
-    Args:
-        shelf: Keeps responses.
-    """
+    """OpenAI's newer API."""
 
     names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
@@ -165,8 +160,6 @@ class _ResponseKeeper(Keeper):
     """Keeps what becomes of one response.
 
     Args:
-        shelf: Where.
-        answer: The response.
         begun: As its session begins here.
         replaces: Whether it is kept already.
     """
@@ -253,7 +246,6 @@ class KeptResponses:
     Args:
         sessions: Runs what is left of one.
         resumption: Takes over its session.
-        shelf: Keeps them.
     """
 
     def __init__(self, sessions: Sessions, resumption: Resumption, shelf: ResponseShelf) -> None:
@@ -309,7 +301,6 @@ class KeptResponses:
         return await self._shelf.find(call.request.path_params["response_id"], current_caller().name)
 
     async def _claim(self, kept: KeptResponse) -> SessionRequest:
-        """Takes the session of a response."""
         return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
 
 

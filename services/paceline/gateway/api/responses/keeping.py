@@ -30,7 +30,6 @@ class ResponseShelf:
 
     Attributes:
         writer: Writes them in the background.
-        room_bytes: As given.
     """
 
     def __init__(self, documents: Documents, workers: Workers, *, ttl_s: float, room_bytes: int) -> None:

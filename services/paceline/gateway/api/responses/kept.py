@@ -45,7 +45,6 @@ class KeptResponse:
 
     @property
     def response_id(self) -> str:
-        """Its id."""
         return str(self.response["id"])
 
     @property
@@ -59,7 +58,6 @@ class KeptResponse:
         return len(self.request) + sum(map(_num_characters, self.response["output"]))
 
     def document(self) -> Document:
-        """Returns it as it is written."""
         rest = {**self.response, **dict.fromkeys(ECHOED)}
         body = b"\n".join((self.request, to_json(rest)))
         return Document(keeper=self.api_key, name=self.response_id, body=body, rank=self.rank, at_work=self.at_work)

@@ -29,7 +29,6 @@ class MarkedCalls(StatefulReader):
         """State behind a marker, which is already taken; its last step returns to `content`."""
 
     def content(self) -> bool:
-        """State outside of calls."""
         found = first_marker(self.held, self._markers)
         if found is not None:
             before = self.take(found[0])
