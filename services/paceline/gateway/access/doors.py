@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
-from paceline.gateway.access.callers import Caller, become
+from paceline.gateway.access.fair_shares import Caller, become
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import RateLimit
 from paceline.service.credentials import read_certificates, read_key, utc_now

@@ -1,21 +1,59 @@
-"""Bounded things that callers share, such as places for sessions, bytes being read or calls.
+"""Who sends requests, and bounded things that callers share: places for sessions, bytes being read, calls.
 
-It knows neither HTTP nor gRPC, nor what is held.
+It knows neither HTTP nor gRPC, nor what is held. Doors set the caller of a task, and it is read where sessions are
+made. Keys stay at the doors.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Self
 
 from paceline.core.errors import OverloadedError
-from paceline.gateway.access.callers import Caller
 
 RETRY_AFTER_S = 1.0
 # This part of a thing stays free for keys below their share, while there are others at all.
 FREE_PART = 8
+
+
+async def _nothing() -> None:
+    """Gives nothing back, as nothing was counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        name: The API key's name; empty if the gateway asks for none.
+        max_sessions: Most sessions of this caller at once; None: no limit of its own.
+        num_keys: Callers that could exist, this one included.
+        give_back: Takes back what the request has cost of the caller's rate.
+    """
+
+    name: str = ""
+    max_sessions: int | None = None
+    num_keys: int = 1
+    give_back: Callable[[], Awaitable[None]] = field(default=_nothing, compare=False, repr=False)
+
+
+ANYONE = Caller()
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+
+
+def current_caller() -> Caller:
+    """Returns who sent the request that this task serves."""
+    return _caller.get()
+
+
+def become(caller: Caller) -> None:
+    """Makes a caller the current one, for the rest of this task."""
+    _caller.set(caller)
 
 
 def fits(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, total: int) -> bool:

@@ -17,8 +17,7 @@ from paceline.core.messages import (
     CommittedTokens,
     GenerateResult,
 )
-from paceline.gateway.access.callers import Caller
-from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
+from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Caller, Shares
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
 from paceline.core.messages import FinishReason
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.access.callers import Caller
+from paceline.gateway.access.fair_shares import Caller
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.sessions.known_tokens import check_known

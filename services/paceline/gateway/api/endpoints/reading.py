@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter
 
 from paceline.core.errors import InvalidRequestError, PacelineError
-from paceline.gateway.access.callers import current_caller
-from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.access.fair_shares import Shares, current_caller
 from paceline.gateway.api.endpoints.endpoint import Call
 from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.body import FIELD, parse_json_object, read_body

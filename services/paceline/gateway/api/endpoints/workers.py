@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self, TypeVar
 
-from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import current_caller
 from paceline.service.fair_threads import FairThreads
 
 NUM_THREADS = 2

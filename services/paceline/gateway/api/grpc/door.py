@@ -15,8 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from paceline.gateway.access.callers import current_caller
-from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares
+from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares, current_caller
 from paceline.gateway.api.grpc.messages import FIELD, check_message
 from paceline.gateway.http.connection import SEND_TIMEOUT_S
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.fleet.fleet import Fleet

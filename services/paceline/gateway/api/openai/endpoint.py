@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.openai.answer import CompletionAnswer, Json

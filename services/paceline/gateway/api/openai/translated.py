@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError
-from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.openai.translated import ChatApi, Keeper, Translated, answer_steps, stream
 from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of, response_of

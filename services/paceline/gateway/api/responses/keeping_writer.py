@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paceline.core.errors import OverloadedError, UnavailableError
-from paceline.gateway.access.callers import current_caller
-from paceline.gateway.access.fair_shares import Held, Shares
+from paceline.gateway.access.fair_shares import Held, Shares, current_caller
 from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES
 from paceline.gateway.api.responses.kept import KeptResponse
 from paceline.store.documents import Documents, Keeping
