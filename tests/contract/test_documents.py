@@ -11,9 +11,9 @@ from redis.asyncio import Redis
 
 from paceline.core.errors import UnavailableError
 from paceline.store.documents import FINAL, OVERHEAD_BYTES, Document, Documents, Keeping
-from paceline.store.memory_documents import MemoryDocuments
 from paceline.store.redis import RedisStore
 from paceline.store.redis_documents import PREFIX
+from tests.support.memory_store import MemoryDocuments
 
 ROOM = 10 * (OVERHEAD_BYTES + 1000)
 

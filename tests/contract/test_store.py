@@ -33,6 +33,7 @@ from paceline.store.base import (
 from paceline.store.opening import open_store
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 from tests.support.listening import listens
+from tests.support.memory_store import MemoryStore
 
 HOST = "127.0.0.1"
 IDENTITY = ModelIdentity(name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3))
@@ -97,7 +98,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 async def store(store_url: str) -> AsyncIterator[Store]:
-    opened = open_store(store_url)
+    opened: MemoryStore | RedisStore = MemoryStore() if store_url == "memory://" else RedisStore(store_url)
     yield opened
     await opened.close()
     if store_url.startswith("redis"):
@@ -421,6 +422,16 @@ async def test_a_url_or_an_option_of_it_that_cannot_be_used_is_named(url: str, s
         open_store(url)
     assert str(caught.value).startswith(f"--redis-url {url.partition('?')[0]}: ")
     assert said in str(caught.value)
+
+
+async def test_without_a_store_a_replica_serves_unlisted_and_what_should_last_is_refused() -> None:
+    async with open_store("memory://") as nowhere:
+        assert not await nowhere.announce(VERIFIER, ttl_s=60, marked=True)
+        assert await nowhere.replicas() == []
+        assert await nowhere.claim_session("s1", "g1") is None
+        for refused in (nowhere.drain("v1"), put(nowhere)):
+            with pytest.raises(UnavailableError, match="memory:// keeps nothing"):
+                await refused
 
 
 async def test_a_server_that_is_not_there_is_named_without_its_password() -> None:

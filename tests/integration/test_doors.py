@@ -33,8 +33,8 @@ from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.dev_ca import make_certificates
 from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
-from paceline.store.memory import MemoryStore
 from tests.contract.test_store import HOST, server_process
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
 
 ALICE, BOB, SLOW, SMALL = "pl-alice-secret", "pl-bob-secret", "pl-slow-secret", "pl-small-secret"

@@ -13,13 +13,13 @@ from paceline.core.messages import CommittedStates
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
 from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
 from paceline.wire import generate_request_to_pb
 from paceline.wire.sessions import committed_from_pb
 from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_drafter_service import drafts_of, opened, stream_to
 from tests.integration.test_verifier_service import ask, tokens_of
 from tests.support.eagle import save_eagle3
+from tests.support.memory_store import MemoryStore
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.service.process import TAKEN
 from paceline.service.status import error_from_rpc
 from paceline.service.supervision import Supervisor
-from paceline.store.memory import MemoryStore
 from paceline.verifier import outbox as verifier_outbox
 from paceline.verifier import verifier_host
 from paceline.verifier.verifier_host import TargetHost
 from paceline.wire import committed_from_pb, generate_request_to_pb
 from tests.integration.conftest import running_verifier, verifier_at
+from tests.support.memory_store import MemoryStore
 from tests.support.poison import DIES, HANGS, Poison
 from tools.delay_proxy import DelayProxy
 

@@ -98,7 +98,7 @@ async def test_a_port_in_use_is_named(folder: str, flag: str) -> None:
         port = taken.getsockname()[1]
         line = await refusal("--model", folder, "--redis-url", "memory://", flag, str(port), other, "0")
     assert f"cannot listen on 127.0.0.1:{port}" in line
-    assert f"with {flag} (0 picks a free one)" in line
+    assert f"or {flag} (0 picks a free one)" in line
 
 
 def test_sigterm_ends_a_gateway_well(folder: str) -> None:

@@ -17,7 +17,7 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.gateway.api.responses import keeping_writer
 from paceline.gateway.api.responses.kept import KeptResponse
 from paceline.gateway.http.response import to_json
-from paceline.store.memory_documents import MemoryDocuments
+from tests.support.memory_store import MemoryDocuments
 from tests.support.scripted_fleet import (
     MODEL,
     SHARES_A_GATEWAY,

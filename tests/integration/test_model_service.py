@@ -21,14 +21,14 @@ from paceline.model_service import serve_model
 from paceline.service.credentials import PROBE, FleetTls, channel
 from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 
 class IdleHost:
     """A service that has nothing to do."""
 
     identity = ModelIdentity(name="tiny", vocab_hash="hash", vocab_size=16, context_len=64, eos_token_ids=(1,))
-    num_sessions = 0
+    num_sessions = max_sessions = 0
 
     @property
     def engine(self) -> IdleHost:

@@ -12,9 +12,9 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
 from paceline.store.base import SessionWrite, Written
-from paceline.store.memory import MemoryStore
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, WAIT_S, Script, ScriptedFleet, joining_doors
 
 pytestmark = SHARES_A_GATEWAY

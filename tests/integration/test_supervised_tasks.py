@@ -10,8 +10,8 @@ import pytest
 from paceline import model_service
 from paceline.service import supervision
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
 from tests.integration.test_model_service import announced_drafter
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
 

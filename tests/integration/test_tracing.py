@@ -30,11 +30,11 @@ from paceline.obs import otlp
 from paceline.obs.tracing import open_tracing, start_span
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
 from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.checkpoints import save_pair
 from tests.support.collector import Collector, ReceivedSpan, new_traceparent, running_collector
 from tests.support.guesses import SessionDrafts, to_commits, to_drafts
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
 
 GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (

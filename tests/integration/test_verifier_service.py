@@ -26,7 +26,6 @@ from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
 from paceline.service.process import start_grpc_server
 from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
 from paceline.tier.links import DrafterLink
 from paceline.wire import (
     committed_from_pb,
@@ -36,6 +35,7 @@ from paceline.wire import (
 )
 from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, know, running_drafter, running_verifier
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
+from tests.support.memory_store import MemoryStore
 
 PROMPT = tuple(range(5, 25))
 

@@ -13,9 +13,9 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
 from paceline.verifier.verifier_host import TargetHost
 from tests.integration.conftest import verifier_at
+from tests.support.memory_store import MemoryStore
 from tests.support.poison import Poison
 from tests.support.scripted_fleet import start_gateway
 

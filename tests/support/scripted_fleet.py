@@ -38,9 +38,9 @@ from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.store.base import Replica
-from paceline.store.memory import MemoryStore
 from paceline.wire import committed_to_pb, generate_request_from_pb
 from tests.support import tiny_tokenizer
+from tests.support.memory_store import MemoryStore
 
 MODEL = "tiny"
 CONTEXT_LEN = 256

@@ -7,14 +7,14 @@ from urllib.parse import urlsplit
 from paceline.core.errors import ConfigError
 from paceline.service.config import named, public_url
 from paceline.store.base import Store
-from paceline.store.memory import MemoryStore
+from paceline.store.no_store import NoStore
 from paceline.store.redis import RedisStore
 
 
 def open_store(url: str, setting: str = "--redis-url") -> Store:
     """Opens the store at a URL: `redis://[user:password@]host:port/db`, also `rediss` and `unix`, or `memory://`.
 
-    Nothing is dialled yet. `memory://` is private to the process, for tests and single services.
+    Nothing is dialled yet. `memory://` stands for no store at all.
 
     Args:
         url: The URL; an option of redis-py may follow a question mark.
@@ -26,7 +26,7 @@ def open_store(url: str, setting: str = "--redis-url") -> Store:
     with named(setting, public_url(url)):
         scheme = urlsplit(url).scheme
         if scheme == "memory":
-            return MemoryStore()
+            return NoStore()
         if scheme in ("redis", "rediss", "unix"):
             return RedisStore(url)
         raise ConfigError("must begin with redis://, rediss://, unix:// or memory://")

@@ -19,7 +19,7 @@ from paceline.gateway.sessions.records import RENEWAL_S, RecordWriter, session_r
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.store.base import LoggedSession, PutSession, Replica, SessionState, SessionWrite, Written
-from paceline.store.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 IDENTITY = ModelIdentity(name="tiny", vocab_hash="h", vocab_size=100, context_len=64)
 PROMPT = (1, 2, 3)
