@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -17,8 +16,6 @@ from paceline.service.credentials import FleetTls, channel
 from paceline.service.process import CHANNEL_OPTIONS
 from paceline.store.base import Replica
 
-# A registry that came back fills up within a few heartbeats; until then missing replicas are kept unasked.
-RECOVERY_S = 10.0
 PROBE_TIMEOUT_S = 1.0
 # Not gateways: they show other certificates, and no reader needs to reach one that has left.
 PROBED_ROLES = (VERIFIER, DRAFTER)
@@ -73,14 +70,12 @@ class RegistryView:
     A missing entry does not prove that a replica is gone: the store may be full, read-only, emptied, or replaced by an
     outdated copy. So a missing replica is asked itself, by its replica id, and is kept as long as it answers that it
     serves. One that stops, drains, hangs or died does not. No threshold for "too many vanished at once" is needed, as
-    each replica is judged by its own answer. For `RECOVERY_S` after the registry did not answer, all are kept unasked,
-    since the machine of a failed store may be slow to answer, too.
+    each replica is judged by its own answer.
 
     Args:
         registry: Where replicas announce themselves.
         role: Only these; None: all.
         answers: Asks a replica; all missing ones are asked at once.
-        clock: Monotonic seconds.
 
     Attributes:
         replicas: Sorted by id; empty before the first `refresh`.
@@ -93,15 +88,12 @@ class RegistryView:
         role: str | None = None,
         *,
         answers: Answers = nobody_answers,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: tuple[Replica, ...] = ()
         self.error: str | None = None
         self._registry = registry
         self._role = role
         self._answers = answers
-        self._clock = clock
-        self._failed_s: float | None = None
         self._num_kept = 0
 
     async def refresh(self) -> None:
@@ -112,7 +104,6 @@ class RegistryView:
             if self.error is None:
                 _log.warning("registry unreachable, going on with the last known replicas", extra={"error": error})
             self.error = str(error)
-            self._failed_s = self._clock()
             return
         if self.error is not None:
             _log.info("registry reachable again")
@@ -122,8 +113,6 @@ class RegistryView:
         self.replicas = tuple(sorted((*found, *kept), key=lambda replica: replica.replica_id))
 
     async def _still_there(self, missing: Sequence[Replica]) -> list[Replica]:
-        if self._failed_s is not None and self._clock() - self._failed_s < RECOVERY_S:
-            return list(missing)
         answers = await asyncio.gather(*map(self._answers, missing))
         return [replica for replica, serves in zip(missing, answers, strict=True) if serves]
 

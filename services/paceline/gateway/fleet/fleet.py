@@ -101,7 +101,7 @@ class Fleet:
             clock: Monotonic seconds.
         """
         self.reach = Reach(answers, clock)
-        self._view = RegistryView(registry, answers=answers, clock=clock)
+        self._view = RegistryView(registry, answers=answers)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
         self._families = {
