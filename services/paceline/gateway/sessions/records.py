@@ -158,7 +158,7 @@ class RecordWriter:
                 self._open[trail] = self._clock()
                 if trail.ended and trail not in self._changed:
                     self._forget(trail)
-            case Written.REFUSED if trail.ended and self._is_stale(trail):
+            case Written.REFUSED if trail.ended:
                 self._forget(trail)
             case Written.MISSING | Written.REFUSED:
                 trail.lost()
@@ -172,10 +172,6 @@ class RecordWriter:
         for trail, written_s in self._open.items():
             if written_s < stale_s and trail.record.verifier_id:
                 self._changed.setdefault(trail)
-
-    def _is_stale(self, trail: SessionTrail) -> bool:
-        """Whether the record would have expired by now, had the store accepted it."""
-        return self._clock() - self._open.get(trail, 0.0) >= self._ttl_s
 
     def _forget(self, trail: SessionTrail) -> None:
         self._open.pop(trail, None)
