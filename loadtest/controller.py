@@ -27,8 +27,7 @@ from paceline.core.draft_policy import FixedGamma, Goodput, best_each
 from paceline.core.goodput import best_prefix
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Bools, Ints, Picked, rows_of
-from paceline.planning.engines import LAW, DrafterAtWork, Request, VerifierAtWork
-from paceline.planning.events import Events
+from paceline.planning.engines import LAW, DrafterAtWork, Events, Request, VerifierAtWork
 from paceline.planning.simulation import Outcome
 from paceline.simulated.device import KEY
 from paceline.simulated.guesses import DrawnGuesses

@@ -1,4 +1,4 @@
-"""Which calibration judges which source's guesses; `paceline.forest.calibrating` is what they compute."""
+"""How sure a drafter may be of its guesses, and which calibration judges which source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from paceline.forest import UNLEARNED, Forest
+import numpy as np
+
+from paceline.forest import UNLEARNED, Bools, Floats, Forest
 
 # Sources whose calibration an engine keeps; addresses of drafters come and go.
 MAX_CALIBRATIONS = 256
@@ -65,3 +67,29 @@ def check(learned: Sequence[float]) -> None:
     slope, intercept, var_slope, var_intercept, covariance = map(float, learned)
     if not (math.isfinite(slope + intercept) and covariance**2 < var_slope * var_intercept < math.inf):
         raise ValueError(f"no calibration: {learned}")
+
+
+# Softmax temperatures of best likelihood on the demo pair (48 prompts of 96 tokens; mean confidence against match rate
+# 0.73 and 0.73 greedy, 0.60 and 0.57 at temperature 0.8, 0.53 and 0.55 at 1).
+GREEDY_SHARPNESS = 0.55
+SAMPLED_SHARPNESS = 0.75
+# Guesses that are ranked and share all confidence among them; those beyond have next to none once sharpened.
+NUM_RANKED = 16
+# Where no guess has a share.
+LEAST_SUM = 1e-300
+# Of a guess that is judged by the distribution it was sampled from. How many of a chain are verified must not depend on
+# which tokens were drawn, so all are equally sure; what that is worth, calibration learns.
+CHAIN_CONFIDENCE = 0.75
+
+
+def confidences(weights: Floats, *, greedy: bool | Bools) -> Floats:
+    """Sharpens the shares of the best guesses, best first; those of a row sum to 1, or are all 0.
+
+    Args:
+        weights: Shares of the `NUM_RANKED` best of the softmax of the (perturbed) draft scores, up to a factor for
+            each row, `[..., NUM_RANKED]`.
+        greedy: Whether the target chooses without noise, `[...]`.
+    """
+    powers = weights ** (1.0 / np.where(greedy, GREEDY_SHARPNESS, SAMPLED_SHARPNESS))[..., None]
+    sharpened: Floats = powers / np.maximum(powers.sum(axis=-1, keepdims=True), LEAST_SUM)
+    return sharpened

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paceline.core.drafting_mode import MOST_ON_LOAN, DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, Steps, best_prefix, is_worth
-from paceline.core.moving_average import MovingAverage
+from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.forest import Bools, Ints, Picked
 

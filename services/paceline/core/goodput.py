@@ -95,3 +95,23 @@ class Steps:
         """
         last = max(1, best.count) - 1
         return max(LEAST_SURVIVAL, best.rate * self.table.slope(self._rows + last))
+
+
+# Of a new observation: the last ten or so count.
+USUAL_WEIGHT = 0.1
+
+
+@dataclass(slots=True)
+class MovingAverage:
+    """Exponential smoothing.
+
+    Args:
+        value: The mean; before anything is observed, what is expected.
+        weight: Of a new observation, from 0 to 1.
+    """
+
+    value: float
+    weight: float = USUAL_WEIGHT
+
+    def add(self, observed: float) -> None:
+        self.value += self.weight * (observed - self.value)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from paceline.core.goodput import may_try
-from paceline.core.moving_average import MovingAverage
+from paceline.core.goodput import MovingAverage, may_try
 
 # Tokens that a source is taken to add before it was called.
 FIRST_GAIN = 1.0

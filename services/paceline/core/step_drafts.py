@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.moving_average import MovingAverage
+from paceline.core.goodput import MovingAverage
 from paceline.forest import Floats, Forest, Gathered, Ints, rows_of
 
 # Seconds of a step before one was seen.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import DraftTree
 from paceline.engine.source_interface import Followed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.core.confidence import CHAIN_CONFIDENCE, NUM_RANKED, confidences
+from paceline.core.calibration import CHAIN_CONFIDENCE, NUM_RANKED, confidences
 from paceline.core.draft_plan import Offer
 from paceline.core.drafted_trees import DraftedTrees
 from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession

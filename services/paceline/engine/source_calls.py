@@ -10,9 +10,8 @@ import numpy as np
 
 from paceline.core.acceptance_rules import rule_of
 from paceline.core.draft_policy import Goodput
-from paceline.core.goodput import LEAST_SURVIVAL, num_tried
+from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, num_tried
 from paceline.core.messages import GenerateRequest
-from paceline.core.moving_average import MovingAverage
 from paceline.core.params import REJECTION
 from paceline.core.source_record import Gain, SourceRecord
 from paceline.core.target_events import StepReport

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.messages import TokenFate
 from paceline.core.planned_step import StepPlan
 from paceline.engine.backends.cpu import step_kernels

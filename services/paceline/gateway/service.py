@@ -18,8 +18,7 @@ from paceline.gateway.access.doors import Access, guarded, load_door_tls
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.figures import Figures
-from paceline.gateway.api.endpoints.reading import BodyReader
-from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.endpoints.reading import BodyReader, Workers
 from paceline.gateway.api.grpc.servicer import GatewayServicer
 from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.api.responses.keeping_writer import KeepingWriter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.bridge import Stepper
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.target import TargetEngine
-from paceline.planning.events import Act, Events
 from paceline.simulated.device import Pace
 from paceline.simulated.model import SimulatedPair, guesses_of
 from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile
@@ -301,3 +301,26 @@ def draft_engine(
     """A drafter's engine on a device."""
     pace = at_work.pace(facts, seed + OF_DRAFTERS)
     return _pair(profile).draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
+
+
+Act = Callable[[], None]
+
+
+class Events:
+    """Acts in the order of their times; of equal times in the order they were planned in."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Act]] = []
+        self._count = 0
+
+    def after(self, delay_s: float, act: Act) -> None:
+        """Lets something happen after a delay."""
+        self._count += 1
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._count, act))
+
+    def run(self, until_s: float = math.inf) -> None:
+        """Lets everything happen until nothing is left, or the time has come to stop."""
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now_s, _, act = heapq.heappop(self._heap)
+            act()

@@ -12,8 +12,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import DrafterAtWork, Request, VerifierAtWork
-from paceline.planning.events import Events
+from paceline.planning.engines import DrafterAtWork, Events, Request, VerifierAtWork
 from paceline.simulated.profile import Profile
 
 PERCENTILES = (50, 95, 99)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.confidence import GREEDY_SHARPNESS, NUM_RANKED
+from paceline.core.calibration import GREEDY_SHARPNESS, NUM_RANKED
 from paceline.core.features import Features
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.confidence import GREEDY_SHARPNESS, SAMPLED_SHARPNESS, confidences
+from paceline.core.calibration import GREEDY_SHARPNESS, SAMPLED_SHARPNESS, confidences
 
 
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=16), st.booleans())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, verified_nodes, walk

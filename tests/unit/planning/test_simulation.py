@@ -17,8 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import DrafterAtWork, Request, VerifierAtWork
-from paceline.planning.events import Events
+from paceline.planning.engines import DrafterAtWork, Events, Request, VerifierAtWork
 from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way, run_open
 from paceline.simulated.profile import Profile
 from tests.unit.planning.facts import ROW_S, STEP_S, equal, profile, sure_guesses

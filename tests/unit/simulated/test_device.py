@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
 from paceline.engine.batch import Batch

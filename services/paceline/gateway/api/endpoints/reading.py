@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from prometheus_client import Counter
 
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.gateway.access.fair_shares import Shares, current_caller
 from paceline.gateway.api.endpoints.endpoint import Call
-from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.body import FIELD, parse_json_object, read_body
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, Exchange
 from paceline.obs.families import Family
+from paceline.service.fair_threads import FairThreads
 
 ReadT = TypeVar("ReadT")
 
@@ -105,3 +105,40 @@ class BodyReader:
         exchange.headers.update({header: names for header, names in named.items() if names})
         for label, count in unknown.counts.items():
             self.ignored_fields.labels(label).inc(count)
+
+
+NUM_THREADS = 2
+MAX_WAITING, LONGEST_WAIT_S = 64, 30.0
+# Larger requests are read in a thread, so that no stream waits for a tokenizer.
+MAX_INLINE_BYTES = 4 * 1024
+
+ResultT = TypeVar("ResultT")
+
+
+class Workers:
+    """Runs functions of requests; a context manager that ends the threads."""
+
+    def __init__(self) -> None:
+        self._reading = FairThreads(
+            NUM_THREADS, "requests being read", most_waiting=MAX_WAITING, longest_wait_s=LONGEST_WAIT_S
+        )
+
+    async def run(self, function: Callable[[], ResultT], *, small: bool) -> ResultT:
+        """Returns the result of a function, in a thread unless it is quick; either way in the request's context.
+
+        Args:
+            function: Reads a request, or a part of it.
+            small: Whether it reads so little that no thread is needed.
+
+        Raises:
+            OverloadedError: Too many requests wait, or this one has waited too long.
+        """
+        if small:
+            return function()
+        return await self._reading.run(function, current_caller().name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reading.close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.core.errors import SessionNotFoundError
-from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
+from paceline.gateway.api.endpoints.reading import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.responses.keeping_writer import KeepingWriter
 from paceline.gateway.api.responses.kept import IN_PROGRESS, KeptResponse, interrupted
 from paceline.store.documents import Document, Documents, Keeping

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.gateway.access.fair_shares import Held, Shares, current_caller
-from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES
+from paceline.gateway.api.endpoints.reading import MAX_INLINE_BYTES
 from paceline.gateway.api.responses.kept import KeptResponse
 from paceline.store.documents import Documents, Keeping
 
