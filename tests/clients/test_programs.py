@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from openai import OpenAI
 
 VLLM = os.environ.get("PACELINE_CLIENT_SUITE_VLLM", "")
 # Both runs in one process: to start it takes longest. The CPU build has no command under the name that it looks for.
@@ -58,10 +58,10 @@ def test_java_s_own_client_gets_the_text_of_a_seed_whole_and_streamed(served) ->
     """Each of its requests offers HTTP/2 by `Upgrade: h2c`, which a gateway ignores."""
     messages = [{"role": "user", "content": "Tell me a story."}]
     asked: Any = {"model": served.model, "messages": messages, "max_tokens": 30, "seed": 3}
-    url = f"{served.v1}/chat/completions"
-    wanted = httpx.post(url, json=asked, timeout=120).json()["choices"][0]["message"]["content"]
+    official = OpenAI(base_url=served.v1, api_key="none", max_retries=0, timeout=120)
+    wanted = official.chat.completions.create(**asked).choices[0].message.content
     bodies = [json.dumps({**asked, "stream": stream}) for stream in (False, True)]
-    command = ["java", Path(__file__).with_name("Post.java"), url, *bodies]
+    command = ["java", Path(__file__).with_name("Post.java"), f"{served.v1}/chat/completions", *bodies]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     offered, whole, again, *events = filter(None, done.stdout.splitlines())
