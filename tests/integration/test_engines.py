@@ -202,7 +202,7 @@ def test_chunked_prefill_and_the_prefix_cache_leave_the_tokens_alone(tiny_pair):
     whole = EnginePair(*tiny_pair, max_num_batched_tokens=256)
     whole.submit("a", prompt, sampling)
     whole.run()
-    chunked = EnginePair(*tiny_pair, max_num_batched_tokens=16)
+    chunked = EnginePair(*tiny_pair, max_num_seqs=16, max_num_batched_tokens=16)
     for name in ("a", "b"):
         chunked.submit(name, prompt, sampling)
         chunked.run()
@@ -340,7 +340,7 @@ def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(tiny_pa
 def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix_as_alone(tiny_pair, rows):
     prompt = [*range(3, 103)]
     sampling = SamplingParams(max_tokens=20, temperature=0.7, seed=2, logprobs=2, prompt_logprobs=2)
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), max_num_batched_tokens=rows)
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), max_num_seqs=16, max_num_batched_tokens=rows)
     pair.submit("cached", prompt, SAMPLINGS["greedy"])
     for _ in range(8):
         pair.round()

@@ -121,7 +121,7 @@ def test_what_follows_free_text_is_bound_and_drafts_leave_all_of_it_alone(run, t
     opening = Opening(reasoning="", prompt_end="", token_of=lambda _: None)
     rules = "\n".join(["start: to_mark @answer", *opening.text_up_to("mark", "(")])
     grammar = json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", "json_schema": SCHEMA}]})
-    sampling = replace(GREEDY, temperature=0.9, seed=3, grammar=grammar)
+    sampling = replace(GREEDY, temperature=0.9, seed=5, grammar=grammar)
     plain = run(sampling)
     text = tokenizer.decode(plain[0].token_ids)
     assert "({" in text

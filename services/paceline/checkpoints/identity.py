@@ -9,11 +9,10 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.checkpoints.config_fields import CONFIG, END_TOKENS, GENERATION, SPELLING, TOKENIZER
 from paceline.checkpoints.fields import check
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_file import read_object, tokenizer_settings
 from paceline.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,9 +22,6 @@ IGNORED = "eos_token_id: {} are ignored, since the vocabulary has {} ids ({})"
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
 HASH_CHARS = 32
-# Newer checkpoints list all added tokens in their settings, and then the older file does not count.
-LISTED_TOKENS, SPECIAL_TOKENS_FILE = "added_tokens_decoder", "special_tokens_map.json"
-EXTRA_TOKENS, OLD_EXTRA_TOKENS = "extra_special_tokens", "additional_special_tokens"
 
 
 def fingerprint(settings: Iterable[bytes], weight_files: Iterable[Path]) -> str:
@@ -133,20 +129,6 @@ def eos_token_ids(folder: Path, found: object, vocab_size: int) -> tuple[int, ..
 def _warn(line: str) -> None:
     """Once, however often a service reads its checkpoint."""
     logger.warning(line)
-
-
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json, with the special tokens of an older folder.
-
-    Raises:
-        ConfigError: A file cannot be read.
-    """
-    settings, older = (
-        read_object(path) if path.is_file() else {} for path in (folder / TOKENIZER, folder / SPECIAL_TOKENS_FILE)
-    )
-    if OLD_EXTRA_TOKENS in settings and not settings.get(EXTRA_TOKENS):
-        settings[EXTRA_TOKENS] = settings.pop(OLD_EXTRA_TOKENS)
-    return settings if LISTED_TOKENS in settings else {**settings, **older}
 
 
 def _tokenizers_own(folder: Path) -> tuple[int, ...]:

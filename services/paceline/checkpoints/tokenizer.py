@@ -14,8 +14,13 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from paceline.checkpoints.config_fields import TOKENIZER
-from paceline.checkpoints.identity import EXTRA_TOKENS, LISTED_TOKENS, OLD_EXTRA_TOKENS, tokenizer_settings
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_file import (
+    EXTRA_TOKENS,
+    LISTED_TOKENS,
+    OLD_EXTRA_TOKENS,
+    read_object,
+    tokenizer_settings,
+)
 from paceline.core.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.identity import tokenizer_settings
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_file import read_object, tokenizer_settings
 from paceline.checkpoints.tokenizer import named_tokens
 from paceline.core.errors import ConfigError
 
