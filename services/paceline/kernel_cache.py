@@ -63,6 +63,7 @@ _CPU = "engine/backends/cpu"
 # What decides the bits of logits and samples.
 ARITHMETIC = (
     "core/noise.py",
+    "core/processors.py",
     f"{_CPU}/attention.py",
     f"{_CPU}/bfloat16_product.py",
     f"{_CPU}/fused_layers.py",

@@ -158,7 +158,8 @@ def _snapshot(source: Repository, flag: str, files: Sequence[str], say: Say) -> 
     if COMMIT.fullmatch(source.revision):
         with suppress(OSError):
             folder = _download(source, files, cached=True)
-            if not _missing(folder, files):
+            # Other programs, and old releases of huggingface_hub, may have left out the tokenizer.
+            if not _missing(folder, files) and (folder / "tokenizer.json").is_file():
                 return folder
     say(f"{source}: what is not in {_cache_folder()} is fetched from {constants.ENDPOINT}")
     if not sys.stderr.isatty():

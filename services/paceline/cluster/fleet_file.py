@@ -15,6 +15,7 @@ from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.service.config import ENVIRONMENT_PREFIX, Given, from_mapping, named, setting
+from paceline.store.opening import require_server
 
 ROLES = (GATEWAY, VERIFIER, DRAFTER)
 RAY, SCALING = "ray", "scaling"
@@ -132,6 +133,8 @@ def check_for_ray(spec: FleetSpec, ray: RaySettings) -> None:
     for name in OF_ONE_MACHINE:
         if getattr(spec, name) != getattr(alone, name):
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --ray: its hosts decide that themselves")
+    if spec.redis_url is not None:
+        require_server(spec.redis_url)
     most = ray.scaling.max_drafters
     if spec.drafter and 0 < most < spec.num_drafters:
         raise ConfigError(f"ray.scaling.max_drafters must be at least --num-drafters {spec.num_drafters}, got {most}")

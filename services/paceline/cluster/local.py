@@ -30,11 +30,9 @@ from paceline.cluster.spec import (
 )
 from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
-from paceline.core.errors import ConfigError
 from paceline.service.config import named, public_url
 from paceline.service.credentials import read_certificates, utc_now
-from paceline.store.no_store import NoStore
-from paceline.store.opening import open_store
+from paceline.store.opening import require_server
 
 
 class LocalFleet:
@@ -156,8 +154,8 @@ class LocalFleet:
 
     async def _start(self) -> None:
         environ = self._environ
-        if self.spec.redis_url is not None and isinstance(open_store(self.spec.redis_url), NoStore):
-            raise ConfigError("--redis-url must name a server, got memory://, which stands for none")
+        if self.spec.redis_url is not None:
+            require_server(self.spec.redis_url)
         if self.spec.tls_cert is not None:
             read_certificates("--tls-cert", self.spec.tls_cert, utc_now())
         spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say))

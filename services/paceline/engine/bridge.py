@@ -133,6 +133,7 @@ class EngineThread(Generic[_Event, _Output]):
         """
         while True:
             with self._wake:
+                self._check_open()
                 waiting = self._bytes_of[peer]
                 if not waiting or waiting + num_bytes <= PEER_BYTES:
                     self._post(event)
@@ -142,9 +143,12 @@ class EngineThread(Generic[_Event, _Output]):
                 self._held_up.append(taken)
             await taken
 
-    def _post(self, event: _Event, *, always: bool = False) -> None:
+    def _check_open(self) -> None:
         if self._closing or (self._ended is not None and self._ended.done()):
             raise UnavailableError("the engine has stopped")
+
+    def _post(self, event: _Event, *, always: bool = False) -> None:
+        self._check_open()
         if len(self._inbox) >= INBOX_LIMIT and not always:
             raise OverloadedError("the engine's inbox is full", retry_after_s=1.0)
         self._inbox.append(event)
@@ -179,7 +183,9 @@ class EngineThread(Generic[_Event, _Output]):
                 self._drive(stepper)
             finally:
                 self._post_outputs()
-                # Whoever is held up learns of the end.
+                # Whoever is held up learns of the end, and nobody comes after.
+                with self._wake:
+                    self._closing = True
                 self._take(0.0)
         except BaseException as error:
             logger.exception("engine %s died", self._thread.name)

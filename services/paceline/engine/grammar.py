@@ -7,6 +7,7 @@ bounded, too: once that is used up, each of them is placed anew and goes on with
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from paceline.engine.grammar_trial import compiled, try_out
 
 # Compiled grammars that are kept for the next session: one tenant's new ones take the places of its own first.
 MOST_KEPT = 64
+# Grammars that need no further trial, 32 bytes each: a process for each costs a tenth of a second.
+MOST_TRIED = 4096
 # Compiling yields to steps and to requests: it takes the time of one tenant, and not of others.
 NICENESS = 5
 
@@ -93,6 +96,8 @@ class Grammars:
             raise ConfigError(f"{folder}: grammars cannot be served with this tokenizer: {error}") from error
         # By tenant and grammar, those used last at the end.
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        # Digests of grammars that passed their trial, which knows neither tenant nor tokenizer.
+        self._tried: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, tenant: str = "", *, alone: bool = False) -> Matcher:
@@ -113,13 +118,26 @@ class Grammars:
             if known is not None:
                 self._kept.move_to_end(key)
         if known is None:
-            try_out(grammar)
+            self._try_out(grammar)
         if alone:
             return Matcher(compiled(self._tokenizer, grammar))
         if known is None:
             known = compiled(self._tokenizer, grammar)
             self._keep(key, known)
         return Matcher(known.deep_copy(), partial(self._forget, key, known))
+
+    def _try_out(self, grammar: str) -> None:
+        """Tries a grammar in another process, unless one like it has passed lately."""
+        digest = hashlib.sha256(grammar.encode()).digest()
+        with self._lock:
+            if digest in self._tried:
+                self._tried.move_to_end(digest)
+                return
+        try_out(grammar)
+        with self._lock:
+            self._tried[digest] = None
+            if len(self._tried) > MOST_TRIED:
+                self._tried.popitem(last=False)
 
     def _keep(self, key: tuple[str, str], matcher: LLMatcher) -> None:
         """Keeps a grammar; if there is no room, the oldest of a tenant that has most of them goes."""

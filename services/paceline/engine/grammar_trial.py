@@ -7,6 +7,7 @@ processor time and memory that the system keeps.
 
 from __future__ import annotations
 
+import logging
 import resource
 import signal
 import subprocess
@@ -18,11 +19,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 import paceline
 from paceline.core.errors import InvalidRequestError, UnavailableError
 
+logger = logging.getLogger(__name__)
+
 # As `paceline.core.grammar` names it, whose imports would take most of a trial's time.
 FIELD = "grammar"
 # Processor time and memory of a trial, and wall-clock time on a busy machine. 1,000 properties with patterns take 0.3 s
 # and 130 MB, imports included.
 MOST_S, MOST_BYTES, PATIENCE_S = 0.8, 1024**3, 10.0
+# What a process that may have no more memory says before it ends.
+OUT_OF_MEMORY = (b"MemoryError", b"memory allocation of")
 # Of one grammar: work of its lexer at first and in a step (some 14,000 a ms), items of its parser in a step (some
 # 20,000 a ms), states (1 to 2 KiB each), and symbols.
 LIMITS = LLParserLimits(
@@ -62,16 +67,18 @@ def try_out(grammar: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", __spec__.name],
             input=grammar.encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             cwd=Path(paceline.__file__).parents[1],
             timeout=PATIENCE_S,
             check=False,
         )
     except (subprocess.TimeoutExpired, OSError):
         raise UnavailableError("the machine is too busy to compile a grammar; try again") from None
-    if done.returncode:
+    if done.returncode < 0 or any(sign in done.stderr for sign in OUT_OF_MEMORY):
         raise InvalidRequestError(FIELD, f"takes more than {MOST_S:g} s, or too much memory, to be compiled")
+    if done.returncode:
+        logger.error("grammars cannot be tried out", extra={"stderr": done.stderr.decode(errors="replace")[-2000:]})
+        raise UnavailableError("grammars cannot be compiled here")
     if done.stdout:
         raise InvalidRequestError(FIELD, done.stdout.decode())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -13,6 +14,8 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse_cpus
+
+logger = logging.getLogger(__name__)
 
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
@@ -55,7 +58,10 @@ def then_yields_cpus() -> Iterator[None]:
     """
     # Threads bear the name of the one that starts them, so this tells a pool from the threads of gRPC.
     tasks = Path("/proc/self/task")
-    (tasks / str(threading.get_native_id()) / "comm").write_text(ENGINE)
+    try:
+        (tasks / str(threading.get_native_id()) / "comm").write_text(ENGINE)
+    except OSError as error:
+        logger.warning("this system lets no thread have a lower priority", extra={"error": str(error)})
     yield
     for task in tasks.iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):

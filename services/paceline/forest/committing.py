@@ -58,6 +58,8 @@ def compact(
     count, above = tree.count, 0.0
     if hit and root != ROOT:
         above = nodes[root].weight
+        # What hangs below a masked guess was not counted in; it is guessed anew.
+        hit = above > -np.inf
     tree.count = tree.named = tree.unsent = tree.offered = 0
     for slot in range(count):
         each = nodes[slot]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from paceline import __version__
 from paceline.service.config import named
-from paceline.user_cache import NothingWritableError, user_cache
+from paceline.user_cache import NothingWritableError, make_private, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TunedState:
             return
         beside = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path.parent)
             beside.write_text(json.dumps(learned), encoding="utf-8")
             beside.replace(self.path)
         except OSError as error:

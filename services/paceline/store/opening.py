@@ -30,3 +30,13 @@ def open_store(url: str, setting: str = "--redis-url") -> Store:
         if scheme in ("redis", "rediss", "unix"):
             return RedisStore(url)
         raise ConfigError("must begin with redis://, rediss://, unix:// or memory://")
+
+
+def require_server(url: str, setting: str = "--redis-url") -> None:
+    """Refuses `memory://` where services have to find one another.
+
+    Raises:
+        ConfigError: The URL names no server, or cannot be used.
+    """
+    if isinstance(open_store(url, setting), NoStore):
+        raise ConfigError(f"{setting} must name a server, got memory://, which stands for none")

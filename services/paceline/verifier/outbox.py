@@ -56,7 +56,8 @@ class Outbox:
         if self._error is not None:
             return
         self._offset += len(committed.token_ids)
-        self._num_bytes += _size(committed)
+        # However large, what is alone may leave.
+        self._num_bytes += _size(committed) if self._waiting else 0
         if self._num_bytes > OUTBOX_BYTES:
             self.fail(UnavailableError("the gateway does not read its tokens"))
             return

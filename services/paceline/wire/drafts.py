@@ -47,7 +47,7 @@ from paceline.wire.common import (
 )
 
 # Version of what verifier and drafter say to each other; both must have the same.
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_CONFIDENCE = 255
 # Of a session in a message; a tree has no place for more (`paceline.forest.records.SLOTS`).
 MAX_NODES = 1024

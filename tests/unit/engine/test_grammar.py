@@ -184,12 +184,30 @@ def test_a_machine_too_busy_to_answer_does_not_refuse_the_grammar(monkeypatch: p
         try_out(GRAMMAR)
 
 
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grammars that are compiled from now on; nothing is tried out in processes of their own."""
+    done, compiled = list[str](), compiling.compiled
+    monkeypatch.setattr(compiling, "try_out", lambda _: None)
+    monkeypatch.setattr(
+        compiling, "compiled", lambda tokenizer, grammar: done.append(grammar) or compiled(tokenizer, grammar)
+    )
+    return done
+
+
+def test_a_grammar_has_one_trial_whoever_brings_it(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each of a hundred tenants with the same schema would be all that a verifier compiles."""
+    tried: list[str] = []
+    monkeypatch.setattr(compiling, "try_out", tried.append)
+    for number in range(MOST_KEPT + 10):
+        grammars.compile(of_regex("one"), f"tenant{number}")
+    assert tried == [of_regex("one")]
+
+
 def test_new_grammars_of_one_tenant_push_out_its_own_and_no_other(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 tiny new grammars of one key made another key's schema new again, each time."""
-    tried: list[str] = []
-    monkeypatch.setattr(compiling, "try_out", tried.append)
+    tried = compilations(monkeypatch)
     modest = of_regex("modest")
     grammars.compile(modest, "modest")
     for number in range(2 * MOST_KEPT):
@@ -197,15 +215,14 @@ def test_new_grammars_of_one_tenant_push_out_its_own_and_no_other(
     assert len(tried) == 1 + 2 * MOST_KEPT
     grammars.compile(modest, "modest")
     grammars.compile(of_regex(f"greedy{2 * MOST_KEPT - 1}"), "greedy")
-    assert len(tried) == 1 + 2 * MOST_KEPT, "what is kept is not tried again"
+    assert len(tried) == 1 + 2 * MOST_KEPT, "what is kept is not compiled again"
     grammars.compile(of_regex("greedy0"), "greedy")
     grammars.compile(modest, "other")
     assert tried[1 + 2 * MOST_KEPT :] == [of_regex("greedy0"), modest], "tenants share nothing"
 
 
 def test_many_tenants_share_the_places_by_age(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(compiling, "try_out", tried.append)
+    tried = compilations(monkeypatch)
     for number in range(MOST_KEPT + 1):
         grammars.compile(of_regex(f"{number}"), f"tenant{number}")
     del tried[:]

@@ -80,6 +80,9 @@ class Replica:
         done, _ = await asyncio.wait({self._answer}, timeout=LOOK_S)
         if done:
             answer, self._answer = self._answer, None
+            if answer.cancelled():
+                # It is being stopped; others are still looked at.
+                return
             try:
                 self.report, self.has_answered = answer.result(), True
             except RayError:

@@ -69,6 +69,9 @@ def fits(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, total
         total: All there is.
     """
     left = total - sum(held.values()) - wanted
+    if left == total - wanted:
+        # Of what is whole, anything fits: what is refused now would be refused for ever.
+        return left >= 0
     num_holders = 1 + sum(1 for name, amount in held.items() if amount and name != key)
     # One part is that of the next key that asks.
     share = max(1, total // (num_holders + (num_keys > num_holders)))

@@ -178,6 +178,11 @@ class BoundedConnection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._num_framing_bytes = 0
             super().on_message_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():
+                # Data after the answer has ended uvicorn's own timer.
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
 
     def _watch_reading(self) -> None:
         unread = self.transport.get_write_buffer_size()

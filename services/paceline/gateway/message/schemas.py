@@ -109,20 +109,17 @@ class _Referred:
         self._places: dict[tuple[str, str], Any] = {("", ""): root}
         # Schemas with the place that they stand in, and what their references lead to.
         self._noted: list[tuple[Json, str]] = []
+        self._known: set[int] = set()
         self._targets: dict[tuple[int, str], Json] = {}
         self._note(root, "")
-        known = {id(schema) for schema, _ in self._noted}
         for schema, base in self._noted:
             for key in REFERENCES:
                 target = self._target(schema.get(key), base)
                 if target is None:
                     continue
                 self._targets[id(schema), key] = target
-                if id(target) not in known:
-                    # Where no keyword of schemas leads; the loop comes to what is noted now.
-                    num_noted = len(self._noted)
-                    self._note(target, "")
-                    known |= {id(each) for each, _ in self._noted[num_noted:]}
+                # Where no keyword of schemas leads; the loop comes to what is noted now.
+                self._note(target, "")
         self.found.num_schemas = len(self._noted)
         referred = {id(each): each for each in (root, *self._targets.values())}
         self._names = {each: f"{name}_{at}" if at else name for at, each in enumerate(referred)}
@@ -130,9 +127,10 @@ class _Referred:
             self.found[self._names[each]] = self._rewritten(schema)
 
     def _note(self, schema: Any, base: str) -> None:
-        """Notes where a schema and those within it can be found."""
-        if not isinstance(schema, dict):
+        """Notes where a schema and those within it can be found, once."""
+        if not isinstance(schema, dict) or id(schema) in self._known:
             return
+        self._known.add(id(schema))
         own = schema.get("$id")
         if isinstance(own, str):
             base = self._joined(base, own).removesuffix("#")

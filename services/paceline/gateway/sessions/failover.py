@@ -7,6 +7,7 @@ pause.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -41,6 +42,9 @@ from paceline.store.base import Replica
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 LAST_PAUSE_OF_FAILED_S = 4.0
+# New sessions whose engine died begin again within this time, each at another moment: the one that ended the engine
+# must not take the others with it once more, or all would be refused.
+PART_S = 1.0
 # A verifier that left the registry may only have lost its connection to it. Its sessions move once it has also been
 # silent for longer than the interval between its messages.
 SILENT_S = 2.5
@@ -252,6 +256,8 @@ class Failover:
             attempts.failed.clear()
         elif attempts.has_waited:
             await self._pause(attempts, LAST_PAUSE_OF_FAILED_S)
+        if deaths.count and not deaths.has_tokens:
+            await asyncio.sleep(random.uniform(0.0, PART_S))
         self._on_failover(type(error).__name__)
 
     async def _pause(self, attempts: _Attempts, most_s: float) -> None:

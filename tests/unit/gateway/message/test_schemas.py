@@ -101,6 +101,15 @@ def test_what_is_referred_to_is_copied_once_however_deep_it_stands() -> None:
         assert sum(map(num_schemas, defined.values())) <= 2 * num_schemas(schema)
 
 
+def test_what_is_referred_to_from_outside_of_schemas_is_looked_at_once_however_often() -> None:
+    """Each of these references leads one level higher, and all to the same wide schema in the end."""
+    schema: dict[str, Any] = {"anyOf": [{"type": "string"} for _ in range(50)]}
+    for _ in range(60):
+        schema = {"not": schema}
+    refs = [{"$ref": "#/x" + "/not" * depth} for depth in range(59, 0, -1)]
+    assert definitions({"x": schema, "allOf": refs}, "x", field="tools").num_schemas <= 250
+
+
 def test_references_that_lead_through_many_others_take_a_bounded_number_of_steps() -> None:
     chain = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}]} for at in range(200)}
     names = {f"p{at}": {"$ref": "#/$defs/d0"} for at in range(2000)}
