@@ -20,9 +20,11 @@ from paceline.kernel_cache import inlined, kernel
 CHUNK = noise.BLOCK
 # Chunks in which the nucleus is looked for first.
 _FEW = 64
-_LANES, _BUCKETS, _BUCKETS_PER_NAT = 16, 512, 16.0
+_LANES, _BUCKETS = 16, 512
+_BUCKETS_PER_NAT, _LAST_BUCKET = np.float32(16.0), np.float32(511.0)
 _MASS_SCALE, _LEAST_RATIO = processors.MASS_SCALE, processors.LEAST_RATIO
 _LEAST_EXPONENT = -700.0
+_TWO_52, _TWO_52_BITS = 2.0**52, np.int64(0x4330000000000000)
 _LARGEST = np.finfo(np.float32).max
 _SIGN, _LOWEST, _HIGHEST = np.int32(31), np.int32(-(2**31)), np.int32(2**31 - 1)
 _MINUS_INFINITY = np.int32(-0x7F800001)
@@ -153,9 +155,15 @@ def _share_of(logit: Any, largest: Any, scale: Any) -> Any:
 
 
 @inlined
+def _in_units(mass: Any) -> Any:
+    """Rounds to a whole number of units, below 2**52: by the bits of a sum, which vectorises."""
+    return np.float64(np.float64(mass) * _MASS_SCALE + _TWO_52).view(np.int64) - _TWO_52_BITS
+
+
+@inlined
 def _mass_of(logit: Any, largest: Any, scale: Any) -> Any:
     """The share of an id beside that of the largest, in units of 1 / MASS_SCALE."""
-    return np.int64(np.rint(np.float64(_share_of(logit, largest, scale)) * _MASS_SCALE))
+    return _in_units(_share_of(logit, largest, scale))
 
 
 @kernel
@@ -192,18 +200,25 @@ def _mass_of_chunk(shares: Any) -> Any:
     for offset in range(4):
         shares[offset] += shares[offset + 4]
     mass = (shares[0] + shares[2]) + (shares[1] + shares[3])
-    return np.int64(np.rint(np.float64(mass) * _MASS_SCALE))
+    return _in_units(mass)
 
 
 @kernel
 def _gather(row: Logits, chunk_max: Logits, level: Any, last_id: int, found: Logits, ids: Ints) -> int:
     """Gathers ids whose logits exceed a level, or equal it and are not beyond `last_id`, in ascending order."""
-    size = 0
+    size, hits = 0, np.empty(CHUNK, np.uint8)
     for chunk in range(len(chunk_max)):
-        if chunk_max[chunk] >= level:
-            for token_id in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(row))):
-                found[size], ids[size] = row[token_id], token_id
-                size += 1 if row[token_id] > level or (row[token_id] == level and token_id <= last_id) else 0
+        if chunk_max[chunk] < level:
+            continue
+        # Comparing all of a chunk first vectorises.
+        first = chunk * CHUNK
+        part = row[first : min(first + CHUNK, len(row))]
+        for offset in range(len(part)):
+            hits[offset] = (part[offset] > level) | ((part[offset] == level) & (first + offset <= last_id))
+        for offset in range(len(part)):
+            if hits[offset]:
+                found[size], ids[size] = part[offset], first + offset
+                size += 1
     return size
 
 
@@ -294,6 +309,12 @@ def _weigh(found: Logits, largest: Any, scale: Any, weights: Ints) -> Any:
     return mass
 
 
+@inlined
+def _drop_of(logit: Any, largest: Any, per_nat: Any) -> Any:
+    """The bucket of a logit by how far it is below the largest."""
+    return np.int32(min((largest - logit) * per_nat, _LAST_BUCKET))
+
+
 @kernel
 def _gather_last(
     row: Logits, chunk_max: Logits, largest: Any, scale: Any, cut: Any, needed: Any, gathered: Any
@@ -303,15 +324,17 @@ def _gather_last(
     Masses are added up by the drop of the logit first, so that few ids are looked at one by one.
     """
     found, ids, _ = gathered
-    masses, histogram = np.empty(CHUNK, np.int64), np.zeros(_BUCKETS, np.int64)
-    per_nat = np.float64(scale) * _BUCKETS_PER_NAT
+    masses, buckets, hits = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int32), np.empty(CHUNK, np.uint8)
+    histogram, per_nat = np.zeros(_BUCKETS, np.int64), scale * _BUCKETS_PER_NAT
     for chunk in range(len(chunk_max)):
         if chunk_max[chunk] >= cut:
-            start = chunk * CHUNK
-            part = row[start : min(start + CHUNK, len(row))]
-            _weigh(part, largest, scale, masses)
+            part = row[chunk * CHUNK : min(chunk * CHUNK + CHUNK, len(row))]
             for offset in range(len(part)):
-                histogram[_bucket_of(part[offset], largest, per_nat)] += masses[offset] if part[offset] >= cut else 0
+                masses[offset] = _mass_of(part[offset], largest, scale) if part[offset] >= cut else 0
+            for offset in range(len(part)):
+                buckets[offset] = _drop_of(part[offset], largest, per_nat)
+            for offset in range(len(part)):
+                histogram[buckets[offset]] += masses[offset]
     bucket = 0
     while bucket < _BUCKETS - 1 and needed > histogram[bucket]:
         needed -= histogram[bucket]
@@ -322,10 +345,14 @@ def _gather_last(
     for chunk in range(len(chunk_max)):
         if chunk_max[chunk] < low:
             continue
-        for token_id in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(row))):
-            logit = row[token_id]
-            if low <= logit <= high and _bucket_of(logit, largest, per_nat) == bucket:
-                found[size], ids[size] = logit, token_id
+        first, count = chunk * CHUNK, 0
+        part = row[first : min(first + CHUNK, len(row))]
+        for offset in range(len(part)):
+            hits[offset] = (part[offset] >= low) & (part[offset] <= high)
+            count += hits[offset]
+        for offset in range(len(part) if count else 0):
+            if hits[offset] and _drop_of(part[offset], largest, per_nat) == bucket:
+                found[size], ids[size] = part[offset], first + offset
                 size += 1
     return size, needed
 
