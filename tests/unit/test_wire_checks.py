@@ -15,7 +15,7 @@ from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import MAX_ENTRIES, SamplingParams, SpeculationParams
 from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
-from paceline.wire.drafts import MAX_NODES
+from paceline.wire.drafts import MAX_NODES, PROTOCOL
 
 TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=9, context_len=9)
@@ -190,7 +190,7 @@ def test_a_session_has_at_most_the_nodes_that_a_tree_holds() -> None:
 def test_a_peer_of_another_version_is_refused_and_both_versions_are_named() -> None:
     hello = wire.draft_response_to_pb((), IDENTITY)
     hello.protocol = 0
-    with pytest.raises(RemoteProtocolError, match="the drafter speaks version 1 of the draft protocol, and we speak 3"):
+    with pytest.raises(RemoteProtocolError, match="the drafter speaks version 1 of the draft protocol, and we speak 4"):
         wire.draft_response_from_pb(hello)
     request = wire.draft_request_to_pb((), IDENTITY)
     request.protocol = 4
@@ -263,7 +263,7 @@ def test_a_malformed_open_is_refused_by_field(changes: dict[str, Any], field: st
 
 
 def test_an_identity_without_vocabulary_is_refused() -> None:
-    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"), protocol=3)
+    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"), protocol=PROTOCOL)
     with pytest.raises(RemoteProtocolError, match=r"ModelIdentity\.vocab_hash"):
         wire.draft_request_from_pb(request)
 
