@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import ssl
@@ -202,7 +203,9 @@ async def test_models_of_the_hub_are_fetched_at_the_first_start_and_served_offli
         for offline in ("0", "1"):
             process = await up(*argv, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
             printed = await printed_until_up(process)
-            assert [f"fetching hf://org/{name}" in printed for name in ("target", "drafter")] == 2 * [offline == "0"]
+            for name in ("target", "drafter"):
+                says_so = re.search(rf"org/{name}\S*: what is not in .* is fetched from {hub.url}", printed)
+                assert (says_so is not None) == (offline == "0"), printed
             assert "target model  org/target (" in printed
             assert "draft model   org/drafter" in printed
             url = printed.partition("curl -N ")[2].partition("/v1/")[0]

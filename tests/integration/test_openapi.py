@@ -49,6 +49,10 @@ OUTSIDE_SCHEMAS = (
     "must hold at least one message",
     # A call is of a function or of a custom tool, and an item of one of many kinds.
     "].function: is required",
+    # The member that holds a text follows from the type of its part.
+    "].text: is required",
+    "].refusal: is required",
+    "].thinking: is required",
     "]: is required",
 )
 OPERATIONS = {
@@ -77,8 +81,15 @@ def narrowed(case: Any, streamed: bool) -> None:
     """Asks for the model that is there, for few tokens of it, of messages that say something, as a stream or not."""
     if isinstance(case.body, dict):
         for message in case.body.get("messages", ()):
+            if message.get("role") == "tool":
+                # The model's template has no place for results of tools.
+                message["role"] = "user"
             if message.get("content") is None:
                 message["content"] = "x"
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if isinstance(part, dict) and "type" in part:
+                    # The member that holds a text follows from the type of its part.
+                    part[part["type"] if part["type"] in ("refusal", "thinking") else "text"] = "x"
         if streamed:
             case.body["stream"] = True
         for name in ("model", "previous_response_id"):

@@ -161,7 +161,8 @@ def _snapshot(source: Repository, flag: str, files: Sequence[str], say: Say) -> 
             # Other programs, and old releases of huggingface_hub, may have left out the tokenizer.
             if not _missing(folder, files) and (folder / "tokenizer.json").is_file():
                 return folder
-    say(f"{source}: what is not in {_cache_folder()} is fetched from {constants.ENDPOINT}")
+    if not constants.HF_HUB_OFFLINE:
+        say(f"{source}: what is not in {_cache_folder()} is fetched from {constants.ENDPOINT}")
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _ends_at_once():
