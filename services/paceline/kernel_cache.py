@@ -130,10 +130,11 @@ def take_shipped(shipped: Path, folder: Path) -> None:
         folder: See `cache_folder`.
     """
     source = shipped / folder.name
-    if folder.exists() or not source.is_dir():
-        return
-    # Whole or not at all: of two processes that start at once, the second keeps what the first has put there.
+    # Whole or not at all: of two processes that start at once, the second keeps what the first has put there. What
+    # cannot be read or written is compiled anew.
     with suppress(OSError):
+        if folder.exists() or not source.is_dir():
+            return
         make_private(folder.parent)
         with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
             copied = shutil.copytree(source, Path(copy) / folder.name)

@@ -204,3 +204,14 @@ def test_no_kernel_is_decorated_before_its_folder_is_known():
     straight = re.compile(r"^from numba import .*\bnjit\b|numba\.njit", re.MULTILINE)
     users = {path.name for path in PACKAGE.rglob("*.py") if straight.search(path.read_text())}
     assert users == {"kernel_cache.py"}
+
+
+def test_shipped_kernels_that_may_not_be_read_are_compiled_anew(tmp_path, monkeypatch):
+    """An image whose folder was private to its builder ended every start of a service."""
+
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    take_shipped(tmp_path / "compiled", tmp_path / "cache" / "kernels")
+    assert not (tmp_path / "cache").exists()
