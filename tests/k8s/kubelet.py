@@ -10,6 +10,7 @@ Each tier has one replica.
 from __future__ import annotations
 
 import copy
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,8 @@ class Kubelet:
             return _ask_http(
                 f"{get['scheme'].lower()}://{address}:{self.rendered.ports(tier)[get['port']]}{get['path']}"
             )
+        if "tcpSocket" in probe:
+            return _ask_tcp(address, self.rendered.ports(tier)[probe["tcpSocket"]["port"]])
         return self._ask_inside(tier, probe["exec"]["command"])
 
     def run_in(self, tier: str, *command: str) -> str:
@@ -185,6 +188,14 @@ def _filled(entry: dict[str, Any], service: str) -> dict[str, Any]:
     if "value" in entry:
         return {**entry, "value": entry["value"].replace("$(POD_IP)", service)}
     return entry
+
+
+def _ask_tcp(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return "unreachable"
+    return "ready"
 
 
 def _ask_grpc(address: str, service: str) -> str:
