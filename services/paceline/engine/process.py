@@ -60,10 +60,12 @@ def then_yields_cpus() -> Iterator[None]:
     tasks = Path("/proc/self/task")
     try:
         (tasks / str(threading.get_native_id()) / "comm").write_text(ENGINE)
+        named = True
     except OSError as error:
         logger.warning("this system lets no thread have a lower priority", extra={"error": str(error)})
+        named = False
     yield
-    for task in tasks.iterdir():
+    for task in tasks.iterdir() if named else ():
         with suppress(FileNotFoundError, ProcessLookupError):
             if (task / "comm").read_text().strip() == ENGINE:
                 os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
