@@ -24,11 +24,11 @@ from typing import Any
 
 from loadtest.bench import Table, bench_parser, report
 from paceline.core.draft_policy import Goodput
-from paceline.core.draft_scheduler import VerifierMessages
 from paceline.core.messages import GenerateRequest, ToDrafter
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.target import TargetEngine
 from paceline.planning.engines import IDENTITY, LAW, VOCAB_SIZE
 from paceline.rpc.v1 import drafter_pb2

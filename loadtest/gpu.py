@@ -22,7 +22,6 @@ import torch
 from loadtest.bench import Table, bench_parser, report
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -31,6 +30,7 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.backends.torch.backend import TorchBackend
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
+from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.kv import KVCache
 from paceline.engine.target import TargetEngine

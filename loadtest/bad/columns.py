@@ -26,11 +26,11 @@ from pathlib import Path
 from google.protobuf.message import DecodeError, Message
 
 from loadtest.core import DRAFTER, PROMPT_TOKENS, Drafter, Stopwatch, Verifier
-from paceline.core.draft_scheduler import VerifierLeft, VerifierMessages
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import CommittedTokens, GenerateRequest, PositionLogprobs, SpeculationRecord
 from paceline.core.params import REJECTION, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit
+from paceline.engine.draft_scheduler import VerifierLeft, VerifierMessages
 from paceline.planning.engines import VOCAB_SIZE
 from paceline.rpc.v1 import drafter_pb2, verifier_pb2
 from paceline.wire import (

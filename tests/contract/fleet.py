@@ -20,19 +20,23 @@ from paceline.core.messages import (
     Drafts,
     GenerateRequest,
     LaggingSession,
+    ModelIdentity,
     OpenSession,
     ToDrafter,
     ToVerifier,
 )
+from paceline.core.pages import BlockPool
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.session import DrafterSession, NewTokens, VerifierSession, commit, merge
+from paceline.core.session import NewTokens, VerifierSession, commit, merge
 from paceline.core.tree import Node, walk
+from paceline.engine.draft_session import DraftSession
 from paceline.forest import Calls, Ints, Links, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_commits, to_drafts
 from tests.support.slow_trees import SlowNode, SlowTree
 from tests.support.trees import allot, verified
 
 VOCAB_SIZE = 5
+MODEL = ModelIdentity(name="toy", vocab_hash="toy", vocab_size=VOCAB_SIZE, context_len=4096)
 
 
 def target_token(prefix: list[int], seed: int) -> int:
@@ -56,11 +60,11 @@ class Link:
     to_verifier: list[ToVerifier] = field(default_factory=list)
 
 
-class ToySession(DrafterSession):
+class ToySession(DraftSession):
     """One session at the toy drafter, and the tree that it grows."""
 
     def __init__(self, opened: OpenSession) -> None:
-        super().__init__(opened)
+        super().__init__(opened, MODEL, BlockPool(1))
         self.tree = SlowTree(self.tokens)
         self.unsent: list[SlowNode] = []
         self._next_id = 1

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import pytest
 
 from paceline import wire
-from paceline.core.drafted_trees import DraftedTrees, FreshTokens
 from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
@@ -28,6 +27,7 @@ from paceline.core.session import NewTokens, commit, merge
 from paceline.core.tree import Node
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
+from paceline.engine.drafted_trees import DraftedTrees, FreshTokens
 from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT, rows_of
 from tests.support.guesses import to_commits
@@ -161,7 +161,7 @@ class Play:
         self.sent_len = self.session.committed_len
         opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(1, price=0.0, room=64)]))[1][0]
         self.drafted = DraftSession(opened, self.identity, self.pool)  # type: ignore[arg-type]
-        self.trees: DraftedTrees[DraftSession] = DraftedTrees(SlotPool(first_block=8, num_blocks=2), 64)
+        self.trees = DraftedTrees(SlotPool(first_block=8, num_blocks=2), 64)
         self.trees.add(self.drafted)
 
     def grow(self, depth: int) -> None:
@@ -171,7 +171,7 @@ class Play:
         for slot in range(ROOT, depth - 1):
             if self.trees.wants_guesses(self.drafted, slot):
                 row = self.draft.logits[*committed, *path]
-                self.trees.grow([self.drafted.offer(self.trees, slot, path, row, 1)])
+                self.trees.grow([self.drafted.draw(slot, path, row, self.trees.node_id(self.drafted, slot))])
             path.append(int(self.trees.forest.arrays.nodes["token"][self.drafted.row, slot + 1]))
         self.under_way += [message for _, message in self.trees.push(at_once=True)]
 

@@ -14,7 +14,6 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM
 from paceline.core.target_events import TargetLimits
@@ -23,6 +22,7 @@ from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.ngram import NgramSource
 from paceline.engine.decoder import Decoder
+from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion, states_hash
 from paceline.engine.grammar import Grammars

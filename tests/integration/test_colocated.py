@@ -7,12 +7,12 @@ import random
 import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.identity import model_identity

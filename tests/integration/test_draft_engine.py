@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.core.messages import Commit, Commits, Drafts, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
+from paceline.engine.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import VerifierMessages
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import FeatureBuffer, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
+from paceline.engine.draft_scheduler import VerifierMessages
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair

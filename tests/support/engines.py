@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError
 from paceline.core.messages import Commit, CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
@@ -23,6 +22,7 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.engine.decoder import Decoder
+from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.grammar import Grammars

@@ -11,9 +11,7 @@ from itertools import count as numbers_from
 from typing import Any
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.draft_plan import DraftPlan, Offer
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.draft_scheduler import DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
@@ -22,6 +20,7 @@ from paceline.core.messages import (
     Drafts,
     GenerateRequest,
     LaggingSession,
+    ModelIdentity,
     OpenSession,
     PositionLogprobs,
     ToDrafter,
@@ -30,11 +29,13 @@ from paceline.core.messages import (
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
 from paceline.core.planned_step import StepPlan
-from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import verified_nodes, walk
+from paceline.engine.draft_plan import DraftPlan
+from paceline.engine.draft_scheduler import DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
+from paceline.engine.draft_session import DraftSession, Offer
 from paceline.forest import NONE, ROOT, Forest, Guesses
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, each_commit, to_commits, to_drafts
 
@@ -224,19 +225,15 @@ class DrafterLoop:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
-        self.scheduler: DraftScheduler[ScheduledDraftSession] = DraftScheduler(
+        self.scheduler = DraftScheduler(
             pool=self.pool,
             scratch=self.scratch,
             limits=limits,
-            vocab_size=VOCAB_SIZE,
-            context_len=self.context_len,
-            open_session=self._open_session,
+            identity=ModelIdentity(name="text", vocab_hash="text", vocab_size=VOCAB_SIZE, context_len=self.context_len),
+            feature_width=self.feature_width,
         )
 
-    def _open_session(self, opened: OpenSession) -> ScheduledDraftSession:
-        return ScheduledDraftSession(opened, self.pool, context_len=self.context_len, feature_width=self.feature_width)
-
-    def session(self, name: str, link: int = 1) -> ScheduledDraftSession:
+    def session(self, name: str, link: int = 1) -> DraftSession:
         """A session that the drafter knows."""
         return self.scheduler._sessions[link, self.number(name, link)]
 
@@ -275,7 +272,7 @@ class DrafterLoop:
         """A verifier's stream ends."""
         self.scheduler.handle(VerifierLeft(link=link), self.now_s)
 
-    def step(self, seconds: float = 0.01) -> DraftPlan[ScheduledDraftSession]:
+    def step(self, seconds: float = 0.01) -> DraftPlan:
         """Plans a step, runs it, and says what is due."""
         plan = self.scheduler.plan(self.now_s)
         self.now_s += seconds
@@ -329,7 +326,7 @@ class DrafterLoop:
         forest, row = self.scheduler.trees.forest, self.session(name, link).row
         return forest.arrays.nodes[row, : forest.count(row)]
 
-    def _offer(self, session: ScheduledDraftSession, slot: int, depth: int) -> Offer:
+    def _offer(self, session: DraftSession, slot: int, depth: int) -> Offer:
         sure = self.sure.get(session.session_id, 0.9)
         token_ids, confidences = (len(session.tokens) + depth, WRONG), (sure, sure / 10)
         return Offer(session, slot, token_ids[: self.width], confidences[: self.width])

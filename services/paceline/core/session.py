@@ -1,8 +1,7 @@
-"""The two ends of a session as state machines: messages in, messages out.
+"""The verifier's end of a session as a state machine: messages in, messages out.
 
-The verifier's end is the authority on committed tokens; the drafter's end is soft state that can be rebuilt from them
-at any time. Neither knows sockets, clocks or models. Every message names its session by a number that is never used
-again, and how many committed tokens its sender knew; nothing is ever rolled back.
+It is the authority on committed tokens, and knows no sockets, clocks or models. Every message names its session by a
+number that is never used again, and how many committed tokens its sender knew; nothing is ever rolled back.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import numpy as np
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.grammar import OutputGrammar
 from paceline.core.messages import (
-    Commit,
     Drafts,
     GenerateRequest,
-    LaggingSession,
     OpenSession,
     SpeculationRecord,
 )
@@ -248,43 +245,3 @@ def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
         rows_of(token_id for each in commits for token_id in each.token_ids),
         np.array([chance for each in commits for chance in each.all_chances] if known else ()),
     )
-
-
-class DrafterSession:
-    """The mirror's end: the committed tokens that it received; what it grows beyond them is in its forest."""
-
-    def __init__(self, opened: OpenSession) -> None:
-        if not opened.token_ids:
-            raise RemoteProtocolError(f"session {opened.session_id} was opened without tokens")
-        self.session_id = opened.session_id
-        self.number = opened.number
-        self.tokens = list(opened.token_ids)
-        self.prompt_len = opened.prompt_len
-        self.sampling = opened.sampling
-        self.chain = opened.acceptance == REJECTION
-        self.price = opened.price
-        self.room = opened.room
-
-    def receive(self, commit: Commit) -> list[int] | LaggingSession:
-        """Applies a commit.
-
-        Returns:
-            Its tokens that are new, none of a message received twice; a `LaggingSession` to send back when tokens
-            before it are missing.
-
-        Raises:
-            RemoteProtocolError: It contradicts tokens that were committed before.
-        """
-        have_len = len(self.tokens)
-        if commit.base_len > have_len:
-            return LaggingSession(number=self.number, have_len=have_len)
-        known = self.tokens[commit.base_len : commit.base_len + len(commit.token_ids)]
-        if known != commit.token_ids[: len(known)]:
-            raise RemoteProtocolError(
-                f"session {self.session_id}: commit at {commit.base_len} contradicts earlier ones"
-            )
-        fresh = commit.token_ids[len(known) :]
-        if fresh:
-            self.price, self.room = commit.price, commit.room
-            self.tokens.extend(fresh)
-        return fresh

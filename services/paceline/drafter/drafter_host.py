@@ -8,11 +8,11 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
-from paceline.core.draft_scheduler import DraftEvent, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.drafter.tracing import DraftTraces
 from paceline.engine.bridge import EngineThread
+from paceline.engine.draft_scheduler import DraftEvent, VerifierLeft, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.obs.metrics import DrafterMetrics, rows_label
 from paceline.obs.tracing import OFF, Tracer

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from paceline.checkpoints.families import is_eagle3
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
 from paceline.drafter.config import DrafterConfig
 from paceline.drafting.checkpoint import DraftCheckpoint
+from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, then_yields_cpus

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.draft_scheduler import VerifierMessages
 from paceline.core.goodput import MovingAverage
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
+from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
 from paceline.service.learned import Learned

@@ -1,23 +1,44 @@
-"""One session inside the drafter's engine: what the scheduler knows of it, and its sampler."""
+"""One session inside the drafter's engine: its end of the protocol, its pages, its row in the forest, and its sampler.
+
+It is soft state: what a verifier has committed is all that it takes to build it anew. Its messages name it by a number
+that is never used again, and say how many committed tokens their sender knew; nothing is ever rolled back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from paceline.core.calibration import CHAIN_CONFIDENCE, NUM_RANKED, confidences
-from paceline.core.draft_plan import Offer
-from paceline.core.drafted_trees import DraftedTrees
-from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
+from paceline.core.messages import Commit, CommittedStates, LaggingSession, ModelIdentity, OpenSession
 from paceline.core.noise import DRAFT_STREAM, uniforms
-from paceline.core.pages import BlockPool
-from paceline.core.rejection_sampling import sparse_draft
-from paceline.core.scheduled_draft_session import ScheduledDraftSession
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, block_hash, salted_root
+from paceline.core.params import REJECTION
+from paceline.core.rejection_sampling import SparseDraft, sparse_draft
 from paceline.engine.sampler import RowSampler
 
 
-class DraftSession(ScheduledDraftSession):
+class Offer(NamedTuple):
+    """What may follow a node, or the root.
+
+    Attributes:
+        slot: Of the node, or ROOT.
+        token_ids: The guesses, best first.
+        draft: The distribution that the one guess of a chain was sampled from, and its position.
+    """
+
+    session: DraftSession
+    slot: int
+    token_ids: Sequence[int] = ()
+    confidences: Sequence[float] = ()
+    draft: tuple[int, SparseDraft] | None = None
+
+
+class DraftSession:
     """A session from open to close.
 
     Args:
@@ -27,63 +48,184 @@ class DraftSession(ScheduledDraftSession):
         feature_width: Of the features that the draft model takes; 0: it takes tokens alone.
 
     Attributes:
-        choice: How it ranks guesses, a `CHOICE`; None: by more than logits, or it draws them, so by `offer`.
+        link: Number of its verifier's stream.
+        row: Of its tree in the forest.
+        choice: How it ranks guesses, a `CHOICE`; None: by more than logits, or it draws them, so by `offer` or `draw`.
+        drafts: Distributions that the guesses of a chain were sampled from, by position.
+        computed_to: Rows of its pages whose KV is there when the step under way ends.
+        touched_s: When its verifier last sent something for it.
+        parked: It found no place, and waits for its next commit or for another one's end.
+        given_up: The draft model's logits were unusable: features are not requested again.
 
     Raises:
         LocalProtocolError: Its parameters name ids that the draft model lacks.
+        RemoteProtocolError: It was opened without tokens.
     """
 
-    def __init__(
-        self,
-        opened: OpenSession,
-        identity: ModelIdentity,
-        pool: BlockPool,
-        feature_width: int = 0,
-    ) -> None:
-        super().__init__(opened, pool, context_len=identity.context_len, feature_width=feature_width)
-        tokens, prompt_len = opened.token_ids, opened.prompt_len
+    def __init__(self, opened: OpenSession, identity: ModelIdentity, pool: BlockPool, feature_width: int = 0) -> None:
+        if not opened.token_ids:
+            raise RemoteProtocolError(f"session {opened.session_id} was opened without tokens")
+        self.session_id, self.number = opened.session_id, opened.number
+        self.tokens = list(opened.token_ids)
+        self.sampling = opened.sampling
+        self.chain = opened.acceptance == REJECTION
+        self.price, self.room = opened.price, opened.room
+        self.link, self.row = 0, -1
+        self._context_len = identity.context_len
+        self.features = FeatureBuffer(feature_width, identity.context_len) if feature_width else None
+        self.pages = self._make_pages(pool, salted_root(opened.cache_salt))
         self._sampler = RowSampler(
             opened.sampling,
             identity.vocab_size,
             identity.eos_token_ids,
-            tokens[:prompt_len],
-            tokens[prompt_len:],
+            opened.token_ids[: opened.prompt_len],
+            opened.token_ids[opened.prompt_len :],
         )
         self.choice = None if self.chain else self._sampler.choice
+        self.drafts: dict[int, SparseDraft] = {}
+        self.computed_to = 0
+        self.touched_s = 0.0
+        self.parked = False
+        self.given_up = False
+
+    def _make_pages(self, pool: BlockPool, root: bytes | None) -> SessionPages:
+        if self.features is None:
+            return SessionPages(self.tokens, pool, before=root)
+        return SessionPages(TokensAfterFirst(self.tokens), pool, before=block_hash(root, self.tokens[:1]))
+
+    # Messages
 
     def receive(self, commit: Commit) -> list[int] | LaggingSession:
-        """Applies a commit; the sampler learns its tokens, too."""
-        outcome = super().receive(commit)
-        if isinstance(outcome, list):
-            for token_id in outcome:
+        """Applies a commit.
+
+        Returns:
+            Its tokens that are new, none of a message received twice; a `LaggingSession` to send back when tokens
+            before it are missing.
+
+        Raises:
+            RemoteProtocolError: It contradicts tokens that were committed before.
+        """
+        have_len = len(self.tokens)
+        if commit.base_len > have_len:
+            return LaggingSession(number=self.number, have_len=have_len)
+        known = self.tokens[commit.base_len : commit.base_len + len(commit.token_ids)]
+        if known != commit.token_ids[: len(known)]:
+            raise RemoteProtocolError(
+                f"session {self.session_id}: commit at {commit.base_len} contradicts earlier ones"
+            )
+        fresh = commit.token_ids[len(known) :]
+        if fresh:
+            self.price, self.room = commit.price, commit.room
+            self.tokens.extend(fresh)
+            self.drafts = {position: draft for position, draft in self.drafts.items() if position >= len(self.tokens)}
+            for token_id in fresh:
                 self._sampler.push(token_id)
-        return outcome
+        return fresh
 
-    def offer(
-        self, trees: DraftedTrees[DraftSession], slot: int, path: Sequence[int], row: np.ndarray, width: int
-    ) -> Offer:
-        """The best `width` guesses below a node, from the draft model's logits `[vocab]` after it.
+    def receive_states(self, message: CommittedStates) -> None:
+        """Takes in features of committed positions; a draft model that takes tokens alone has no use for them."""
+        if self.features is not None:
+            self.features.add(message)
 
-        Under a rule that judges chains it is one, drawn once for all: another try would be another chance.
+    def keep(self, base_len: int, kept: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """KV of nodes on the committed path goes to the session's pages, where there is room.
 
         Args:
-            trees: Where its tree is.
+            base_len: Tokens before the commit.
+            kept: Slot and position of each, oldest first.
+
+        Returns:
+            What is to be moved, from slot to slot.
+        """
+        in_place = self.features is None and self.pages.num_computed == base_len
+        if not kept or not in_place or not self.pages.reserve(base_len + len(kept)):
+            return []
+        moves = [(slot, self.pages.slot(position)) for slot, position in kept]
+        self.pages.mark_computed(base_len + len(kept))
+        return moves
+
+    # What there is to compute
+
+    @property
+    def first_position(self) -> int:
+        """Position of the token in the first row of its pages."""
+        return 0 if self.features is None else 1
+
+    @property
+    def computable_to(self) -> int:
+        """Rows of its pages that can be computed with what is here."""
+        most = len(self.pages.tokens)
+        return most if self.features is None else min(most, self.features.stop)
+
+    @property
+    def lost_features(self) -> bool:
+        """True when it gave up KV that cannot be computed anew, because the features are gone."""
+        return self.features is not None and not self.pages.blocks and self.features.start > 0
+
+    @property
+    def ready(self) -> bool:
+        """True when its tree can grow: all committed tokens are computed, and more would fit."""
+        return not self.pages.num_missing and len(self.tokens) < self._context_len
+
+    @property
+    def lags(self) -> bool:
+        """True when tokens are to be computed, and can be."""
+        missing = self.pages.num_missing > 0 and self.computable_to > self.pages.num_computed
+        return not self.parked and missing and len(self.tokens) < self._context_len
+
+    def prefix_features(self, start: int, stop: int) -> Features | None:
+        """Features of the rows `start` to `stop` - 1 of its pages, if the draft model takes any."""
+        return None if self.features is None else self.features.rows(start, stop)
+
+    def settle(self) -> None:
+        """The step is over: what it computed counts."""
+        if self.computed_to > self.pages.num_computed:
+            self.pages.mark_computed(self.computed_to)
+        if self.features is not None:
+            self.features.drop_before(self.pages.num_computed)
+
+    # Room
+
+    def fits(self, num_blocks: int) -> bool:
+        """True when `num_blocks` pages hold all its tokens."""
+        return len(self.pages.tokens) <= num_blocks * BLOCK_SIZE
+
+    def take_pages(self) -> bool:
+        """Takes pages for all its tokens, cached ones first; False when there are too few."""
+        if not self.pages.blocks:
+            self.computed_to = self.pages.attach_cached_prefix()
+        return self.pages.reserve(len(self.pages.tokens))
+
+    def give_up_pages(self) -> None:
+        """Gives up all KV until the next commit; committed tokens stay, features do not."""
+        self.pages.release()
+        self.parked = True
+        self.computed_to = 0
+
+    # Guesses
+
+    def offer(self, slot: int, path: Sequence[int], row: np.ndarray, width: int) -> Offer:
+        """The best `width` guesses below a node, from the draft model's logits `[vocab]` after it.
+
+        Args:
             slot: Of the node, or ROOT.
             path: Tokens from below the root down to it.
 
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.
         """
-        if not self.chain:
-            token_ids, weights = self._sampler.rank(row, len(self.tokens) + len(path), NUM_RANKED, path)
-            sure = confidences(np.array(weights), greedy=self.sampling.temperature == 0.0)
-            return Offer(self, slot, token_ids[:width], sure[:width].tolist())
-        if not trees.wants_guesses(self, slot):
-            return Offer(self, slot)
-        return self._draw(slot, path, row, trees.node_id(self, slot))
+        token_ids, weights = self._sampler.rank(row, len(self.tokens) + len(path), NUM_RANKED, path)
+        sure = confidences(np.array(weights), greedy=self.sampling.temperature == 0.0)
+        return Offer(self, slot, token_ids[:width], sure[:width].tolist())
 
-    def _draw(self, slot: int, path: Sequence[int], row: np.ndarray, parent_id: int) -> Offer:
-        """Samples one token from the very distribution that goes out with it."""
+    def draw(self, slot: int, path: Sequence[int], row: np.ndarray, parent_id: int) -> Offer:
+        """The one guess of a chain below a node, drawn once: another try would be another chance.
+
+        It comes with the very distribution that it was sampled from. `parent_id` is the node's on the wire.
+
+        Raises:
+            UnusableLogitsError: The model's logits leave no token to choose.
+        """
         draft = sparse_draft(self._sampler.distribution(row, path))
         position, base_len = len(self.tokens) + len(path), len(self.tokens)
         uniform, _ = uniforms(self.sampling.seed, DRAFT_STREAM, position, base_len, parent_id)

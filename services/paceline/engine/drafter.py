@@ -1,6 +1,6 @@
 """The drafter's engine: a small language model grows the trees of many sessions in shared batches.
 
-It runs in the engine thread and owns the draft model. What a step computes is the draft scheduler's (`paceline.core`).
+It runs in the engine thread and owns the draft model. What a step computes is the draft scheduler's.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.draft_plan import DraftPlan, Expansion, Offer
-from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import Features
 from paceline.core.messages import CommittedStates, Drafts, ModelIdentity, OpenSession, ToVerifier
 from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
-from paceline.engine.draft_session import DraftSession
+from paceline.engine.draft_plan import DraftPlan, Expansion
+from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
+from paceline.engine.draft_session import DraftSession, Offer
 from paceline.engine.model import Model
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.engine.together import rank
@@ -86,13 +86,8 @@ class DraftEngine:
         self._clock = clock
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
         scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
-        self.scheduler: DraftScheduler[DraftSession] = DraftScheduler(
-            pool=self.pool,
-            scratch=scratch,
-            limits=limits,
-            vocab_size=identity.vocab_size,
-            context_len=identity.context_len,
-            open_session=lambda opened: DraftSession(opened, identity, self.pool, decoder.feature_width),
+        self.scheduler = DraftScheduler(
+            pool=self.pool, scratch=scratch, limits=limits, identity=identity, feature_width=decoder.feature_width
         )
         warm_up(self.scheduler.trees.forest)
         self._num_reported = 0
@@ -149,7 +144,7 @@ class DraftEngine:
         report.num_rows = plan.num_rows
         return self._output(report, started_s)
 
-    def _run(self, plan: DraftPlan[DraftSession]) -> None:
+    def _run(self, plan: DraftPlan) -> None:
         builder, computed, growing = BatchBuilder(), list[_Computed](), list(plan.growing)
         if plan.catching_up:
             prefixes = [
@@ -167,7 +162,7 @@ class DraftEngine:
         logits = self._decoder.logits(builder.build(), self._cache)
         self._grow(computed, logits)
 
-    def _features_of(self, growing: Sequence[Expansion[DraftSession]]) -> Features | None:
+    def _features_of(self, growing: Sequence[Expansion]) -> Features | None:
         """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
         if not self._decoder.feature_width:
             return None
@@ -176,13 +171,13 @@ class DraftEngine:
 
     def _grow(self, computed: Sequence[_Computed], logits: np.ndarray) -> None:
         """Hangs guesses below what was computed; a session whose logits are unusable goes on without drafts."""
-        trees, width, offers = self.scheduler.trees, self._limits.width, list[Offer]()
+        trees, offers = self.scheduler.trees, list[Offer]()
         ranked = [each for each in computed if each.session.choice is not None]
         lost = self._grow_ranked(ranked, logits) if ranked else set()
         for each in computed:
             try:
                 if each.session.choice is None:
-                    offers.append(each.session.offer(trees, each.slot, each.path, logits[each.row], width))
+                    offers.append(self._offer(each, logits[each.row]))
             except UnusableLogitsError:
                 lost.add(each.session)
         trees.grow([offer for offer in offers if offer.session not in lost])
@@ -190,6 +185,15 @@ class DraftEngine:
             logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
             self.scheduler.give_up(session)
             session.given_up = True
+
+    def _offer(self, each: _Computed, logits: np.ndarray) -> Offer:
+        """What a session hangs below one node, from the logits `[vocab]` after it."""
+        session, trees = each.session, self.scheduler.trees
+        if not session.chain:
+            return session.offer(each.slot, each.path, logits, self._limits.width)
+        if not trees.wants_guesses(session, each.slot):
+            return Offer(session, each.slot)
+        return session.draw(each.slot, each.path, logits, trees.node_id(session, each.slot))
 
     def _grow_ranked(self, computed: Sequence[_Computed], logits: np.ndarray) -> set[DraftSession]:
         """Hangs guesses of sessions that choose by logits alone; returns those whose logits are unusable."""
@@ -235,13 +239,13 @@ class _Computed(NamedTuple):
     row: int
 
 
-def _row_of(each: Expansion[DraftSession]) -> TreeRow:
+def _row_of(each: Expansion) -> TreeRow:
     session = each.session
     position = each.position - session.first_position
     return TreeRow(session.pages, each.path[-1], position, each.kv)
 
 
-def _parent_slot(each: Expansion[DraftSession]) -> int:
+def _parent_slot(each: Expansion) -> int:
     """Where states of the node's parent lie, which has been expanded."""
     pages = each.session.pages
     return each.kv[-2] if len(each.kv) > 1 else pages.slot(len(pages.tokens) - 1)

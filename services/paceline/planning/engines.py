@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.core.errors import PacelineError
 from paceline.core.messages import (
     CommittedTokens,
@@ -27,6 +26,7 @@ from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetEvent, TargetLimits, TargetOutput
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.bridge import Stepper
+from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.checkpoints.json_file import read_object
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import KNOTS, StepCost
+from paceline.engine.draft_scheduler import DraftLimits
 from paceline.service.config import from_mapping, setting
 from paceline.simulated.guesses import DrawnGuesses, Guesses, RecordedGuesses, RecordedPlace
 

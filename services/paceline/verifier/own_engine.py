@@ -12,7 +12,6 @@ from typing import Any
 from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import folder_of
 from paceline.core.acceptance_rules import served_rules
-from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
@@ -20,6 +19,7 @@ from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars

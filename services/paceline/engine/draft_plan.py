@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
 
-from paceline.core.rejection_sampling import SparseDraft
-from paceline.core.scheduled_draft_session import ScheduledDraftSession
+from paceline.engine.draft_session import DraftSession
 from paceline.forest import Calls, Ints
-
-SessionT = TypeVar("SessionT", bound=ScheduledDraftSession)
 
 
 @dataclass(frozen=True, slots=True)
-class CatchingUp(Generic[SessionT]):
+class CatchingUp:
     """Committed tokens of a session whose KV a step computes.
 
     Attributes:
@@ -23,14 +19,14 @@ class CatchingUp(Generic[SessionT]):
         expands: Whether the children of the root are wanted, too.
     """
 
-    session: SessionT
+    session: DraftSession
     start: int
     stop: int
     expands: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion(Generic[SessionT]):
+class Expansion:
     """A node whose children a step computes.
 
     Attributes:
@@ -40,7 +36,7 @@ class Expansion(Generic[SessionT]):
         kv: Scratch slots of the same.
     """
 
-    session: SessionT
+    session: DraftSession
     slot: int
     position: int
     path: Sequence[int]
@@ -48,7 +44,7 @@ class Expansion(Generic[SessionT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Growing(Generic[SessionT]):
+class Growing:
     """The nodes whose children a step computes, of all sessions, best first.
 
     Args:
@@ -58,7 +54,7 @@ class Growing(Generic[SessionT]):
         kv: int32 `[n]`, scratch slots of the same.
     """
 
-    sessions: Mapping[int, SessionT]
+    sessions: Mapping[int, DraftSession]
     calls: Calls
     ends: Ints
     path: Ints
@@ -67,7 +63,7 @@ class Growing(Generic[SessionT]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __iter__(self) -> Iterator[Expansion[SessionT]]:
+    def __iter__(self) -> Iterator[Expansion]:
         path, kv, start = self.path.tolist(), self.kv.tolist(), 0
         for row, slot, end in zip(self.calls.rows.tolist(), self.calls.slots.tolist(), self.ends.tolist(), strict=True):
             session = self.sessions[row]
@@ -76,29 +72,13 @@ class Growing(Generic[SessionT]):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftPlan(Generic[SessionT]):
+class DraftPlan:
     """One step."""
 
-    catching_up: list[CatchingUp[SessionT]] = field(default_factory=list)
-    growing: Growing[SessionT] | tuple[()] = ()
+    catching_up: list[CatchingUp] = field(default_factory=list)
+    growing: Growing | tuple[()] = ()
 
     @property
     def num_rows(self) -> int:
         """Rows to compute; 0: there is nothing to do."""
         return sum(each.stop - each.start for each in self.catching_up) + len(self.growing)
-
-
-class Offer(NamedTuple):
-    """What may follow a node, or the root.
-
-    Attributes:
-        slot: Of the node, or ROOT.
-        token_ids: The guesses, best first.
-        draft: The distribution that the one guess of a chain was sampled from, and its position.
-    """
-
-    session: ScheduledDraftSession
-    slot: int
-    token_ids: Sequence[int] = ()
-    confidences: Sequence[float] = ()
-    draft: tuple[int, SparseDraft] | None = None

@@ -8,13 +8,10 @@ planner in simulated time, run the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic
 
-from paceline.core.draft_plan import CatchingUp, DraftPlan, SessionT
-from paceline.core.drafted_trees import DraftedTrees, FreshTokens, Messages
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -22,11 +19,15 @@ from paceline.core.messages import (
     Commits,
     CommittedStates,
     LaggingSession,
+    ModelIdentity,
     OpenSession,
     ToDrafter,
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.engine.draft_plan import CatchingUp, DraftPlan
+from paceline.engine.draft_session import DraftSession
+from paceline.engine.drafted_trees import DraftedTrees, FreshTokens, Messages
 
 # A verifier's stream, and the number of a session there.
 Key = tuple[int, int]
@@ -73,16 +74,14 @@ class DraftLimits:
     max_num_seqs: int = 256
 
 
-class DraftScheduler(Generic[SessionT]):
+class DraftScheduler:
     """The sessions of all verifiers at one drafter; see the module docstring.
 
     Args:
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
-        vocab_size: Of the draft model.
-        context_len: Most tokens that it takes.
-        open_session: Makes a session of a verifier's message; raises `LocalProtocolError` where the draft model
-            cannot draft for it.
+        identity: The draft model.
+        feature_width: Of the features that it takes; 0: it takes tokens alone.
 
     Attributes:
         trees: Of all sessions.
@@ -95,24 +94,22 @@ class DraftScheduler(Generic[SessionT]):
         pool: BlockPool,
         scratch: SlotPool,
         limits: DraftLimits,
-        vocab_size: int,
-        context_len: int,
-        open_session: Callable[[OpenSession], SessionT],
+        identity: ModelIdentity,
+        feature_width: int = 0,
     ) -> None:
         self.pool = pool
-        self.trees: DraftedTrees[SessionT] = DraftedTrees(scratch, context_len)
+        self.trees = DraftedTrees(scratch, identity.context_len)
         self.moves: list[tuple[int, int]] = []
         self._limits = limits
-        self._vocab_size = vocab_size
-        self._open_session = open_session
-        self._sessions: dict[Key, SessionT] = {}
+        self._identity, self._feature_width = identity, feature_width
+        self._sessions: dict[Key, DraftSession] = {}
         # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew.
         self._refused: set[Key] = set()
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
         # Commits that the trees do not know yet, and who catches up in the step under way.
-        self._commits: list[FreshTokens[SessionT]] = []
-        self._computing: list[SessionT] = []
+        self._commits: list[FreshTokens] = []
+        self._computing: list[DraftSession] = []
 
     @property
     def num_sessions(self) -> int:
@@ -184,7 +181,7 @@ class DraftScheduler(Generic[SessionT]):
                     known.receive_states(message)
                     self.trees.place(known)
 
-    def _open(self, key: Key, known: SessionT | None, message: OpenSession, now_s: float) -> None:
+    def _open(self, key: Key, known: DraftSession | None, message: OpenSession, now_s: float) -> None:
         if known is not None:
             self._close(key)
         self._refused.discard(key)
@@ -194,7 +191,7 @@ class DraftScheduler(Generic[SessionT]):
             self._refuse(key)
             return
         try:
-            session = self._open_session(message)
+            session = DraftSession(message, self._identity, self.pool, self._feature_width)
         except LocalProtocolError:
             # A padded vocabulary of the target may be larger than ours, and its parameters name ids we lack.
             self._refuse(key)
@@ -204,7 +201,7 @@ class DraftScheduler(Generic[SessionT]):
         self.trees.add(session)
 
     def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
-        return max(token_ids, default=0) < self._vocab_size
+        return max(token_ids, default=0) < self._identity.vocab_size
 
     def _commit(self, key: Key, commit: Commit, now_s: float) -> None:
         session = self._sessions.get(key)
@@ -241,7 +238,7 @@ class DraftScheduler(Generic[SessionT]):
         for link, message in messages:
             self._queue(link, message)
 
-    def _ask_again(self, key: Key, session: SessionT) -> None:
+    def _ask_again(self, key: Key, session: DraftSession) -> None:
         """Asks the verifier for the features of what was given up, once there is room: only the verifier has them."""
         needed = len(session.tokens) // BLOCK_SIZE + 1
         if not session.given_up and self.pool.num_used + needed <= self.pool.num_blocks:
@@ -253,7 +250,7 @@ class DraftScheduler(Generic[SessionT]):
 
     # Stepping
 
-    def plan(self, now_s: float) -> DraftPlan[SessionT]:
+    def plan(self, now_s: float) -> DraftPlan:
         """What the next step computes; nothing while messages wait that a verifier may be waiting for."""
         if self._outgoing:
             return DraftPlan()
@@ -261,10 +258,10 @@ class DraftScheduler(Generic[SessionT]):
         limits = self._limits
         return DraftPlan(catching_up, self.trees.plan(most=limits.max_rows, most_each=limits.max_rows_per_session))
 
-    def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
+    def _plan_catching_up(self, now_s: float) -> list[CatchingUp]:
         """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
-        planned: list[CatchingUp[SessionT]] = []
-        started: list[SessionT] = []
+        planned: list[CatchingUp] = []
+        started: list[DraftSession] = []
         room = self._limits.max_num_batched_tokens
         for session in sorted(self.trees.behind, key=lambda session: session.pages.num_missing):
             if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
@@ -281,7 +278,7 @@ class DraftScheduler(Generic[SessionT]):
         self._computing = started
         return planned
 
-    def _reserve(self, session: SessionT, started: Sequence[SessionT], now_s: float) -> bool:
+    def _reserve(self, session: DraftSession, started: Sequence[DraftSession], now_s: float) -> bool:
         """Pages for all its tokens, taken from sessions that have been quiet for a while if need be.
 
         A session that finds no place is parked until its next commit, or until another one ends.
@@ -299,7 +296,7 @@ class DraftScheduler(Generic[SessionT]):
             self.give_up(min(quiet, key=attrgetter("touched_s")))
         return True
 
-    def give_up(self, session: SessionT) -> None:
+    def give_up(self, session: DraftSession) -> None:
         """A session gives up its KV and its tree until its next commit."""
         session.give_up_pages()
         self.trees.clear(session)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.core.draft_plan import Offer
-from paceline.core.draft_scheduler import QUIET_S
-from paceline.core.errors import LocalProtocolError
 from paceline.core.messages import CloseSession, CommittedStates, Drafts
 from paceline.core.pages import BLOCK_SIZE
+from paceline.core.params import SamplingParams
+from paceline.engine.draft_scheduler import QUIET_S
+from paceline.engine.draft_session import Offer
 from paceline.forest import ROOT
 from tests.support.loops import VOCAB_SIZE, WRONG, DrafterLoop, text
 
@@ -372,14 +372,9 @@ def test_a_session_of_tokens_that_the_draft_model_lacks_is_left_alone_until_it_e
     assert loop.guessed("s") == text(5, 4)
 
 
-def test_a_session_that_the_draft_model_cannot_draft_for_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_the_draft_model_cannot_draft_for_is_left_alone() -> None:
     loop = DrafterLoop()
-
-    def refuse(_: object) -> None:
-        raise LocalProtocolError("its parameters name an id that the vocabulary lacks")
-
-    monkeypatch.setattr(loop.scheduler, "_open_session", refuse)
-    loop.open("s")
+    loop.open("s", sampling=SamplingParams(max_tokens=50, logit_bias=((VOCAB_SIZE, 1.0),)))
     loop.commit("s", 5, base_len=5)
     assert loop.run() == 0
     assert loop.scheduler.num_sessions == 0

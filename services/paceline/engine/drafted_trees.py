@@ -5,29 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.core.draft_plan import Growing, Offer, SessionT
 from paceline.core.messages import Drafts, sizes_of
 from paceline.core.pages import SlotPool
 from paceline.core.params import DRAFT_MODEL
+from paceline.engine.draft_plan import Growing
+from paceline.engine.draft_session import DraftSession, Offer
 from paceline.forest import NONE, ROOT, Forest, Ints, rows_of
 
 # What goes to verifiers, by their streams.
 Messages = list[tuple[int, Drafts]]
 
 
-class FreshTokens(NamedTuple, Generic[SessionT]):
+class FreshTokens(NamedTuple):
     """Tokens that were committed after the first `base_len` of a session."""
 
-    session: SessionT
+    session: DraftSession
     base_len: int
     token_ids: list[int]
 
 
-class DraftedTrees(Generic[SessionT]):
+class DraftedTrees:
     """The trees, and where sessions stand.
 
     Args:
@@ -39,10 +40,10 @@ class DraftedTrees(Generic[SessionT]):
         self.forest = Forest((DRAFT_MODEL,))
         self._scratch = scratch
         self._context_len = context_len
-        self._sessions: dict[int, SessionT] = {}
+        self._sessions: dict[int, DraftSession] = {}
         self._rows = rows_of(())
         # By row, those whose trees cannot grow before some committed tokens are computed.
-        self._behind: dict[int, SessionT] = {}
+        self._behind: dict[int, DraftSession] = {}
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +51,7 @@ class DraftedTrees(Generic[SessionT]):
         return self.forest.any_work(self._rows, room=self._has_room, context_len=self._context_len)
 
     @property
-    def behind(self) -> Sequence[SessionT]:
+    def behind(self) -> Sequence[DraftSession]:
         """Sessions that have committed tokens to be computed, or no place for more."""
         return list(self._behind.values())
 
@@ -58,7 +59,7 @@ class DraftedTrees(Generic[SessionT]):
     def _has_room(self) -> bool:
         return self._scratch.num_free > 0
 
-    def add(self, session: SessionT) -> None:
+    def add(self, session: DraftSession) -> None:
         row = session.row = self.forest.take_row()
         self._sessions[row] = session
         self._rows = rows_of(self._sessions)
@@ -73,19 +74,19 @@ class DraftedTrees(Generic[SessionT]):
         )
         self.place(session)
 
-    def remove(self, session: SessionT) -> None:
+    def remove(self, session: DraftSession) -> None:
         self.clear(session)
         self._behind.pop(session.row, None)
         del self._sessions[session.row]
         self._rows = rows_of(self._sessions)
         self.forest.give_back(session.row)
 
-    def clear(self, session: SessionT) -> None:
+    def clear(self, session: DraftSession) -> None:
         """A session's tree has no nodes any more."""
         self._scratch.give_back(*self.forest.kv(session.row).tolist())
         self.forest.clear(session.row)
 
-    def place(self, session: SessionT) -> None:
+    def place(self, session: DraftSession) -> None:
         """Something of what there is to compute of a session has changed."""
         ready = session.ready
         self.forest.place(session.row, ready=ready, lags=session.lags)
@@ -94,19 +95,19 @@ class DraftedTrees(Generic[SessionT]):
         else:
             self._behind[session.row] = session
 
-    def wants_drafts(self, session: SessionT) -> bool:
+    def wants_drafts(self, session: DraftSession) -> bool:
         """Whether the verifier would take more nodes."""
         return self.forest.wants_nodes(session.row)
 
-    def wants_guesses(self, session: SessionT, slot: int) -> bool:
+    def wants_guesses(self, session: DraftSession, slot: int) -> bool:
         """Whether guesses below a node are still to be drawn; below a node of a chain they are drawn only once."""
         return not session.chain or not self.forest.has_child(session.row, slot)
 
-    def node_id(self, session: SessionT, slot: int) -> int:
+    def node_id(self, session: DraftSession, slot: int) -> int:
         """Name of a node on the wire; 0: the root."""
         return 0 if slot == ROOT else int(self.forest.arrays.nodes["id"][session.row, slot])
 
-    def commit(self, commits: Sequence[FreshTokens[SessionT]]) -> tuple[list[tuple[int, int]], Messages]:
+    def commit(self, commits: Sequence[FreshTokens]) -> tuple[list[tuple[int, int]], Messages]:
         """Follows committed tokens.
 
         Returns:
@@ -126,7 +127,7 @@ class DraftedTrees(Generic[SessionT]):
         self.forest.reprice(rows, np.array(prices), np.array(rooms, np.int64))
         return moves, self.push(np.unique(rows[done.hits]), at_once=True)
 
-    def plan(self, *, most: int, most_each: int) -> Growing[SessionT] | tuple[()]:
+    def plan(self, *, most: int, most_each: int) -> Growing | tuple[()]:
         """The best nodes of all sessions to expand, `most_each` of a session at most; takes slots for them."""
         most = min(most, self._scratch.num_free)
         calls = self.forest.frontier(self._rows, limit=most_each, most=most, context_len=self._context_len)
@@ -173,7 +174,7 @@ class DraftedTrees(Generic[SessionT]):
         return _by_stream(sessions, drafts, pushed.positions)
 
 
-def _by_stream(sessions: Sequence[SessionT], drafts: Drafts, positions: Ints) -> Messages:
+def _by_stream(sessions: Sequence[DraftSession], drafts: Drafts, positions: Ints) -> Messages:
     """A message for each verifier, and one for each chain, whose guesses have distributions."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index, session in enumerate(sessions):
