@@ -1,4 +1,4 @@
-"""Decoders: a batch of rows in, float32 logits out.
+"""Decoders: a batch of rows in, answers about their logits out.
 
 A decoder knows nothing of sessions, trees or sampling: rows, slots and block tables are all it sees. How and where rows
 are computed is its back end's affair.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.engine.backends.interface import Backend, Layers
 from paceline.engine.batch import Batch
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
+from paceline.engine.pending import HostPending, Ranks, Walks
 
 
 class Decoder:
@@ -68,10 +67,10 @@ class Decoder:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.backend.rows_computed(rows)
 
-    def logits(self, batch: Batch, cache: KVCache) -> npt.NDArray[np.float32]:
-        """What `forward` returns, in the memory of the host."""
-        logits: npt.NDArray[np.float32] = self.forward(batch, cache).cpu().numpy()
-        return logits
+    def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> HostPending:
+        """Runs a step; see `paceline.engine.model.Model`."""
+        del wanted
+        return HostPending(self.forward(batch, cache).cpu().numpy())
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:

@@ -21,9 +21,9 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_plan import DraftPlan, Expansion
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
-from paceline.engine.model import Model
+from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
-from paceline.engine.together import rank
+from paceline.engine.pending import Ranks, choices_of
 from paceline.forest import ROOT, rows_of, warm_up
 
 logger = logging.getLogger(__name__)
@@ -159,8 +159,15 @@ class DraftEngine:
             rows = builder.add_nodes([_row_of(each) for each in growing], self._features_of(growing))
             grown = zip(growing, rows, strict=True)
             computed += [_Computed(each.session, each.slot, each.path, row) for each, row in grown]
-        logits = self._decoder.logits(builder.build(), self._cache)
-        self._grow(computed, logits)
+        ranked = [each for each in computed if each.session.choice is not None]
+        ranks = _ranks_of(ranked)
+        pending = self._decoder.launch(builder.build(), self._cache, ranks)
+        lost = self._grow_ranked(ranked, ranks, pending) if ranked else set()
+        self._grow_others([each for each in computed if each.session.choice is None], pending, lost)
+        for session in lost:
+            logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
+            self.scheduler.give_up(session)
+            session.given_up = True
 
     def _features_of(self, growing: Sequence[Expansion]) -> Features | None:
         """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
@@ -169,22 +176,15 @@ class DraftEngine:
         states: Features = self._cache.features([_parent_slot(each) for each in growing])
         return states
 
-    def _grow(self, computed: Sequence[_Computed], logits: np.ndarray) -> None:
-        """Hangs guesses below what was computed; a session whose logits are unusable goes on without drafts."""
+    def _grow_others(self, computed: Sequence[_Computed], pending: Pending, lost: set[DraftSession]) -> None:
+        """Hangs guesses of all other sessions below what was computed; adds those whose logits are unusable."""
         trees, offers = self.scheduler.trees, list[Offer]()
-        ranked = [each for each in computed if each.session.choice is not None]
-        lost = self._grow_ranked(ranked, logits) if ranked else set()
         for each in computed:
             try:
-                if each.session.choice is None:
-                    offers.append(self._offer(each, logits[each.row]))
+                offers.append(self._offer(each, pending.logits([each.row])[0]))
             except UnusableLogitsError:
                 lost.add(each.session)
         trees.grow([offer for offer in offers if offer.session not in lost])
-        for session in lost:
-            logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
-            self.scheduler.give_up(session)
-            session.given_up = True
 
     def _offer(self, each: _Computed, logits: np.ndarray) -> Offer:
         """What a session hangs below one node, from the logits `[vocab]` after it."""
@@ -195,14 +195,9 @@ class DraftEngine:
             return Offer(session, each.slot)
         return session.draw(each.slot, each.path, logits, trees.node_id(session, each.slot))
 
-    def _grow_ranked(self, computed: Sequence[_Computed], logits: np.ndarray) -> set[DraftSession]:
+    def _grow_ranked(self, computed: Sequence[_Computed], ranks: Ranks, pending: Pending) -> set[DraftSession]:
         """Hangs guesses of sessions that choose by logits alone; returns those whose logits are unusable."""
-        guesses = rank(
-            logits,
-            [each.row for each in computed],
-            [len(each.session.tokens) + len(each.path) for each in computed],
-            [each.session.choice or b"" for each in computed],
-        )
+        guesses = pending.rank(*ranks)
         lost = {computed[place].session for place in np.flatnonzero(~guesses.usable).tolist()}
         kept = np.array([each.session not in lost for each in computed], np.bool_)
         self.scheduler.trees.forest.grow(
@@ -237,6 +232,14 @@ class _Computed(NamedTuple):
     slot: int
     path: Sequence[int]
     row: int
+
+
+def _ranks_of(computed: Sequence[_Computed]) -> Ranks:
+    return Ranks(
+        rows=np.array([each.row for each in computed], np.int64),
+        positions=np.array([len(each.session.tokens) + len(each.path) for each in computed], np.int64),
+        choices=choices_of([each.session.choice or b"" for each in computed]),
+    )
 
 
 def _row_of(each: Expansion) -> TreeRow:

@@ -1,4 +1,4 @@
-"""What engines need of a model: KV for its rows, and the logits of packed rows.
+"""What engines need of a model: KV for its rows, and answers about packed rows.
 
 A `Decoder` is one; so is a simulated device, which needs no torch.
 """
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.features import Features
 from paceline.engine.batch import Batch
+from paceline.engine.pending import Longs, Rankings, Ranks, Walked, Walks
+from paceline.engine.sampler import Logits
 
 
 class Cache(Protocol):
@@ -28,6 +29,22 @@ class Cache(Protocol):
 
     def state_bytes(self, slots: Sequence[int], width: int) -> bytes:
         """The first `width` numbers of the hidden states of slots, bfloat16, little-endian, a slot after another."""
+        ...
+
+
+class Pending(Protocol):
+    """A step that was launched; whoever asks waits until it is over. Rows are those of its `Batch.logit_rows`."""
+
+    def follow(self, walks: Walks) -> Walked:
+        """Follows the target's tokens down guesses of each session until it chooses one that was not guessed."""
+        ...
+
+    def rank(self, rows: Longs, positions: Longs, choices: np.ndarray) -> Rankings:
+        """Ranks guesses as each session's sampler would; see `Ranks`."""
+        ...
+
+    def logits(self, rows: Sequence[int]) -> Logits:
+        """Logits of some rows, float32 [n, vocab], in the memory of the host; the caller may change them."""
         ...
 
 
@@ -48,8 +65,13 @@ class Model(Protocol):
         """An empty `Cache` of `num_blocks` blocks."""
         ...
 
-    def logits(self, batch: Batch, cache: Any) -> npt.NDArray[np.float32]:
-        """Computes a step; returns logits [k, vocab] of `batch.logit_rows`, in that order."""
+    def launch(self, batch: Batch, cache: Any, wanted: Walks | Ranks | None) -> Pending:
+        """Starts a step, and returns at once where the device works by itself.
+
+        Args:
+            cache: Of `new_cache`; nobody else touches it before the step is over.
+            wanted: What will be asked for, so that the device begins with it; None: that is not known.
+        """
         ...
 
     def rows_computed(self, rows: int) -> int:

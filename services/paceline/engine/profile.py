@@ -35,7 +35,7 @@ def profile_steps(
         assert len(slots) == count, "scratch holds as many slots as a step has rows"
         builder.add_nodes([TreeRow(nowhere, 0, 0, (slot,)) for slot in slots])
         started_s = clock()
-        decoder.logits(builder.build(), cache)
+        decoder.launch(builder.build(), cache, None).logits(range(count))
         seconds = clock() - started_s
         for slot in slots:
             scratch.give_back(slot)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from paceline.core.acceptance_rules import Verdict, rule_of
 from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
@@ -36,13 +34,13 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.core.tree import verified_nodes
-from paceline.engine.model import Model
+from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
-from paceline.engine.together import follow
+from paceline.engine.together import followed, walks_of
 from paceline.forest import Forest, Guesses, warm_up
 from paceline.service.learned import Learned
 
@@ -262,15 +260,16 @@ class TargetEngine:
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
         firsts = _pack(builder, plan)
-        logits = self._decoder.logits(builder.build(), self._cache)
-        followed = follow(plan, logits, firsts)
+        places, walks = walks_of(plan, firsts)
+        pending = self._decoder.launch(builder.build(), self._cache, walks)
+        found = followed(plan, places, walks, pending.follow(walks))
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part[TargetSession], Verdict]] = []
         for place, part in enumerate(plan.parts):
-            if place in followed and not part.judged:
-                verdicts.append((part, part.session.accept(*followed[place])))
+            if place in found and not part.judged:
+                verdicts.append((part, part.session.accept(*found[place])))
             elif part.commits or part.judged:
-                outcomes += self._judge(part, plan.guesses_of(place), logits, firsts[place], verdicts)
+                outcomes += self._judge(part, plan.guesses_of(place), pending, firsts[place], verdicts)
         outcomes += self.scheduler.commit(plan, verdicts, self._clock())
         for part, _ in verdicts:
             if not part.session.ended:
@@ -281,7 +280,7 @@ class TargetEngine:
         self,
         part: Part[TargetSession],
         guesses: Guesses,
-        logits: np.ndarray,
+        pending: Pending,
         first: int,
         verdicts: list[tuple[Part[TargetSession], Verdict]],
     ) -> list[Outcome]:
@@ -290,12 +289,12 @@ class TargetEngine:
         try:
             if part.judged:
                 stop = first if part.commits else first + 1
-                judged = session.judge_prompt(part.judged, logits[stop - len(part.judged) : stop])
+                judged = session.judge_prompt(part.judged, pending.logits(range(stop - len(part.judged), stop)))
                 outcomes.append((session.serial, judged))
             if part.commits:
                 root, nodes = verified_nodes(session.tokens, guesses, session.tree.drafts)
                 rows = {id(node): row for row, node in enumerate((root, *nodes), first)}
-                verdicts.append((part, session.judge(root, nodes, lambda node: logits[rows[id(node)]])))
+                verdicts.append((part, session.judge(root, nodes, lambda node: pending.logits([rows[id(node)]])[0])))
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
             self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
             return [(session.serial, _shown_error(session.session_id, error))]

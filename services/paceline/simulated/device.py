@@ -17,6 +17,7 @@ from paceline.core.calibration import GREEDY_SHARPNESS, NUM_RANKED
 from paceline.core.features import Features
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
+from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.simulated.guesses import RecordedGuesses
 from paceline.simulated.profile import DeviceFacts
 from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contributions, mixed
@@ -162,14 +163,15 @@ class SimulatedTarget:
     def rows_computed(self, rows: int) -> int:
         return rows
 
-    def logits(self, batch: Batch, cache: DigestCache) -> Logits:
-        """Takes a step's time; returns logits [k, vocab] of `batch.logit_rows`, in that order."""
+    def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
+        """Takes a step's time."""
+        del wanted
         started_s = self._pace.now_s()
         digests = cache.write(batch)[batch.logit_rows]
         logits = self._tables[(mixed(digests, LAW) % np.uint64(NUM_TABLES)).astype(np.int64)]
         logits[np.arange(len(digests)), self._law.next_tokens(digests)] = 0.0
         self._pace.keep(started_s, batch)
-        return logits
+        return HostPending(logits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,12 +227,13 @@ class SimulatedDraft:
     def rows_computed(self, rows: int) -> int:
         return rows
 
-    def logits(self, batch: Batch, cache: DigestCache) -> Logits:
-        """Takes a step's time; returns logits [k, vocab] of `batch.logit_rows`, in that order."""
+    def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
+        """Takes a step's time."""
+        del wanted
         started_s = self._pace.now_s()
         logits = self._guesses(cache.write(batch)[batch.logit_rows])
         self._pace.keep(started_s, batch)
-        return logits
+        return HostPending(logits)
 
     def _guesses(self, digests: Digests) -> Logits:
         table, width = self._table, self._table.logits.shape[1]

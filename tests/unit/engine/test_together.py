@@ -13,10 +13,8 @@ from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, verified_nodes, walk
-from paceline.engine.backends.cpu import step_kernels
-from paceline.engine.backends.cpu.step_kernels import CHOICE
-from paceline.engine.sampler import RowSampler, working_space
-from paceline.engine.together import rank
+from paceline.engine.pending import HostPending, Walks, choices_of
+from paceline.engine.sampler import RowSampler
 from paceline.forest import Guesses
 
 VOCAB, MOST_GUESSES = 700, 6
@@ -44,13 +42,9 @@ def followed(
     stops = np.cumsum(guesses.counts, dtype=np.int64)
     starts = stops - guesses.counts
     firsts = starts + np.arange(len(samplers))
-    chosen, counts = np.full(len(logits), -7), np.zeros(len(samplers), np.int64)
-    rivals = np.zeros(len(samplers), np.bool_)
-    choices = np.frombuffer(b"".join(each.choice or b"" for each in samplers), CHOICE)
-    step_kernels.follow(
-        logits, firsts, np.array(lengths), choices, starts, stops, guesses.tokens, guesses.parents,
-        working_space(VOCAB), chosen, counts, rivals,
-    )  # fmt: skip
+    choices = choices_of([each.choice or b"" for each in samplers])
+    walks = Walks(firsts, np.array(lengths), choices, starts, stops, guesses.tokens, guesses.parents)
+    chosen, counts, rivals = HostPending(logits).follow(walks)
     return [
         (chosen[first : first + count].tolist(), bool(rival))
         for first, count, rival in zip(firsts, counts, rivals, strict=True)
@@ -154,14 +148,14 @@ def test_guesses_of_many_rows_are_ranked_as_each_sampler_ranks_them() -> None:
     logits = (3.0 * rng.normal(size=(12, VOCAB))).astype(np.float32)
     logits[5, 3] = np.nan
     samplers = [sampler_of(place, **WAYS[place % len(WAYS)]) for place in range(12)]
-    rows, positions = rng.permutation(12).tolist(), rng.integers(1, 99, 12).tolist()
-    choices = [each.choice or b"" for each in samplers]
-    found = rank(logits, rows, positions, choices)
+    rows, positions = rng.permutation(12), rng.integers(1, 99, 12)
+    choices = choices_of([each.choice or b"" for each in samplers])
+    found = HostPending(logits).rank(rows, positions, choices)
     for place, sampler in enumerate(samplers):
         if rows[place] == 5:
             assert not found.usable[place]
             continue
-        token_ids, shares = sampler.rank(logits[rows[place]], positions[place], NUM_RANKED)
+        token_ids, shares = sampler.rank(logits[rows[place]], int(positions[place]), NUM_RANKED)
         sure = confidences(np.array(shares), greedy=place % len(WAYS) == 0)
         count = len(token_ids)
         assert found.token_ids[place, :count].tolist() == token_ids

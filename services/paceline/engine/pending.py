@@ -1,0 +1,122 @@
+"""What a model is asked after a step: tokens down guesses, rankings of guesses, or the logits themselves.
+
+`HostPending` answers from logits in the memory of the host, by compiled loops that look only at rows they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.calibration import NUM_RANKED, confidences
+from paceline.engine.backends.cpu import step_kernels
+from paceline.engine.sampler import Logits, working_space
+from paceline.forest import Bools, Floats, Ints
+
+Longs = npt.NDArray[np.int64]
+
+
+class Walks(NamedTuple):
+    """Guesses of some sessions of a step, to be followed down by the target's tokens.
+
+    Attributes:
+        rows: int64 `[sessions]`, of their last committed tokens; those of a session's guesses come right behind.
+        positions: int64 `[sessions]`, absolute, of the first token to choose.
+        choices: `CHOICE` `[sessions]`, how each session chooses.
+        starts: int64 `[sessions]`, where the guesses of each session begin.
+        stops: int64 `[sessions]`, where they end.
+        tokens: int32 `[guesses]`.
+        parents: int32 `[guesses]`, which of its session's guesses each one hangs below; -1: none.
+    """
+
+    rows: Longs
+    positions: Longs
+    choices: np.ndarray
+    starts: Longs
+    stops: Longs
+    tokens: Ints
+    parents: Ints
+
+
+class Walked(NamedTuple):
+    """The target's tokens.
+
+    Attributes:
+        tokens: int64 `[rows]`, those of a session from its first row on.
+        counts: int64 `[sessions]`, how many; 0 where the logits leave nothing to choose.
+        rivals: bool `[sessions]`, whether there were guesses in the last one's place.
+    """
+
+    tokens: Longs
+    counts: Longs
+    rivals: Bools
+
+
+class Ranks(NamedTuple):
+    """Rows below which guesses are wanted.
+
+    Attributes:
+        rows: int64 `[n]`.
+        positions: int64 `[n]`, absolute, of the tokens to guess.
+        choices: `CHOICE` `[n]`.
+    """
+
+    rows: Longs
+    positions: Longs
+    choices: np.ndarray
+
+
+class Rankings(NamedTuple):
+    """The best guesses at some rows, best first, as each session's sampler would rank them.
+
+    Attributes:
+        token_ids: int32 `[n, NUM_RANKED]`, below 0 behind the last.
+        confidences: float64 `[n, NUM_RANKED]`, how sure they are.
+        usable: bool `[n]`, whether the logits leave something to choose.
+    """
+
+    token_ids: Ints
+    confidences: Floats
+    usable: Bools
+
+
+def choices_of(choices: Sequence[bytes]) -> np.ndarray:
+    """A column of how sessions choose."""
+    return np.frombuffer(b"".join(choices), step_kernels.CHOICE)
+
+
+class HostPending:
+    """A step that is over.
+
+    Args:
+        logits: float32 `[rows, vocab]`, C-contiguous, of `Batch.logit_rows` in that order.
+    """
+
+    def __init__(self, logits: Logits) -> None:
+        self._logits = logits
+
+    def follow(self, walks: Walks) -> Walked:
+        num_sessions = len(walks.rows)
+        walked = Walked(
+            np.empty(len(self._logits), np.int64), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_)
+        )
+        if num_sessions:
+            step_kernels.follow(self._logits, *walks, working_space(self._logits.shape[1]), *walked)
+        return walked
+
+    def rank(self, rows: Longs, positions: Longs, choices: np.ndarray) -> Rankings:
+        token_ids = np.full((len(rows), NUM_RANKED), step_kernels.NOTHING, np.int64)
+        scores, largest = np.full(token_ids.shape, -np.inf), np.empty(len(rows))
+        if len(rows):
+            space = working_space(self._logits.shape[1])
+            step_kernels.rank(self._logits, rows, positions, choices, space, token_ids, scores, largest)
+        usable = np.isfinite(largest)
+        weights = np.exp(scores - np.where(usable, scores[:, 0], 0.0)[:, None])
+        return Rankings(token_ids.astype(np.int32), confidences(weights, greedy=choices["greedy"]), usable)
+
+    def logits(self, rows: Sequence[int]) -> Logits:
+        copied: Logits = self._logits[np.asarray(rows, np.int64)]
+        return copied
