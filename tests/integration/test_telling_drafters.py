@@ -7,8 +7,10 @@ import random
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import Commit
 from paceline.core.params import SamplingParams
+from paceline.core.target_events import DrafterNews
 from paceline.forest.linking import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from tests.support.engines import DRAFTER, EnginePair
+from tests.support.guesses import each_commit
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
 
@@ -53,3 +55,16 @@ def test_a_drafter_whose_answers_are_late_is_given_room_for_more_steps_and_the_t
     near, far = rooms
     assert near < far == ROOM_PER_NODE * 4 * MOST_STEPS_AHEAD
     assert texts[0] == texts[1]
+
+
+def test_a_commit_is_told_in_the_middle_of_its_step_and_not_again_at_its_end(tiny_pair):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
+    pair.submit("s0", [7, 11, 13], GREEDY)
+    pair.round()
+    told: list[DrafterNews] = []
+    output = pair.target.step(told.append)
+    (news,) = told
+    (commit,) = each_commit(news.to_drafters[DRAFTER])
+    ((_, committed),) = output.committed
+    assert commit.token_ids == list(committed.token_ids)
+    assert output.to_drafters == {}

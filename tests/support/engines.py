@@ -14,6 +14,7 @@ from paceline.core.messages import Commit, CommittedTokens, GenerateRequest, Gen
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     Cancel,
+    DrafterNews,
     DraftsArrived,
     LinkChanged,
     StepReport,
@@ -178,7 +179,7 @@ class EnginePair:
         early = self.target.begin()
         if early is not None:
             self.hear(early)
-        output = self.target.step()
+        output = self.target.step(self._tell_drafter)
         self.num_preempted += output.report.num_preempted
         self.reports.append(output.report)
         self.hear(output)
@@ -195,7 +196,10 @@ class EnginePair:
             generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result
-        for messages in output.to_drafters.values():
+        self._tell_drafter(output)
+
+    def _tell_drafter(self, news: DrafterNews) -> None:
+        for messages in news.to_drafters.values():
             self.to_drafter += each_commit(messages)
             if self.draft is not None:
                 self.draft.handle(VerifierMessages(link=1, messages=messages))

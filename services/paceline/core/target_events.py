@@ -188,10 +188,16 @@ Outcome = tuple[int, CommittedTokens | PacelineError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOutput:
+class DrafterNews:
+    """What drafters are told, by their addresses, and the links that are to be reset."""
+
+    to_drafters: dict[str, list[ToDrafter]]
+    broken_links: dict[str, RemoteProtocolError]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutput(DrafterNews):
     """What goes out after a step."""
 
     committed: Sequence[Outcome]
-    to_drafters: dict[str, list[ToDrafter]]
-    broken_links: dict[str, RemoteProtocolError]
     report: StepReport

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.goodput import MovingAverage
-from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
+from paceline.core.target_events import DrafterNews, DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
@@ -70,8 +70,9 @@ class ColocatedEngine:
         self._hand_on(early)
         return early if early.committed or early.to_drafters or early.broken_links else None
 
-    def step(self) -> TargetOutput:
-        """Runs a step of the target, and hands the drafter what it committed."""
+    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+        """Runs a step of the target, and hands the drafter what it committed; nobody else waits for that."""
+        del tell
         if not self._begun:
             self._draft_while_it_pays()
         self._begun = False

@@ -2,7 +2,8 @@
 
 Events go in through a bounded inbox; outputs come back once per step, and before one that has something to send first.
 Both threads share one interpreter, so what a step has done is handed on once the next one is planned: the event loop
-then works while the device does. It is handed on at once where no step follows.
+then works while the device does. It is handed on at once where no step follows, and what peers of ours wait for is
+handed on in the middle of a step (`EngineThread.tell`).
 
 A step that raises ends the engine loudly: every waiter gets the error. One that does not return shows in `at_work`
 (`paceline.model_service` watches it). The bridge knows nothing of models, sessions or messages.
@@ -33,6 +34,8 @@ INBOX_LIMIT = 65_536
 # Bytes of a peer's messages that wait for the end of a step before its stream is left unread. A drafter that sent
 # messages of 16 MiB while a step ran would fill the memory.
 PEER_BYTES = 8 * 1024 * 1024
+# Longest pause of the engine for an event loop that does not come to what cannot wait.
+HAND_OVER_S = 0.001
 
 
 class Stepper(Protocol[EventT, OutputT]):
@@ -54,7 +57,9 @@ class Stepper(Protocol[EventT, OutputT]):
         """What goes out before the next step runs, if anything; `step` follows, with no event between them."""
         ...
 
-    def step(self) -> OutputT: ...
+    def step(self, tell: Callable[[OutputT], None] | None = None) -> OutputT:
+        """Runs a step; `tell` hands on what others wait for before its end."""
+        ...
 
 
 class EngineThread(Generic[_Event, _Output]):
@@ -208,7 +213,7 @@ class EngineThread(Generic[_Event, _Output]):
                 if early is not None:
                     self._outputs.append(early)
                 self._post_outputs()
-                self._outputs.append(self._call(stepper.step))
+                self._outputs.append(self._call(stepper.step, self.tell))
 
     def _call(self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Makes a call of the stepper that is seen from outside until it comes back."""
@@ -218,6 +223,24 @@ class EngineThread(Generic[_Event, _Output]):
             return call(*args, **kwargs)
         finally:
             self._inside = False
+
+    def tell(self, output: _Output) -> None:
+        """Hands on an output in the middle of a step; belongs to the engine's thread.
+
+        It pauses until the event loop has written it, or the loop would get the interpreter half a millisecond later.
+        """
+        assert self._loop is not None, "the thread starts after the loop is known"
+        loop, written = self._loop, threading.Event()
+
+        def hand_on() -> None:
+            try:
+                self._deliver(output)
+            finally:
+                # Streams that have something to send now write it first.
+                loop.call_soon(written.set)
+
+        loop.call_soon_threadsafe(hand_on)
+        written.wait(HAND_OVER_S)
 
     def _take(self, timeout_s: float | None) -> list[_Event]:
         """Everything that has arrived; waits up to the timeout for the first event, None: without limit."""

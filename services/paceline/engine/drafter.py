@@ -133,7 +133,7 @@ class DraftEngine:
     def begin(self) -> None:
         """Sends nothing: messages that go out first have a step of their own."""
 
-    def step(self) -> DraftOutput:
+    def step(self, tell: Callable[[DraftOutput], None] | None = None) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         started_s = self._clock()
         report = DraftReport(lag_tokens=self.scheduler.lag_tokens)

@@ -23,6 +23,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import (
     Cancel,
+    DrafterNews,
     DraftsArrived,
     LinkChanged,
     Outcome,
@@ -236,14 +237,20 @@ class TargetEngine:
         outcomes = self.scheduler.take_outcomes()
         return self._output(outcomes, StepReport()) if outcomes or self.scheduler.tier.has_work else None
 
-    def step(self) -> TargetOutput:
-        """Runs the step that was begun, or one planned now, over all sessions that have something to compute."""
+    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+        """Runs the step that was begun, or one planned now, over all sessions that have something to compute.
+
+        Args:
+            tell: Hands commits on to drafters before anything else happens; None: they are in what is returned.
+        """
         plan, self._plan = self._plan or self._plan_step(), None
         outcomes = self.scheduler.take_outcomes()
         if plan.num_rows:
             outcomes += self._run(plan)
             # Accepted nodes go to their places before anything else is written to scratch slots.
             self._cache.apply_moves(self.scheduler.moves)
+            if tell is not None and self.scheduler.tier.has_work:
+                tell(self._news())
             self._sources.grow(self.scheduler.report, self._clock() - plan.started_s)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
@@ -309,14 +316,19 @@ class TargetEngine:
             values=self._cache.state_bytes(slots, self._state_width),
         )
 
-    def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
+    def _news(self) -> DrafterNews:
         tier = self.scheduler.tier
         for session, positions in tier.next_states(self.scheduler.running):
             tier.queue(session.link.address, self._states(session, positions))
-        self._num_reported = self.num_sessions
         to_drafters, broken = tier.take()
-        report = self.scheduler.describe(report)
-        return TargetOutput(committed=outcomes, to_drafters=to_drafters, broken_links=broken, report=report)
+        return DrafterNews(to_drafters=to_drafters, broken_links=broken)
+
+    def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
+        self._num_reported = self.num_sessions
+        news, report = self._news(), self.scheduler.describe(report)
+        return TargetOutput(
+            committed=outcomes, to_drafters=news.to_drafters, broken_links=news.broken_links, report=report
+        )
 
 
 def _pack(builder: BatchBuilder, plan: StepPlan[TargetSession]) -> list[int]:

@@ -23,7 +23,15 @@ from paceline.core.messages import (
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetEvent, TargetLimits, TargetOutput
+from paceline.core.target_events import (
+    DrafterNews,
+    DraftsArrived,
+    LinkChanged,
+    Submit,
+    TargetEvent,
+    TargetLimits,
+    TargetOutput,
+)
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.bridge import Stepper
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
@@ -213,7 +221,7 @@ class VerifierAtWork:
         self._pairing = Pairing()
         # With the addresses of their drafters, by number.
         self._requests: dict[int, tuple[Request, str]] = {}
-        self._engine: EngineAtWork[TargetEvent, TargetOutput] = EngineAtWork(events, self._deliver)
+        self._engine: EngineAtWork[TargetEvent, DrafterNews] = EngineAtWork(events, self._deliver)
         self.policy = policy or Goodput(
             profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf
         )
@@ -248,10 +256,10 @@ class VerifierAtWork:
         """Messages of a drafter's step arrive."""
         self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=self._events.now_s))
 
-    def _deliver(self, output: TargetOutput) -> None:
+    def _deliver(self, output: DrafterNews) -> None:
         for address, messages in output.to_drafters.items():
             self._drafters[address].send(messages, self)
-        for serial, committed in output.committed:
+        for serial, committed in output.committed if isinstance(output, TargetOutput) else ():
             self._hand_on(serial, committed)
 
     def _hand_on(self, serial: int, committed: CommittedTokens | PacelineError) -> None:
@@ -278,7 +286,7 @@ def _pair(profile: Profile) -> SimulatedPair:
 
 
 def target_engine(
-    at_work: EngineAtWork[TargetEvent, TargetOutput], profile: Profile, policy: Goodput, seed: int, *, colocated: bool
+    at_work: EngineAtWork[TargetEvent, DrafterNews], profile: Profile, policy: Goodput, seed: int, *, colocated: bool
 ) -> TargetEngine:
     """A verifier's engine on the profile's device."""
     facts = profile.target

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.pages import longest_session
 from paceline.core.params import COUPLED, REJECTION, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
-from paceline.core.target_events import Submit, TargetEvent, TargetOutput
+from paceline.core.target_events import DrafterNews, Submit, TargetEvent
 from paceline.engine.bridge import Stepper
 from paceline.engine.grammar import Grammars
 from paceline.service.learned import NO_STATE, Learned, TunedState
@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min
 ALONE = (replace(GREEDY, logprobs=1), replace(SAMPLED, frequency_penalty=0.1))
 
 
-class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):
+class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
     """What runs the target model."""
 
     def learned(self) -> Learned:

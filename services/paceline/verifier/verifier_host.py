@@ -25,6 +25,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdenti
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.target_events import (
     Cancel,
+    DrafterNews,
     DraftsArrived,
     LinkChanged,
     Paired,
@@ -114,7 +115,7 @@ class TargetHost:
         self._grace_s = grace_s
         self._metrics = metrics
         self._tracer = tracer
-        self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
+        self.engine: EngineThread[TargetEvent, DrafterNews] = EngineThread(self._make_stepper, self._deliver, "target")
         self.drafters = Drafters(
             self.identity,
             own=served.own_drafter,
@@ -345,14 +346,23 @@ class TargetHost:
         with suppress(UnavailableError, OverloadedError):
             await self.engine.post_from(address, arrived, size_of(*messages))
 
-    def _deliver(self, output: TargetOutput) -> None:
+    def _deliver(self, output: DrafterNews) -> None:
         try:
-            self._hand_on(output)
+            # Drafters first: they have nothing to do until they get the commit.
+            self._tell_drafters(output)
+            if isinstance(output, TargetOutput):
+                self._hand_on(output)
         except Exception:
             # What did not reach the outboxes is lost; gateways notice the gap and ask again.
             logger.exception("a step could not be handed on")
-            for serial, _ in output.committed:
+            for serial, _ in output.committed if isinstance(output, TargetOutput) else ():
                 self._outboxes.fail(serial, UnavailableError("tokens of the session could not be handed on"))
+
+    def _tell_drafters(self, news: DrafterNews) -> None:
+        for address, to_drafter in news.to_drafters.items():
+            self.drafters.say(address, to_drafter)
+        for address, error in news.broken_links.items():
+            self.drafters.reset(address, str(error))
 
     def _hand_on(self, output: TargetOutput) -> None:
         report = output.report
@@ -360,10 +370,5 @@ class TargetHost:
         for seen in report.traced:
             if seen.serial in self._traces:
                 self._traces[seen.serial].saw(seen)
-        # Drafters first: they have nothing to do until they get the commit.
-        for address, to_drafter in output.to_drafters.items():
-            self.drafters.say(address, to_drafter)
         self._outboxes.deliver(output.committed)
-        for address, error in output.broken_links.items():
-            self.drafters.reset(address, str(error))
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)

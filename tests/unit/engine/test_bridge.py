@@ -37,7 +37,7 @@ class Adder:
         early, self.early = self.early, None
         return early
 
-    def step(self) -> int:
+    def step(self, tell=None) -> int:
         if self.total < 0:
             raise ArithmeticError("negative")
         self.fresh = False
@@ -119,7 +119,7 @@ async def test_what_the_engine_is_inside_of_shows_until_it_comes_back():
     inside, leave = threading.Event(), threading.Event()
 
     class Slow(Adder):
-        def step(self) -> int:
+        def step(self, tell=None) -> int:
             inside.set()
             leave.wait(10)
             return super().step()
@@ -150,7 +150,7 @@ class Steady(Adder):
             raise ArithmeticError("the second step")
         return super().begin()
 
-    def step(self) -> int:
+    def step(self, tell=None) -> int:
         self.num_steps += 1
         if self.num_steps == 2:
             self.inside.set()
@@ -170,6 +170,29 @@ async def test_what_a_step_has_done_is_handed_on_while_the_next_one_runs():
     await engine.close()
 
 
+async def test_what_others_wait_for_is_handed_on_in_the_middle_of_a_step():
+    class Telling(Adder):
+        """Ends a step once what it has told has arrived."""
+
+        def step(self, tell=None) -> int:
+            tell(-1)
+            assert arrived == [-1], "the event loop has had its turn"
+            return super().step()
+
+    arrived: list[int] = []
+    outputs: asyncio.Queue[int] = asyncio.Queue()
+
+    def deliver(output: int) -> None:
+        arrived.append(output)
+        outputs.put_nowait(output)
+
+    engine: EngineThread[int, int] = EngineThread(Telling, deliver, "adder")
+    await engine.start()
+    engine.post(5)
+    assert [await asyncio.wait_for(outputs.get(), 10) for _ in range(2)] == [-1, 5]
+    await engine.close()
+
+
 async def test_what_was_done_before_a_step_that_cannot_be_planned_is_handed_on():
     engine, outputs = await started(Steady(fails=True))
     engine.post(5)
@@ -185,7 +208,7 @@ class Stuck(Adder):
         super().__init__()
         self.begun, self.let_go = threading.Event(), threading.Event()
 
-    def step(self) -> int:
+    def step(self, tell=None) -> int:
         self.begun.set()
         self.let_go.wait(10)
         return super().step()

@@ -14,6 +14,7 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
 from paceline.core.target_events import (
     Cancel,
+    DrafterNews,
     Outcome,
     StepReport,
     Submit,
@@ -144,7 +145,7 @@ class VllmEngine:
         """Reports what need not wait for the step: refusals, and which sessions run in it."""
         return self._output(StepReport()) if self._outcomes else None
 
-    def step(self) -> TargetOutput:
+    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Waits for vLLM's next outputs."""
         report, began_s = StepReport(), self._clock()
         if self._core.has_unfinished_requests():
