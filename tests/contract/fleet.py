@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.link import ConnectedDrafter, SessionLink
+from paceline.core.link import ConnectedDrafter, NewTokens, SessionLink, commit, merge
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -27,13 +27,13 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BlockPool
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.session import NewTokens, VerifierSession, commit, merge
+from paceline.core.target_events import SpeculationTally
 from paceline.core.tree import Node, walk
 from paceline.engine.draft_session import DraftSession
 from paceline.forest import Calls, Ints, Links, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_commits, to_drafts
 from tests.support.slow_trees import SlowNode, SlowTree
-from tests.support.trees import allot, verified
+from tests.support.trees import allot, new_tree, verified
 
 VOCAB_SIZE = 5
 MODEL = ModelIdentity(name="toy", vocab_hash="toy", vocab_size=VOCAB_SIZE, context_len=4096)
@@ -150,30 +150,30 @@ class ToyFleet:
         self._begin(epoch=1, committed=[])
 
     def _begin(self, epoch: int, committed: list[int]) -> None:
-        self.session = VerifierSession(
-            GenerateRequest(
-                session_id="s",
-                epoch=epoch,
-                prompt_token_ids=tuple(self.prompt),
-                committed_token_ids=tuple(committed),
-                sampling=SamplingParams(max_tokens=self.length, seed=self.seed),
-                speculation=SpeculationParams(),
-            )
+        request = GenerateRequest(
+            session_id="s",
+            epoch=epoch,
+            prompt_token_ids=tuple(self.prompt),
+            committed_token_ids=tuple(committed),
+            sampling=SamplingParams(max_tokens=self.length, seed=self.seed),
+            speculation=SpeculationParams(),
         )
-        self.told = SessionLink(self.session, "drafter")
-        self.told.name(epoch)
+        tokens = [*self.prompt, *committed]
+        self.session = SessionLink(request, tokens, new_tree(tokens), {}, address="drafter")
+        self.session.name(epoch)
+        self.tally = SpeculationTally()
         self.reopen()
 
     def _tell(self) -> None:
         (opens,), num_told = self._links.due(self._rows, 0.0)
         assert opens or num_told
         if opens:
-            self.link.to_drafter.append(self.told.open())
+            self.link.to_drafter.append(self.session.open())
         else:
             self._tell_commits()
 
     def _tell_commits(self) -> None:
-        drafter = self.told.drafter
+        drafter = self.session.drafter
         assert drafter is not None
         [news] = zip(*(column.tolist() for column in self._links.take_news(self._rows, drafter.number)), strict=True)
         number, since_len, price, room = news
@@ -183,7 +183,7 @@ class ToyFleet:
     @property
     def mirror(self) -> ToySession:
         """The drafter's end of the session."""
-        return self.drafter.sessions[self.told.number]
+        return self.drafter.sessions[self.session.number]
 
     @property
     def _rows(self) -> Ints:
@@ -195,23 +195,23 @@ class ToyFleet:
 
     @property
     def done(self) -> bool:
-        return self.session.committed_len >= self.length
+        return len(self.session.tokens) >= self.length
 
     def verify(self) -> None:
         """One verifier step."""
         if self.done:
             return
         session = self.session
-        root, chosen = self._choose(self.length - session.committed_len)
+        root, chosen = self._choose(self.length - len(session.tokens))
         prefix = list(session.tokens)
 
         def choose(node: Node) -> int:
             prefix.append(target_token(prefix, self.seed))
             return prefix[-1]
 
-        tokens = walk(root, chosen, choose)[: self.length - session.committed_len]
+        tokens = walk(root, chosen, choose)[: self.length - len(session.tokens)]
         done = commit(session.tree.forest, [NewTokens(session, tokens)])
-        session.tally.count(
+        self.tally.count(
             num_draft_tokens=len(chosen), num_accepted=int(done.accepted[0]), hit=bool(done.hits[0]), batch_size=1
         )
         self._tell()
@@ -223,7 +223,7 @@ class ToyFleet:
         taken = tree.forest.gather(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
         tree.forest.set_kv(Calls(rows.repeat(len(slots)), taken.slots), taken.slots)
         return verified(
-            *zip(taken.parents.tolist(), taken.tokens.tolist(), strict=True), base_len=self.session.committed_len
+            *zip(taken.parents.tolist(), taken.tokens.tolist(), strict=True), base_len=len(self.session.tokens)
         )
 
     def grow(self) -> None:
@@ -239,13 +239,13 @@ class ToyFleet:
         """The other direction."""
         message = self.link.to_verifier[index] if keep else self.link.to_verifier.pop(index)
         match message:
-            case Drafts() if message.numbers[0] == self.told.number:
+            case Drafts() if message.numbers[0] == self.session.number:
                 base_len = int(message.base_lens[0])
                 self.session.check(base_len, has_distributions=False)
                 merged = merge(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
                 self._links.took_in(self._rows, message.base_lens, message.sizes, merged.firsts, 0.0)
-            case LaggingSession() if message.number == self.told.number:
-                opened = self.told.catch_up(message)
+            case LaggingSession() if message.number == self.session.number:
+                opened = self.session.catch_up(message)
                 if opened is not None:
                     self.link.to_drafter.append(opened)
                 else:
@@ -258,14 +258,14 @@ class ToyFleet:
 
     def reopen(self) -> None:
         """The verifier dials again and opens the session anew."""
-        self.told.connect(ConnectedDrafter(self._links))
+        self.session.connect(ConnectedDrafter(self._links))
         self._links.look_ahead(self._rows, rows_of([2]), price=0.0, step_s=1.0)
         self._tell()
 
     def migrate(self) -> None:
         """Another verifier takes over with the committed tokens; messages of the old epoch stay under way."""
         committed = self.session.tokens[len(self.prompt) :]
-        self._begin(self.session.epoch + 1, committed)
+        self._begin(self.session.number + 1, committed)
 
     def exchange(self) -> None:
         """Delivers everything under way, both directions, until nothing is."""

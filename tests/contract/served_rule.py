@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pytest
 
 from paceline import wire
+from paceline.core.link import NewTokens, commit, merge
 from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import DRAFT_MODEL, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft, residual, sparse_draft
-from paceline.core.session import NewTokens, commit, merge
 from paceline.core.tree import Node
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
@@ -159,7 +159,9 @@ class Play:
         """A drafter starts, or another one does after the first has died."""
         self.under_way.clear()
         self.sent_len = self.session.committed_len
-        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(1, price=0.0, room=64)]))[1][0]
+        self.session.link.name(1)
+        opened = replace(self.session.link.open(), price=0.0, room=64)
+        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([opened]))[1][0]
         self.drafted = DraftSession(opened, self.identity, self.pool)  # type: ignore[arg-type]
         self.trees = DraftedTrees(SlotPool(first_block=8, num_blocks=2), 64)
         self.trees.add(self.drafted)
@@ -180,7 +182,7 @@ class Play:
         for message in self.under_way:
             received = wire.draft_response_from_pb(wire.draft_response_to_pb([message]))[1][0]
             assert isinstance(received, Drafts)
-            self.session.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
+            self.session.link.check(int(received.base_lens[0]), has_distributions=bool(received.distributions))
             tree = self.session.tree
             merge(tree.forest, DRAFT_MODEL, rows_of([tree.row]), received, {0: tree})
         self.under_way.clear()
@@ -200,7 +202,7 @@ class Play:
             list(uniform_cells([self.target.laws[p] for p in rows.values()], drafts, tokens))
         )
         found = self.session.judge(root, chain, lambda node: self.target.logits[rows[id(node)]])
-        commit(self.session.tree.forest, [NewTokens(self.session, found.token_ids, found.chances)])
+        commit(self.session.tree.forest, [NewTokens(self.session.link, found.token_ids, found.chances)])
 
     def _chain(self, gamma: int) -> tuple[Node, list[Node]]:
         """The root and the first nodes of the chain; what hangs below the last one is there, too."""

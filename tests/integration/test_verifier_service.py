@@ -12,6 +12,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.core.link import SessionLink
 from paceline.core.messages import (
     VERIFIER,
     GenerateRequest,
@@ -19,7 +20,6 @@ from paceline.core.messages import (
     OpenSession,
 )
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.session import VerifierSession
 from paceline.engine.identity import model_identity
 from paceline.model_service import engine_ended
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
@@ -36,6 +36,7 @@ from paceline.wire import (
 from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, know, running_drafter, running_verifier
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.memory_store import MemoryStore
+from tests.support.trees import new_tree
 
 PROMPT = tuple(range(5, 25))
 
@@ -374,7 +375,9 @@ async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
 async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_losing_its_stream(tiny_pair):
     tokens = tuple(range(100_000, 200_000))
     opens = [
-        replace(VerifierSession(ask(f"s{index}")).open(1 + index, price=0.0, room=8), token_ids=tokens)
+        replace(
+            SessionLink(ask(f"s{index}"), [1], new_tree([1]), {}).open(), number=1 + index, room=8, token_ids=tokens
+        )
         for index in range(64)
     ]
     heard: list[tuple[str, int]] = []

@@ -28,19 +28,20 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
-from paceline.core.planned_step import StepPlan
-from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import verified_nodes, walk
 from paceline.engine.draft_plan import DraftPlan
 from paceline.engine.draft_scheduler import DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
+from paceline.engine.planned_step import StepPlan
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Forest, Guesses
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, each_commit, to_commits, to_drafts
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
+MODEL = ModelIdentity(name="text", vocab_hash="text", vocab_size=VOCAB_SIZE, context_len=4096)
 WRONG = VOCAB_SIZE - 1
 # Neither loop needs more steps than this to come to rest.
 MANY_STEPS = 1000
@@ -82,17 +83,17 @@ class VerifierLoop:
         self.pool = BlockPool(self.num_blocks)
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=1 + self.max_rows // BLOCK_SIZE)
         limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows)
-        self.scheduler: Scheduler[ScheduledSession] = Scheduler(
+        self.scheduler = Scheduler(
             pool=self.pool,
             scratch=self.scratch,
             limits=limits,
             policy=self.policy,
             tier=DrafterTier(VOCAB_SIZE, Forest(METHODS)),
         )
-        self.sessions: list[ScheduledSession] = []
+        self.sessions: list[TargetSession] = []
         self._num_guessed = 0
 
-    def submit(self, name: str, prompt_len: int = 5, max_tokens: int = 20, **changes: object) -> ScheduledSession:
+    def submit(self, name: str, prompt_len: int = 5, max_tokens: int = 20, **changes: object) -> TargetSession:
         """A request arrives; its prompt is the beginning of the text."""
         request = GenerateRequest(
             session_id=name,
@@ -102,11 +103,13 @@ class VerifierLoop:
             speculation=SpeculationParams(),
             cache_salt=name,
         )
-        session = ScheduledSession(
+        session = TargetSession(
             replace(request, **changes),  # type: ignore[arg-type]
             len(self.sessions),
-            self.pool,
+            MODEL,
+            pool=self.pool,
             max_model_len=4096,
+            calibrations={},
             drafter_address=DRAFTER,
             forest=self.scheduler.forest,
             submitted_s=self.now_s,
@@ -126,7 +129,7 @@ class VerifierLoop:
         """The drafter says something."""
         self.scheduler.receive(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self.now_s))
 
-    def draft(self, session: ScheduledSession, *, right: int, wrong: int = 0) -> None:
+    def draft(self, session: TargetSession, *, right: int, wrong: int = 0) -> None:
         """The drafter guesses a chain of so many right tokens, and so many wrong ones after them."""
         base_len = session.committed_len
         tokens = text(base_len, right) + [WRONG] * wrong
@@ -136,7 +139,7 @@ class VerifierLoop:
         nodes = [NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True)]
         self.say(to_drafts(SessionDrafts(session.link.number, base_len, nodes)))
 
-    def step(self, seconds: float = 0.01) -> StepPlan[ScheduledSession]:
+    def step(self, seconds: float = 0.01) -> StepPlan:
         """Plans a step, runs it, and commits what the target chose."""
         plan = self.scheduler.plan(self.now_s)
         self._hear(self.scheduler.take_outcomes())
@@ -158,7 +161,7 @@ class VerifierLoop:
         return plan
 
     @staticmethod
-    def _judge(session: ScheduledSession, guesses: Guesses) -> Verdict:
+    def _judge(session: TargetSession, guesses: Guesses) -> Verdict:
         root, nodes = verified_nodes(session.tokens, guesses, session.tree.drafts)
         tokens = walk(root, nodes, lambda node: node.position + 1)
         return Verdict(token_ids=tuple(session.until_end(tokens)))
@@ -229,7 +232,7 @@ class DrafterLoop:
             pool=self.pool,
             scratch=self.scratch,
             limits=limits,
-            identity=ModelIdentity(name="text", vocab_hash="text", vocab_size=VOCAB_SIZE, context_len=self.context_len),
+            identity=replace(MODEL, context_len=self.context_len),
             feature_width=self.feature_width,
         )
 

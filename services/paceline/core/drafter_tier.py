@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, count
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.link import ConnectedDrafter, SessionLink
+from paceline.core.link import ConnectedDrafter, SessionLink, merge
 from paceline.core.messages import Commits, Drafts, LaggingSession, ToDrafter
-from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.session import merge
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
 from paceline.forest import NONE, Forest, Ints, rows_of
 
-# Hidden states that a step hands to drafters at most, far within one message.
-STATE_BYTES = 4 * 1024 * 1024
 # Tokens of the sessions that a step tells again to a drafter that has missed commits; beyond it has to ask again. One
 # that always asks would have all its sessions sent whole in each step.
 MOST_RESENT = 65_536
-
-
-class LinkedSession(Protocol):
-    """A session that a drafter may draft for."""
-
-    link: SessionLink
-    tree: DraftTree
-    tokens: list[int]
-
-    def check(self, base_len: int, *, has_distributions: bool) -> None: ...
 
 
 class DrafterTier:
@@ -42,14 +27,12 @@ class DrafterTier:
     Args:
         vocab_size: Of the target.
         forest: The trees of all sessions.
-        state_bytes: Of the hidden states of one token, on the wire.
     """
 
-    def __init__(self, vocab_size: int, forest: Forest, state_bytes: int = 0) -> None:
+    def __init__(self, vocab_size: int, forest: Forest) -> None:
         self.forest = forest
         self._vocab_size = vocab_size
         self._links = forest.links
-        self._states_a_step = STATE_BYTES // max(1, state_bytes)
         self._drafters: dict[str, ConnectedDrafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         # Rows of sessions whose drafters are to be told of commits.
@@ -59,7 +42,7 @@ class DrafterTier:
         self._answered: set[int] = set()
         self._num_resent: Counter[str] = Counter()
         # By their numbers, which are never used again.
-        self._sessions: dict[int, LinkedSession] = {}
+        self._by_number: dict[int, SessionLink] = {}
         self._numbers = count(1)
         # The numbers, and the rows of their sessions; None: there are others now.
         self._index: tuple[npt.NDArray[np.int64], Ints] | None = None
@@ -71,29 +54,29 @@ class DrafterTier:
         """True while messages are left to send, or a link is to be reported as broken."""
         return bool(self._outgoing or self._told or self._broken)
 
-    def connect(self, session: LinkedSession) -> None:
+    def connect(self, link: SessionLink) -> None:
         """A session begins, and its drafter may be up already."""
-        assert session.tree.forest is self.forest, "links stand in the rows of one forest"
-        session.link.name(next(self._numbers))
-        self._sessions[session.link.number] = session
+        assert link.tree.forest is self.forest, "links stand in the rows of one forest"
+        link.name(next(self._numbers))
+        self._by_number[link.number] = link
         self._index = None
-        if session.tree.filters_guesses:
-            self._filtered.add(session.link.number)
-        drafter = self._drafters.get(session.link.address)
+        if link.tree.filters_guesses:
+            self._filtered.add(link.number)
+        drafter = self._drafters.get(link.address)
         if drafter is not None:
-            session.link.connect(drafter)
+            link.connect(drafter)
 
-    def pair(self, session: LinkedSession, address: str, now_s: float) -> None:
+    def pair(self, link: SessionLink, address: str, now_s: float) -> None:
         """Closes a session at its drafter, and opens it at another."""
-        self.queue(session.link.address, session.link.pair(address, self._drafters.get(address)))
-        self.update([session], now_s)
+        self.queue(link.address, link.pair(address, self._drafters.get(address)))
+        self.update([link], now_s)
 
-    def part(self, session: LinkedSession) -> None:
+    def part(self, link: SessionLink) -> None:
         """A session ends, at its drafter too."""
-        self._sessions.pop(session.link.number, None)
-        self._filtered.discard(session.link.number)
+        self._by_number.pop(link.number, None)
+        self._filtered.discard(link.number)
         self._index = None
-        self.queue(session.link.address, session.link.close())
+        self.queue(link.address, link.close())
 
     def change(self, event: LinkChanged, now_s: float) -> None:
         """A drafter was reached, and its sessions are opened anew, or lost."""
@@ -103,17 +86,17 @@ class DrafterTier:
         drafter = ConnectedDrafter(self._links, wants_states=event.wants_states)
         self._drafters[event.address] = drafter
         mine = self._of(event.address)
-        for session in mine:
-            session.link.connect(drafter)
+        for link in mine:
+            link.connect(drafter)
         self.update(mine, now_s)
 
-    def _of(self, address: str) -> list[LinkedSession]:
-        return [session for session in self._sessions.values() if session.link.address == address]
+    def _of(self, address: str) -> list[SessionLink]:
+        return [link for link in self._by_number.values() if link.address == address]
 
     def _lose(self, address: str) -> None:
         drafter = self._drafters.pop(address, None)
-        for session in self._of(address):
-            session.link.disconnect()
+        for link in self._of(address):
+            link.disconnect()
         if drafter is not None:
             drafter.drop()
 
@@ -135,16 +118,16 @@ class DrafterTier:
 
     def _answer(self, message: LaggingSession, drafter: ConnectedDrafter) -> None:
         """Sends what a drafter lacks; once a step, and bounded, so that it cannot make us work by asking more often."""
-        session = self._sessions.get(message.number)
-        if session is None or session.link.drafter is not drafter or message.number in self._answered:
+        link = self._by_number.get(message.number)
+        if link is None or link.drafter is not drafter or message.number in self._answered:
             return
-        address = session.link.address
+        address = link.address
         if self._num_resent[address] >= MOST_RESENT:
             return
         self._answered.add(message.number)
-        self._num_resent[address] += len(session.tokens)
-        self.queue(address, session.link.catch_up(message))
-        self._told.append(rows_of([session.tree.row]))
+        self._num_resent[address] += len(link.tokens)
+        self.queue(address, link.catch_up(message))
+        self._told.append(rows_of([link.tree.row]))
 
     def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
         """Takes in guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
@@ -165,8 +148,8 @@ class DrafterTier:
     def _rows_of(self, numbers: Ints) -> Ints:
         """Rows of numbered sessions, `[sessions]`; NONE: there is no such one."""
         if self._index is None:
-            rows = rows_of(session.tree.row for session in self._sessions.values())
-            self._index = np.array([*self._sessions], np.int64), rows
+            rows = rows_of(link.tree.row for link in self._by_number.values())
+            self._index = np.array([*self._by_number], np.int64), rows
         known, rows = self._index
         if not len(known):
             return np.full(len(numbers), NONE, np.int32)
@@ -179,15 +162,15 @@ class DrafterTier:
         if not self._filtered:
             return {}
         places = np.flatnonzero(np.isin(numbers, [*self._filtered])).tolist()
-        return {place: self._sessions[int(numbers[place])].tree for place in places}
+        return {place: self._by_number[int(numbers[place])].tree for place in places}
 
     def _check(self, rows: Ints, drafts: Drafts) -> None:
-        """Checks what the drafter says of itself with its guesses; see `VerifierSession.check`."""
+        """Checks what the drafter says of itself with its guesses; see `SessionLink.check`."""
         has = bool(drafts.distributions)
         doubtful = self._links.first_doubtful(rows, drafts.base_lens, has_distributions=has)
         if doubtful != NONE:
-            session = self._sessions[int(drafts.numbers[doubtful])]
-            session.check(int(drafts.base_lens[doubtful]), has_distributions=has)
+            link = self._by_number[int(drafts.numbers[doubtful])]
+            link.check(int(drafts.base_lens[doubtful]), has_distributions=has)
 
     def _within_vocabulary(self, drafts: Drafts) -> Drafts:
         """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""
@@ -197,32 +180,19 @@ class DrafterTier:
         within = highest < self._vocab_size
         return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
 
-    def update(self, sessions: Sequence[LinkedSession], now_s: float) -> None:
+    def update(self, links: Sequence[SessionLink], now_s: float) -> None:
         """Queues what the drafters of sessions do not know yet."""
-        rows = rows_of(each.tree.row for each in sessions)
+        rows = rows_of(each.tree.row for each in links)
         opens, num_told = self._links.due(rows, now_s)
         if num_told:
             self._told.append(rows)
         for place in np.flatnonzero(opens).tolist():
-            self.queue(sessions[place].link.address, sessions[place].link.open())
+            self.queue(links[place].address, links[place].open())
 
     def queue(self, address: str, message: ToDrafter | None) -> None:
         """Queues a message for a drafter, if there is one to send."""
         if message is not None:
             self._outgoing.setdefault(address, []).append(message)
-
-    def next_states(self, sessions: Iterable[ScheduledSession]) -> list[tuple[ScheduledSession, range]]:
-        """Positions whose hidden states go out, to drafters that use them; at most `STATE_BYTES` a step."""
-        left = self._states_a_step
-        due: list[tuple[ScheduledSession, range]] = []
-        for session in sessions:
-            if session.link.drafter is None or not session.link.drafter.wants_states:
-                continue
-            positions = session.link.next_states(session.pages.num_computed, left)
-            left -= len(positions)
-            if positions:
-                due.append((session, positions))
-        return due
 
     def take(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
         """Messages to send after a step, and the links that are to be reset."""
@@ -242,8 +212,8 @@ class DrafterTier:
             numbers, base_lens, prices, rooms = self._links.take_news(rows, drafter.number)
             if not len(numbers):
                 continue
-            sessions = [self._sessions[number] for number in numbers.tolist()]
-            tokens = [each.tokens[since:] for each, since in zip(sessions, base_lens.tolist(), strict=True)]
+            links = [self._by_number[number] for number in numbers.tolist()]
+            tokens = [each.tokens[since:] for each, since in zip(links, base_lens.tolist(), strict=True)]
             commits = Commits(
                 numbers=numbers,
                 base_lens=base_lens,

@@ -1,14 +1,23 @@
-"""What a verifier tells a session's drafter, and what it knows of it.
+"""The verifier's end of a session: what is committed, the tree of guesses beyond it, and what its drafter knows.
 
-The numbers stand in the forest's rows, where one loop handles those of all sessions (`paceline.forest.links`).
+It is the authority on committed tokens. Every message names its session by a number that is never used again, and how
+many committed tokens its sender knew; nothing is ever rolled back. The numbers of links stand in the forest's rows,
+where one loop handles those of all sessions (`paceline.forest.links`).
 """
 
 from __future__ import annotations
 
-from paceline.core.messages import CloseSession, LaggingSession, OpenSession
-from paceline.core.params import DRAFT_MODEL, EAGLE3
-from paceline.core.session import VerifierSession
-from paceline.forest import NONE, Links
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.core.errors import LocalProtocolError, RemoteProtocolError
+from paceline.core.messages import CloseSession, Drafts, GenerateRequest, LaggingSession, OpenSession
+from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3
+from paceline.core.tree import DraftTree
+from paceline.forest import NONE, Committed, Forest, Ints, Links, Merged, rows_of
 
 # Expected seconds from a commit to the first nodes of a drafter that knew it.
 RESPONSE_S = 0.004
@@ -43,10 +52,14 @@ class ConnectedDrafter:
 
 
 class SessionLink:
-    """One session's link to its drafter.
+    """A session's link to its drafter.
 
     Args:
-        session: The verifier's end of the session.
+        request: What is generated.
+        tokens: Prompt and output so far; grows by `commit`.
+        tree: The guesses beyond them.
+        calibrations: Numbers of those of the sources that draft for it. Others take effect with the next `open`.
+        acceptance: Name of the rule that judges guesses.
         address: Of its drafter; empty: it has none.
         price: Least survival worth drafting for; 1: its drafter idles.
 
@@ -54,12 +67,24 @@ class SessionLink:
         number: The session's name in messages; 0: it has none yet.
     """
 
-    def __init__(self, session: VerifierSession, address: str = "", *, price: float = 0.0) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tokens: list[int],
+        tree: DraftTree,
+        calibrations: Mapping[str, int],
+        *,
+        acceptance: str = COUPLED,
+        address: str = "",
+        price: float = 0.0,
+    ) -> None:
+        self.tokens, self.tree, self.calibrations = tokens, tree, calibrations
         self.address = address
         self.number = 0
-        self._session = session
+        self._request = request
+        self._acceptance = acceptance
         self._drafter: ConnectedDrafter | None = None
-        self._row, self._links = session.tree.row, session.tree.forest.links
+        self._row, self._links = tree.row, tree.forest.links
         # Committed positions whose hidden states were sent.
         self._num_states_sent = 0
         self._links.begin(self._row, price)
@@ -113,10 +138,25 @@ class SessionLink:
     # To the drafter
 
     def open(self) -> OpenSession:
-        """What opens the session at its drafter, with all that is committed."""
+        """All that a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
         self._num_states_sent = 0
         price, room = self._links.open(self._row)
-        return self._session.open(self.number, price=price, room=room)
+        self.tree.open(self.tokens, self.calibrations)
+        request = self._request
+        return OpenSession(
+            session_id=request.session_id,
+            epoch=request.epoch,
+            number=self.number,
+            token_ids=tuple(self.tokens),
+            prompt_len=len(request.prompt_token_ids),
+            # Of no use to a drafter, and up to 128 KiB.
+            sampling=replace(request.sampling, grammar=""),
+            price=price,
+            room=room,
+            acceptance=self._acceptance,
+            cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
+        )
 
     def close(self) -> CloseSession | None:
         """The session is over for its drafter; returns what to send to it, if it knows the session."""
@@ -126,7 +166,7 @@ class SessionLink:
 
     def catch_up(self, lagging: LaggingSession) -> OpenSession | None:
         """A drafter misses commits: it is told all since those that it has; returns what opens the session anew."""
-        if not 1 <= lagging.have_len <= self._session.committed_len:
+        if not 1 <= lagging.have_len <= len(self.tokens):
             return self.open()
         self._links.tell_from(self._row, lagging.have_len)
         return None
@@ -138,3 +178,98 @@ class SessionLink:
         positions = range(self._num_states_sent, max(self._num_states_sent, stop))
         self._num_states_sent = positions.stop
         return positions
+
+    # From the drafter
+
+    def check(self, base_len: int, *, has_distributions: bool) -> None:
+        """Checks what a drafter says of itself with its guesses.
+
+        Args:
+            base_len: Committed tokens that it knew.
+            has_distributions: Whether each guess has one.
+
+        Raises:
+            RemoteProtocolError: The drafter claims to know tokens that were never committed, or leaves out the
+                distributions where the acceptance rule needs them.
+        """
+        if self.tree.chain and not has_distributions:
+            raise RemoteProtocolError(
+                f"Drafts.distributions: session {self._request.session_id} is judged by the rule {self._acceptance},"
+                " and needs that of every guess"
+            )
+        if not 1 <= base_len <= len(self.tokens):
+            raise RemoteProtocolError(
+                f"Drafts.base_lens: {base_len} of session {self._request.session_id} is not within its"
+                f" {len(self.tokens)} committed tokens"
+            )
+
+
+def merge(
+    forest: Forest, source: str, rows: Ints, drafts: Drafts, filtered: Mapping[int, DraftTree] | None = None
+) -> Merged:
+    """Adds a drafter's guesses that passed `SessionLink.check` to the trees.
+
+    Args:
+        forest: Of the sessions.
+        source: The drafter's method.
+        rows: Theirs, in the order of the guesses.
+        filtered: Trees that filter their guesses, by the places of their sessions in the rows.
+    """
+    filtered = filtered or {}
+    firsts = [tree.num_nodes for tree in filtered.values()]
+    merged = forest.merge(
+        forest.number_of[source],
+        rows,
+        drafts.base_lens,
+        drafts.ends,
+        drafts.ids,
+        drafts.parent_ids,
+        drafts.tokens,
+        drafts.confidences,
+    )
+    for first, (place, tree) in zip(firsts, filtered.items(), strict=True):
+        start = int(drafts.ends[place - 1]) if place else 0
+        num_masked = tree.filter_guesses(first, drafts, slice(start, int(drafts.ends[place])))
+        merged.counts[place] += np.array((-num_masked, 0, num_masked), np.int32)
+    return merged
+
+
+class NewTokens(NamedTuple):
+    """What a step commits to a session.
+
+    Attributes:
+        token_ids: At least one.
+        chances: For each, the probability that the guess in its place was accepted, where the acceptance rule knows it;
+            None: a guess matched or did not.
+    """
+
+    link: SessionLink
+    token_ids: Sequence[int]
+    chances: Sequence[float] | None = None
+
+    @property
+    def all_chances(self) -> Sequence[float]:
+        """One for each token, -1 where it is not known."""
+        known = self.chances or ()
+        return [*known, *[-1.0] * (len(self.token_ids) - len(known))]
+
+
+def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
+    """Appends newly committed tokens to sessions, scores guesses by them, and prunes the trees.
+
+    Raises:
+        LocalProtocolError: There is no token to commit.
+    """
+    if not all(each.token_ids for each in commits):
+        raise LocalProtocolError("a commit holds at least one token")
+    for each in commits:
+        each.link.tokens.extend(each.token_ids)
+        if each.link.tree.filters_guesses:
+            each.link.tree.follow_commit(len(each.link.tokens))
+    known = any(each.chances is not None for each in commits)
+    return forest.commit(
+        rows_of(each.link.tree.row for each in commits),
+        np.cumsum([len(each.token_ids) for each in commits], dtype=np.int32),
+        rows_of(token_id for each in commits for token_id in each.token_ids),
+        np.array([chance for each in commits for chance in each.all_chances] if known else ()),
+    )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from paceline.core.errors import ConfigError, PacelineError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
-from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
+from paceline.core.messages import CommittedTokens, GenerateRequest, SpeculationRecord, ToDrafter, ToVerifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,59 @@ class TracedRound:
     num_accepted: int
     batch_size: int
     price: float
+
+
+@dataclass(slots=True)
+class SpeculationTally:
+    """Running counts behind a session's `SpeculationRecord`."""
+
+    num_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    batch_size_sum: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def count(self, *, num_draft_tokens: int, num_accepted: int, hit: bool, batch_size: int) -> None:
+        """Takes in one step of the session; `num_accepted` as `num_accepted_of` gives it."""
+        self.num_steps += 1
+        self.batch_size_sum += batch_size
+        if not num_draft_tokens:
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted += num_accepted
+        self.num_hits += hit
+        self.num_misses += not hit
+        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += 1
+
+    def record(self) -> SpeculationRecord:
+        # By place: it is made for each session in each step.
+        return SpeculationRecord(
+            self.num_steps,
+            self.num_spec_steps,
+            self.num_draft_tokens,
+            self.num_accepted,
+            tuple(self.histogram),
+            self.batch_size_sum / max(1, self.num_steps),
+            self.num_hits,
+            self.num_misses,
+        )
+
+
+def num_accepted_of(num_matched: int, token_ids: Sequence[int]) -> int:
+    """Guesses that a step has accepted beside the one token that it commits in any case.
+
+    A guess that ends the text takes the place of that token: nothing is committed after it.
+
+    Args:
+        num_matched: Verified guesses that were committed.
+        token_ids: All that the step has committed, at least one.
+    """
+    return min(num_matched, len(token_ids) - 1)
 
 
 @dataclass(slots=True)

@@ -17,9 +17,6 @@ from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
-from paceline.core.planned_step import Part, StepPlan
-from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import (
     Cancel,
@@ -37,7 +34,9 @@ from paceline.core.target_events import (
 from paceline.core.tree import verified_nodes
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
+from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.profile import profile_steps
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
@@ -49,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # Of a number of a hidden state on the wire.
 STATE_WIRE_BYTES = 2
+# Hidden states that a step hands to drafters at most, far within one message.
+STATE_BYTES = 4 * 1024 * 1024
 # What calibrations of drafters are kept as, whatever their addresses were.
 TIER = "tier"
 
@@ -98,17 +99,17 @@ class TargetEngine:
         for source in sources:
             source.attach(self._cache, self._scratch)
         self._state_width = decoder.state_width
-        self.scheduler: Scheduler[TargetSession] = Scheduler(
+        self.scheduler = Scheduler(
             pool=self.pool,
             scratch=self._scratch,
             limits=limits,
             policy=policy,
-            tier=DrafterTier(identity.vocab_size, self._forest, STATE_WIRE_BYTES * self._state_width),
+            tier=DrafterTier(identity.vocab_size, self._forest),
         )
         self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
-        self._plan: StepPlan[TargetSession] | None = None
+        self._plan: StepPlan | None = None
         # Serials of the sessions that the step under way computes.
         self._in_step: tuple[int, ...] | None = None
 
@@ -147,8 +148,8 @@ class TargetEngine:
                 self.scheduler.drop(session)
             case Paired():
                 sources = self._sources.sources_of(session.request)
-                session.calibrations = self._calibrations_for(session.request, event.address, sources)
-                self.scheduler.tier.pair(session, event.address, self._clock())
+                session.link.calibrations = self._calibrations_for(session.request, event.address, sources)
+                self.scheduler.tier.pair(session.link, event.address, self._clock())
 
     def _submit(self, event: Submit) -> None:
         try:
@@ -256,12 +257,12 @@ class TargetEngine:
         self._in_step = None
         return self._output(outcomes, self.scheduler.take_report(plan))
 
-    def _plan_step(self) -> StepPlan[TargetSession]:
+    def _plan_step(self) -> StepPlan:
         plan = self.scheduler.plan(self._clock())
         self._in_step = tuple(part.session.serial for part in plan.parts)
         return plan
 
-    def _run(self, plan: StepPlan[TargetSession]) -> list[Outcome]:
+    def _run(self, plan: StepPlan) -> list[Outcome]:
         """Computes a step; returns what goes to clients."""
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
@@ -271,7 +272,7 @@ class TargetEngine:
         pending = self._decoder.launch(builder.build(), self._cache, walks)
         found = followed(plan, places, walks, pending.follow(walks))
         outcomes: list[Outcome] = []
-        verdicts: list[tuple[Part[TargetSession], Verdict]] = []
+        verdicts: list[tuple[Part, Verdict]] = []
         for place, part in enumerate(plan.parts):
             if place in found and not part.judged:
                 verdicts.append((part, part.session.accept(*found[place])))
@@ -285,11 +286,11 @@ class TargetEngine:
 
     def _judge(
         self,
-        part: Part[TargetSession],
+        part: Part,
         guesses: Guesses,
         pending: Pending,
         first: int,
-        verdicts: list[tuple[Part[TargetSession], Verdict]],
+        verdicts: list[tuple[Part, Verdict]],
     ) -> list[Outcome]:
         """Adds what a session commits to the verdicts; returns what goes to its client besides."""
         session, outcomes = part.session, list[Outcome]()
@@ -307,7 +308,19 @@ class TargetEngine:
             return [(session.serial, _shown_error(session.session_id, error))]
         return outcomes
 
-    def _states(self, session: ScheduledSession, positions: range) -> CommittedStates:
+    def _send_states(self) -> None:
+        """Queues hidden states for drafters that draft from them; at most `STATE_BYTES` a step."""
+        left = STATE_BYTES // max(1, STATE_WIRE_BYTES * self._state_width)
+        for session in self.scheduler.running:
+            link = session.link
+            if link.drafter is None or not link.drafter.wants_states:
+                continue
+            positions = link.next_states(session.pages.num_computed, left)
+            left -= len(positions)
+            if positions:
+                self.scheduler.tier.queue(link.address, self._states(session, positions))
+
+    def _states(self, session: TargetSession, positions: range) -> CommittedStates:
         slots = [session.pages.slot(position) for position in positions]
         return CommittedStates(
             number=session.link.number,
@@ -317,10 +330,8 @@ class TargetEngine:
         )
 
     def _news(self) -> DrafterNews:
-        tier = self.scheduler.tier
-        for session, positions in tier.next_states(self.scheduler.running):
-            tier.queue(session.link.address, self._states(session, positions))
-        to_drafters, broken = tier.take()
+        self._send_states()
+        to_drafters, broken = self.scheduler.tier.take()
         return DrafterNews(to_drafters=to_drafters, broken_links=broken)
 
     def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
@@ -331,7 +342,7 @@ class TargetEngine:
         )
 
 
-def _pack(builder: BatchBuilder, plan: StepPlan[TargetSession]) -> list[int]:
+def _pack(builder: BatchBuilder, plan: StepPlan) -> list[int]:
     """Adds the rows of a step; returns for each part where the logits of its last committed token will be."""
     decoding = [part.session.pages for part in plan.decoding]
     reading = [

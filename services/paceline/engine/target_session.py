@@ -14,10 +14,10 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdenti
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.params import COUPLED
-from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
 from paceline.core.tree import Node, path_tokens
 from paceline.engine.sampler import RowSampler
+from paceline.engine.scheduled_session import ScheduledSession
 from paceline.engine.source_interface import AnySource
 from paceline.forest import Forest
 

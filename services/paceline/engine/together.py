@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.core.messages import TokenFate
-from paceline.core.planned_step import StepPlan
 from paceline.engine.pending import Walked, Walks, choices_of
-from paceline.engine.target_session import TargetSession
+from paceline.engine.planned_step import StepPlan
 
 
 class Followed(NamedTuple):
@@ -28,7 +27,7 @@ class Followed(NamedTuple):
     last: TokenFate
 
 
-def walks_of(plan: StepPlan[TargetSession], firsts: Sequence[int]) -> tuple[list[int], Walks]:
+def walks_of(plan: StepPlan, firsts: Sequence[int]) -> tuple[list[int], Walks]:
     """The guesses of sessions that choose by their logits alone, and where these sessions are in `plan.parts`.
 
     Args:
@@ -55,7 +54,7 @@ def walks_of(plan: StepPlan[TargetSession], firsts: Sequence[int]) -> tuple[list
     return places, walks
 
 
-def followed(plan: StepPlan[TargetSession], places: Sequence[int], walks: Walks, walked: Walked) -> dict[int, Followed]:
+def followed(plan: StepPlan, places: Sequence[int], walks: Walks, walked: Walked) -> dict[int, Followed]:
     """The tokens of sessions by place in `plan.parts`; one whose logits leave nothing to choose is not there."""
     tokens, found = walked.tokens.tolist(), dict[int, Followed]()
     columns = (walks.rows.tolist(), walked.counts.tolist(), walked.rivals.tolist())

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.core.admission import QueueClock, check_wait, num_ahead
 from paceline.core.errors import (
     EngineDiedError,
     InvalidRequestError,
@@ -33,6 +32,7 @@ from paceline.core.target_events import (
     TargetEvent,
     TargetOutput,
 )
+from paceline.engine.admission import QueueClock, check_wait, num_ahead
 from paceline.engine.bridge import EngineThread
 from paceline.engine.grammar import NICENESS
 from paceline.obs.metrics import VerifierMetrics

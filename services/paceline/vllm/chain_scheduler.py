@@ -15,11 +15,11 @@ from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
+from paceline.core.link import NewTokens, commit
 from paceline.core.messages import ToDrafter
 from paceline.core.params import METHODS, TIER_METHODS
-from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import StepDrafts
-from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
+from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport, num_accepted_of
 from paceline.forest import Calls, Forest, Ints, rows_of, warm_up
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
@@ -114,7 +114,7 @@ class ChainScheduler:
         self._commit_tokens(message.rows)
         fresh = [session for session, row in zip(self._rows, message.rows, strict=True) if not row.base_len]
         self._drafts.call(_forest_rows(fresh))
-        self._tier.update(self._rows, now_s)
+        self._tier.update([session.link for session in self._rows], now_s)
         self._committed_s = now_s
 
     def _take_time(self, message: StepMessage) -> None:
@@ -156,7 +156,7 @@ class ChainScheduler:
             price=self._policy.price,
         )
         self._drafters.count(address, +1)
-        self._tier.connect(session)
+        self._tier.connect(session.link)
         return session
 
     def _commit_tokens(self, rows: Sequence[RowTokens]) -> None:
@@ -165,11 +165,11 @@ class ChainScheduler:
             (session, row) for session, row in zip(self._rows, rows, strict=True) if row.base_len and row.token_ids
         ]
         for session, row in going_on:
-            if row.base_len != session.committed_len:
-                raise ValueError(f"session {row.session} has {session.committed_len} tokens, not {row.base_len}")
+            if row.base_len != len(session.tokens):
+                raise ValueError(f"session {row.session} has {len(session.tokens)} tokens, not {row.base_len}")
             # vLLM may have verified fewer than it was told.
-            self._forest.drop_kv(session.tree.row, session.committed_len + row.num_verified)
-        done = commit(self._forest, [NewTokens(session, row.token_ids) for session, row in going_on])
+            self._forest.drop_kv(session.tree.row, len(session.tokens) + row.num_verified)
+        done = commit(self._forest, [NewTokens(session.link, row.token_ids) for session, row in going_on])
         self.report.count_nodes(self._forest.sources, done.counts)
         results = zip(going_on, done.accepted.tolist(), done.hits.tolist(), strict=True)
         for (session, row), num_matched, hit in results:
@@ -181,7 +181,7 @@ class ChainScheduler:
     def _close(self, session: ChainSession | None) -> None:
         if session is None:
             return
-        self._tier.part(session)
+        self._tier.part(session.link)
         session.tree.close()
         self._drafters.count(session.link.address, -1)
         del self._sessions[session.session_id]
@@ -204,8 +204,8 @@ class ChainScheduler:
         for session, address in changed:
             self._drafters.count(session.link.address, -1)
             self._drafters.count(address, +1)
-            session.calibrations = self._calibrations_for(address)
-            self._tier.pair(session, address, now_s)
+            session.link.calibrations = self._calibrations_for(address)
+            self._tier.pair(session.link, address, now_s)
         return len(changed)
 
     # What comes of it

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.session import VerifierSession
+from paceline.core.target_events import SpeculationTally
+from paceline.core.tree import DraftTree
 from paceline.forest import Forest
 
 # vLLM judges a guess by the target's probability of it alone, so the best guess is the drafter's likeliest token.
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-class ChainSession(VerifierSession):
+class ChainSession:
     """A session from its first step in vLLM to its last.
 
     Args:
@@ -53,8 +54,11 @@ class ChainSession(VerifierSession):
             sampling=GREEDY,
             speculation=SpeculationParams(),
         )
-        super().__init__(request, forest, calibrations)
-        self.link = SessionLink(self, drafter_address, price=price)
+        self.session_id = session_id
+        self.tokens = list(token_ids)
+        self.tree = DraftTree(forest, self.tokens, calibrations)
+        self.link = SessionLink(request, self.tokens, self.tree, calibrations, address=drafter_address, price=price)
+        self.tally = SpeculationTally()
         self.verifies: list[int] = []
         self.reads = False
         self.methods = methods

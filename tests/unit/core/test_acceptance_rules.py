@@ -6,10 +6,10 @@ import pytest
 
 from paceline.core.acceptance_rules import RULES, TargetRows, judge_rejection, rule_of, served_rules, token_fates
 from paceline.core.errors import RemoteProtocolError
+from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest, TokenFate
 from paceline.core.params import ACCEPTANCE_RULES, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft, overlap
-from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
 from tests.support.guesses import NodeGuess
 from tests.support.trees import merge_into, new_tree, nodes_of, verified
@@ -91,9 +91,9 @@ def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from() ->
         sampling=SamplingParams(max_tokens=9),
         speculation=SpeculationParams(),
     )
-    session = VerifierSession(request, acceptance=REJECTION)
+    link = SessionLink(request, [9], new_tree([9], chain=True), {}, acceptance=REJECTION)
     with pytest.raises(RemoteProtocolError, match=rf"Drafts.distributions: .* rule {REJECTION}"):
-        session.check(1, has_distributions=False)
+        link.check(1, has_distributions=False)
 
 
 def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whatever_it_was() -> None:

@@ -8,33 +8,30 @@ import pytest
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
-from paceline.core.session import VerifierSession
 from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
+from paceline.core.tree import DraftTree
 from paceline.forest import Floats, Forest, Ints, rows_of
 
 
-class Session(VerifierSession):
+def linked(name: str, forest: Forest, *, drafted: bool) -> SessionLink:
     """A session with an empty tree, and a drafter if it has one."""
-
-    def __init__(self, name: str, forest: Forest, *, drafted: bool) -> None:
-        super().__init__(
-            GenerateRequest(
-                session_id=name,
-                epoch=0,
-                prompt_token_ids=(1, 2),
-                sampling=SamplingParams(max_tokens=50),
-                speculation=SpeculationParams(),
-            ),
-            forest,
-        )
-        forest.links.bound(self.tree.row, most_guesses=4, last_len=52, waits_up_to=52)
-        self.link = SessionLink(self, "d" if drafted else "")
-        if drafted:
-            self.link.connect(ConnectedDrafter(forest.links))
+    request = GenerateRequest(
+        session_id=name,
+        epoch=0,
+        prompt_token_ids=(1, 2),
+        sampling=SamplingParams(max_tokens=50),
+        speculation=SpeculationParams(),
+    )
+    tree = DraftTree(forest, request.prompt_token_ids)
+    forest.links.bound(tree.row, most_guesses=4, last_len=52, waits_up_to=52)
+    link = SessionLink(request, [1, 2], tree, {}, address="d" if drafted else "")
+    if drafted:
+        link.connect(ConnectedDrafter(forest.links))
+    return link
 
 
-def rows_of_all(sessions: list[Session]) -> Ints:
-    return rows_of(session.tree.row for session in sessions)
+def rows_of_all(links: list[SessionLink]) -> Ints:
+    return rows_of(link.tree.row for link in links)
 
 
 class Watched:
@@ -58,7 +55,7 @@ def policy() -> Watched:
 
 def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watched) -> None:
     forest = Forest(METHODS)
-    sessions = [Session("a", forest, drafted=True), Session("b", forest, drafted=False)]
+    sessions = [linked("a", forest, drafted=True), linked("b", forest, drafted=False)]
     assert (
         StepDrafts(policy, forest).worth_waiting(rows_of_all(sessions), np.array([0.002, np.nan]), idle_s=0.0) == 0.002
     )
@@ -68,7 +65,7 @@ def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watc
 
 def test_nobody_waits_longer_than_a_step_in_all(policy: Watched) -> None:
     forest = Forest(METHODS)
-    drafts, sessions = StepDrafts(policy, forest), [Session("a", forest, drafted=True)]
+    drafts, sessions = StepDrafts(policy, forest), [linked("a", forest, drafted=True)]
     assert drafts.worth_waiting(rows_of_all(sessions), np.array([1.0]), idle_s=0.0) == FIRST_STEP_S
     assert drafts.worth_waiting(rows_of_all(sessions), np.array([1.0]), idle_s=FIRST_STEP_S) == 0.0
     assert drafts.worth_waiting(rows_of_all(sessions), np.array([np.nan]), idle_s=0.0) == 0.0

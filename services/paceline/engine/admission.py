@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
 
 from paceline.core.errors import OverloadedError
-from paceline.core.scheduled_session import ScheduledSession
+from paceline.engine.target_session import TargetSession
 
 # Ends that the rate is taken from; with fewer than `LEAST_ENDS` there is none yet.
 NUM_ENDS = 64
@@ -22,31 +21,29 @@ LEAST_RETRY_S = 0.5
 # factor at most.
 OLDEST_PART = 4
 
-SessionT = TypeVar("SessionT", bound=ScheduledSession)
 
-
-def first_in_turn(waiting: Iterable[SessionT], held: Mapping[str, int]) -> SessionT:
+def first_in_turn(waiting: Iterable[TargetSession], held: Mapping[str, int]) -> TargetSession:
     """The session that gets a place next: that of the tenant which holds fewest, then the first in order."""
     return min(waiting, key=lambda session: (held[session.tenant], session.order))
 
 
-def last_in_turn(running: Iterable[SessionT], held: Mapping[str, int]) -> SessionT:
+def last_in_turn(running: Iterable[TargetSession], held: Mapping[str, int]) -> TargetSession:
     """The session that loses its place first: that of the tenant which holds most, then the last in order."""
     return max(running, key=lambda session: (held[session.tenant], session.order))
 
 
-def gives_way(running: Iterable[SessionT], held: Mapping[str, int], tenant: str) -> SessionT | None:
+def gives_way(running: Iterable[TargetSession], held: Mapping[str, int], tenant: str) -> TargetSession | None:
     """The session that gives its place to a tenant's: it has no token yet, and its tenant has more all the same."""
     readers = [each for each in running if not each.is_decoding and held[each.tenant] > held[tenant] + 1]
     return last_in_turn(readers, held) if readers else None
 
 
-def prompt_rows(reading: Sequence[ScheduledSession], room: int) -> dict[int, int]:
+def prompt_rows(reading: Sequence[TargetSession], room: int) -> dict[int, int]:
     """How many prompt tokens a step reads of which session, by serial.
 
     Each tenant gets an equal share of the room, and what others leave of theirs; see `_rows_of_tenant`.
     """
-    queues: dict[str, list[ScheduledSession]] = {}
+    queues: dict[str, list[TargetSession]] = {}
     for session in reading:
         queues.setdefault(session.tenant, []).append(session)
     rows: dict[int, int] = {}
@@ -58,7 +55,7 @@ def prompt_rows(reading: Sequence[ScheduledSession], room: int) -> dict[int, int
     return rows
 
 
-def _rows_of_tenant(queue: Sequence[ScheduledSession], share: int) -> dict[int, int]:
+def _rows_of_tenant(queue: Sequence[TargetSession], share: int) -> dict[int, int]:
     """The shortest prompts are read first, but part of the share is that of the oldest session."""
     oldest = min(queue, key=lambda session: session.serial)
     rows = {oldest.serial: min(oldest.pages.num_missing, -(-share // OLDEST_PART))}

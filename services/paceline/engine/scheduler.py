@@ -10,25 +10,25 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Generic
 
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
+from paceline.core.link import NewTokens, commit
 from paceline.core.messages import CommittedTokens
 from paceline.core.pages import BlockPool, SlotPool
-from paceline.core.planned_step import Part, SessionT, StepPlan
-from paceline.core.session import NewTokens, commit, num_accepted_of
 from paceline.core.step_drafts import Choice, StepDrafts
-from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
+from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits, num_accepted_of
+from paceline.engine.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
+from paceline.engine.planned_step import Part, StepPlan
+from paceline.engine.target_session import TargetSession
 from paceline.forest import Calls, Guesses, Ints, rows_of
 
 _ORDER = attrgetter("order")
 NO_ROWS = rows_of(())
 
 
-class Scheduler(Generic[SessionT]):
+class Scheduler:
     """Continuous batching over sessions that share pages and steps; see the module docstring.
 
     Args:
@@ -62,9 +62,9 @@ class Scheduler(Generic[SessionT]):
         self._limits = limits
         self._policy = policy
         # By tenant, in their order; a tenant that waits for nothing is left out.
-        self._waiting: dict[str, list[SessionT]] = {}
-        self._running: list[SessionT] = []
-        self._sessions: dict[str, SessionT] = {}
+        self._waiting: dict[str, list[TargetSession]] = {}
+        self._running: list[TargetSession] = []
+        self._sessions: dict[str, TargetSession] = {}
         self._drafts = StepDrafts(policy, tier.forest)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
@@ -76,7 +76,7 @@ class Scheduler(Generic[SessionT]):
         return len(self._sessions)
 
     @property
-    def running(self) -> Sequence[SessionT]:
+    def running(self) -> Sequence[TargetSession]:
         """Sessions that have a place, in the order of their admission."""
         return self._running
 
@@ -85,25 +85,25 @@ class Scheduler(Generic[SessionT]):
         """True while sessions wait or run, or messages are left to send."""
         return bool(self._sessions or self.outcomes) or self.tier.has_work
 
-    def session(self, session_id: str, serial: int) -> SessionT | None:
+    def session(self, session_id: str, serial: int) -> TargetSession | None:
         """The session of that id, unless that is a later one."""
         session = self._sessions.get(session_id)
         return session if session is not None and session.serial == serial else None
 
     # Events
 
-    def submit(self, session: SessionT) -> None:
+    def submit(self, session: TargetSession) -> None:
         """Takes in a session; it waits for a place behind those of its tenant that come before it."""
         self._sessions[session.session_id] = session
         self._wait(session)
-        self.tier.connect(session)
+        self.tier.connect(session.link)
 
-    def drop(self, session: SessionT) -> None:
+    def drop(self, session: TargetSession) -> None:
         """A session has ended, or its client has left."""
         del self._sessions[session.session_id]
         self.report.unverified_by.update(self.forest.gone(session.tree.row))
         # Its row is another session's once it is closed.
-        self.tier.part(session)
+        self.tier.part(session.link)
         session.close()
         if session in self._running:
             self._running.remove(session)
@@ -149,7 +149,7 @@ class Scheduler(Generic[SessionT]):
 
     # Planning
 
-    def plan(self, now_s: float) -> StepPlan[SessionT]:
+    def plan(self, now_s: float) -> StepPlan:
         """What the next step computes, of all sessions that have something to compute."""
         drafters_work = self._drafts.drafters_work(self._rows)
         self._admit(now_s)
@@ -164,7 +164,7 @@ class Scheduler(Generic[SessionT]):
         self._announce(plan)
         return plan
 
-    def _announce(self, plan: StepPlan[SessionT]) -> None:
+    def _announce(self, plan: StepPlan) -> None:
         announced = [(part.session.serial, part.session.announce()) for part in plan.parts]
         self.outcomes += [(serial, each) for serial, each in announced if each is not None]
 
@@ -182,12 +182,12 @@ class Scheduler(Generic[SessionT]):
             self._leave_queue(session)
             self._running.append(session)
 
-    def _with_pages(self, sessions: Sequence[SessionT]) -> tuple[list[SessionT], list[SessionT]]:
+    def _with_pages(self, sessions: Sequence[TargetSession]) -> tuple[list[TargetSession], list[TargetSession]]:
         """Reserves pages for what decoding sessions have committed; returns these, and those whose prompts are read.
 
         Left out are those that have lost their pages to it.
         """
-        decoding, joining = list[SessionT](), list[SessionT]()
+        decoding, joining = list[TargetSession](), list[TargetSession]()
         for session in sessions:
             (decoding if session.is_decoding else joining).append(session)
         lost = set[int]()
@@ -200,23 +200,25 @@ class Scheduler(Generic[SessionT]):
             decoding, joining = ([each for each in part if each.serial not in lost] for part in (decoding, joining))
         return decoding, joining
 
-    def _preempt(self, session: SessionT) -> None:
+    def _preempt(self, session: TargetSession) -> None:
         """Takes a session's pages; it will be computed anew when there is room."""
         self._running.remove(session)
         session.pages.release()
         self._wait(session)
         self.report.num_preempted += 1
 
-    def _wait(self, session: SessionT) -> None:
+    def _wait(self, session: TargetSession) -> None:
         insort(self._waiting.setdefault(session.tenant, []), session, key=_ORDER)
 
-    def _leave_queue(self, session: SessionT) -> None:
+    def _leave_queue(self, session: TargetSession) -> None:
         queue = self._waiting[session.tenant]
         queue.remove(session)
         if not queue:
             del self._waiting[session.tenant]
 
-    def _plan_guesses(self, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float) -> Guesses:
+    def _plan_guesses(
+        self, decoding: Sequence[TargetSession], joining: Sequence[TargetSession], now_s: float
+    ) -> Guesses:
         backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
@@ -225,10 +227,10 @@ class Scheduler(Generic[SessionT]):
         rows, joining_rows = (rows_of(each.tree.row for each in part) for part in (decoding, joining))
         choice = self._drafts.choose(rows, joining_rows, other_rows=other_rows, most_each=share)
         self.report.price = self._policy.price
-        self.tier.update([session for session in joining if not session.link.sent_len], now_s)
+        self.tier.update([each.link for each in joining if not each.link.sent_len], now_s)
         return self._with_kv(decoding, choice)
 
-    def _with_kv(self, sessions: Sequence[SessionT], choice: Choice) -> Guesses:
+    def _with_kv(self, sessions: Sequence[TargetSession], choice: Choice) -> Guesses:
         """Takes scratch slots for the chosen nodes, and pages of the positions that they may be moved to."""
         kv = self._scratch.take_many(len(choice.rows))
         self.forest.set_kv(Calls(choice.rows, choice.taken.slots), rows_of(kv))
@@ -243,9 +245,9 @@ class Scheduler(Generic[SessionT]):
             self.forest.drop_kv(sessions[place].tree.row)
         return guesses.without(short) if short else guesses
 
-    def _plan_reading(self, sessions: Sequence[SessionT], num_rows: int) -> list[Part[SessionT]]:
+    def _plan_reading(self, sessions: Sequence[TargetSession], num_rows: int) -> list[Part]:
         """Chunks of prompts, while the step has room."""
-        reading: list[Part[SessionT]] = []
+        reading: list[Part] = []
         rows = prompt_rows(sessions, max(0, self._limits.max_num_batched_tokens - num_rows))
         for session in sessions:
             if count := rows[session.serial]:
@@ -257,9 +259,7 @@ class Scheduler(Generic[SessionT]):
 
     # Committing
 
-    def commit(
-        self, plan: StepPlan[SessionT], judged: Sequence[tuple[Part[SessionT], Verdict]], now_s: float
-    ) -> list[Outcome]:
+    def commit(self, plan: StepPlan, judged: Sequence[tuple[Part, Verdict]], now_s: float) -> list[Outcome]:
         """Takes in what the target chose for sessions of the step.
 
         Args:
@@ -270,7 +270,7 @@ class Scheduler(Generic[SessionT]):
         """
         batch_size = plan.batch_size
         done = commit(
-            self.forest, [NewTokens(part.session, verdict.token_ids, verdict.chances) for part, verdict in judged]
+            self.forest, [NewTokens(part.session.link, verdict.token_ids, verdict.chances) for part, verdict in judged]
         )
         self.report.count_nodes(self.forest.sources, done.counts)
         moves, start, outcomes = done.moves.tolist(), 0, list[Outcome]()
@@ -291,17 +291,17 @@ class Scheduler(Generic[SessionT]):
             if session.traced:
                 round_ = session.round(num_verified, num_accepted, batch_size) if part.decodes else session.start()
                 self.report.traced.append(round_)
-        self.tier.update([part.session for part, _ in judged if not part.session.ended], now_s)
+        self.tier.update([part.session.link for part, _ in judged if not part.session.ended], now_s)
         return outcomes
 
-    def _hand_out(self, session: SessionT, base_len: int, now_s: float) -> CommittedTokens:
+    def _hand_out(self, session: TargetSession, base_len: int, now_s: float) -> CommittedTokens:
         """What goes to a session's client; its drafter learns of its end."""
         tokens = session.hand_out(base_len, now_s)
         if tokens.result is not None:
             self.drop(session)
         return tokens
 
-    def give_up(self, part: Part[SessionT], *, request_at_fault: bool = False) -> None:
+    def give_up(self, part: Part, *, request_at_fault: bool = False) -> None:
         """The step gave a session nothing to choose from; it ends.
 
         A page of its own may be at fault, or one from the cache, so what others compute from the same pages is not
@@ -313,7 +313,7 @@ class Scheduler(Generic[SessionT]):
                 each.pages.forget()
         self.drop(part.session)
 
-    def end_step(self, plan: StepPlan[SessionT], now_s: float) -> None:
+    def end_step(self, plan: StepPlan, now_s: float) -> None:
         """The step is over; the policy learns the time of the whole cycle, since events and waiting cost time too."""
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
@@ -335,7 +335,7 @@ class Scheduler(Generic[SessionT]):
             )
         self._cycle_since_s = now_s if self._running else None
 
-    def take_report(self, plan: StepPlan[SessionT]) -> StepReport:
+    def take_report(self, plan: StepPlan) -> StepReport:
         """What the step did; the next one has a report of its own."""
         report, self.report = self.report, StepReport()
         report.num_rows = plan.num_rows

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
-from paceline.core.scheduled_session import ScheduledSession
+from paceline.engine.target_session import TargetSession
 from paceline.forest import NO_GUESSES, Guesses
-
-SessionT = TypeVar("SessionT", bound=ScheduledSession)
 
 
 @dataclass(slots=True)
-class Part(Generic[SessionT]):
+class Part:
     """One session in a step.
 
     Attributes:
@@ -23,7 +20,7 @@ class Part(Generic[SessionT]):
         decodes: Whether only its last committed token is computed besides its guesses, and a first token is out.
     """
 
-    session: SessionT
+    session: TargetSession
     start: int
     stop: int
     num_guesses: int
@@ -48,7 +45,7 @@ class Part(Generic[SessionT]):
 
 
 @dataclass(slots=True)
-class StepPlan(Generic[SessionT]):
+class StepPlan:
     """One step.
 
     Attributes:
@@ -63,8 +60,8 @@ class StepPlan(Generic[SessionT]):
 
     started_s: float
     drafters_work: bool
-    decoding: list[Part[SessionT]]
-    reading: list[Part[SessionT]]
+    decoding: list[Part]
+    reading: list[Part]
     guesses: Guesses
     num_rows: int = field(init=False)
     num_prefill_rows: int = field(init=False)
@@ -74,7 +71,7 @@ class StepPlan(Generic[SessionT]):
         self.num_rows = len(self.decoding) + len(self.guesses.tokens) + self.num_prefill_rows
 
     @property
-    def parts(self) -> list[Part[SessionT]]:
+    def parts(self) -> list[Part]:
         return self.decoding + self.reading
 
     def guesses_of(self, place: int) -> Guesses:

@@ -8,7 +8,6 @@ import pytest
 
 from paceline.core import drafter_tier
 from paceline.core.acceptance_rules import Verdict
-from paceline.core.admission import OLDEST_PART
 from paceline.core.draft_policy import Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.messages import (
@@ -19,9 +18,10 @@ from paceline.core.messages import (
     OpenSession,
 )
 from paceline.core.params import SamplingParams
-from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import TargetLimits
+from paceline.engine.admission import OLDEST_PART
+from paceline.engine.target_session import TargetSession
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.loops import DRAFTER, WRONG, Policy, VerifierLoop, text
 
@@ -394,7 +394,7 @@ def test_many_sessions_at_once_on_a_fresh_fleet_all_run_and_none_waits_long_for_
     assert loop.pool.num_used == 0
 
 
-def waiting_for_drafts() -> tuple[VerifierLoop, ScheduledSession]:
+def waiting_for_drafts() -> tuple[VerifierLoop, TargetSession]:
     """A session that decodes, and whose drafter has not answered the last commit yet."""
     loop = VerifierLoop()
     loop.drafter()

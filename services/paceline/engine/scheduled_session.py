@@ -1,4 +1,4 @@
-"""One session as the scheduler sees it: its tokens and tree, its pages, its drafter, and its clock marks.
+"""One session as the scheduler sees it: its tokens and tree, its pages, its link to a drafter, and its clock marks.
 
 "Prefill" and "decode" are not two worlds: `pages.num_computed` catches up with the committed tokens.
 """
@@ -21,16 +21,16 @@ from paceline.core.messages import (
     TokenFate,
 )
 from paceline.core.pages import BlockPool, SessionPages, salted_root
-from paceline.core.params import COUPLED
-from paceline.core.session import VerifierSession
-from paceline.core.target_events import TracedRound, TracedStart
+from paceline.core.params import COUPLED, METHODS, REJECTION
+from paceline.core.target_events import SpeculationTally, TracedRound, TracedStart
+from paceline.core.tree import DraftTree
 from paceline.forest import Forest
 
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
 SHORT_REMAINDER = 10
 
 
-class ScheduledSession(VerifierSession):
+class ScheduledSession:
     """A session from submission to its last token.
 
     Args:
@@ -67,12 +67,33 @@ class ScheduledSession(VerifierSession):
         price: float = 0.0,
         grammar: OutputGrammar | None = None,
     ) -> None:
-        super().__init__(request, forest, calibrations, acceptance, grammar)
-        self.serial = serial
+        self.request, self.serial, self.session_id = request, serial, request.session_id
+        self.acceptance, self.grammar = acceptance, grammar
+        self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
+        self.prompt_len = len(request.prompt_token_ids)
+        calibrations = calibrations or {}
+        chain = acceptance == REJECTION
+        self.tree = DraftTree(
+            forest or Forest(METHODS),
+            self.tokens,
+            calibrations,
+            chain=chain,
+            # A chain is judged by the distribution its guesses were drawn from; dropping one unjudged would bias that.
+            can_follow=None if grammar is None or chain else grammar.permits,
+        )
+        self.link = SessionLink(
+            request,
+            self.tokens,
+            self.tree,
+            calibrations,
+            acceptance=acceptance,
+            address=drafter_address if request.speculation.cap else "",
+            price=price,
+        )
         self.traced = bool(request.traceparent)
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
-        self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0
+        self.tally = SpeculationTally()
         self._stop_ids = stop_ids
         self._last_len = min(self.prompt_len + request.sampling.max_tokens, max_model_len)
         self.tree.forest.links.bound(
@@ -94,6 +115,16 @@ class ScheduledSession(VerifierSession):
         self._submitted_s = self._committed_s = submitted_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
+
+    @property
+    def committed_len(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, those of earlier owners included."""
+        return len(self.tokens) - self.prompt_len
 
     @property
     def tenant(self) -> str:

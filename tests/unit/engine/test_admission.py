@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.admission import LEAST_ENDS, OLDEST_PART, QueueClock, check_wait, num_ahead, prompt_rows
 from paceline.core.errors import OverloadedError
+from paceline.engine.admission import LEAST_ENDS, OLDEST_PART, QueueClock, check_wait, num_ahead, prompt_rows
 
 
 def busy_clock(interval_s: float, count: int = 20) -> QueueClock:
