@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 os.environ["PACELINE_LEARNED_DIR"] = "none"
 # There is a worker for each core, and threads beyond that would spin while they wait for one another.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+if not Path("/dev/nvidiactl").exists():
+    # Triton looks at this when it is imported, and torch may do that in any test: `unit/engine/cuda/interpreted.py`.
+    os.environ["TRITON_INTERPRET"] = "1"
 settings.register_profile("paceline", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("paceline")
 

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SERVE, DEV = "serve", "dev"
 OLDEST_PYTHON = (3, 11)
 # What the packages of an extra take up in .venv, with torch's CPU build and with its CUDA build.
-MEGABYTES = {SERVE: 1_100, DEV: 2_500}
+MEGABYTES = {SERVE: 1_100, DEV: 3_000}
 CUDA_MEGABYTES = 5_000
 # What they are, for those who wait.
 CONTENTS = {
     SERVE: "64 packages that serve: torch, numba, transformers, gRPC, Valkey",
-    DEV: "170 packages that serve, check, test and measure",
+    DEV: "171 packages that serve, check, test and measure",
 }
 # Programs that torch ships to test itself with; nothing runs them.
 TORCH_BALLAST = ("test/*", "bin/*test*", "bin/protoc*")
@@ -68,7 +68,7 @@ def set_up(extra: str, venv: Path) -> None:
     megabytes = MEGABYTES[extra] + (CUDA_MEGABYTES if is_cuda(build) else 0)
     check_build(build, megabytes, venv)
     say(2, f"{CONTENTS[extra]}; torch {build}; about {megabytes / 1000:.1f} GB in all")
-    install(python, extra)
+    install(python, extra, build)
     freed = drop_ballast(venv)
     for held in (SERVE, DEV) if extra == DEV else (SERVE,):
         (venv / f"{held}.stamp").touch()
@@ -144,14 +144,18 @@ def check_build(build: str, megabytes: float, venv: Path) -> None:
         sys.stdout.write(f"     {advice}\n")
 
 
-def install(python: Path, extra: str) -> None:
+def install(python: Path, extra: str, build: str) -> None:
     """Installs the project with an extra; what is imported gets compiled then, not the thousands of modules more.
+
+    Args:
+        build: Of torch; the CUDA one brings the Triton that kernels are tested with.
 
     Raises:
         SetUpError: pip failed; its own message stands above.
     """
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    must_run(*pip, "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[{extra}]")
+    extras = f"{extra},gpu-tests" if extra == DEV and not is_cuda(build) else extra
+    must_run(*pip, "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[{extras}]")
     if extra == DEV:
         must_run(*pip, "--require-hashes", "--no-deps", "-r", str(ROOT / "k8s" / "requirements.txt"))
 

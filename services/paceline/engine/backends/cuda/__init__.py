@@ -1,0 +1,1 @@
+"""The Llama family on CUDA: nine kernels a layer, recorded as graphs by rows alone, tokens chosen on the device."""
