@@ -1,4 +1,4 @@
-"""The verifier's loop, told without a model: who gets a place, what a step computes, and what drafters are told."""
+"""The verifier's engine on a device that counts: who gets a place, what a step computes, and what drafters are told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from paceline.core import drafter_tier
-from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.messages import (
@@ -22,95 +21,95 @@ from paceline.core.step_time import StepCost
 from paceline.core.target_events import TargetLimits
 from paceline.engine.admission import OLDEST_PART
 from paceline.engine.target_session import TargetSession
+from tests.support.counting import WRONG, Policy, Verifier, text
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
-from tests.support.loops import DRAFTER, WRONG, Policy, VerifierLoop, text
 
 
 def test_sessions_get_places_in_the_order_of_their_arrival() -> None:
-    loop = VerifierLoop(max_num_seqs=2)
-    names = [loop.submit(f"s{index}", max_tokens=3).session_id for index in range(5)]
+    verifier = Verifier(max_num_seqs=2)
+    names = [verifier.submit(f"s{index}", max_tokens=3).session_id for index in range(5)]
     firsts: list[str] = []
-    while loop.scheduler.num_sessions:
-        plan = loop.step()
+    while verifier.scheduler.num_sessions:
+        plan = verifier.step()
         assert len(plan.parts) <= 2
         firsts += [part.session.session_id for part in plan.reading]
     assert firsts == names
-    assert [loop.tokens(name) for name in names] == [text(5, 3)] * 5
-    assert loop.pool.num_used == 0
-    assert loop.scratch.num_used == 0
+    assert [verifier.tokens(name) for name in names] == [text(5, 3)] * 5
+    assert verifier.pool.num_used == 0
+    assert verifier.scratch.num_used == 0
 
 
 def test_a_session_that_finds_too_few_pages_waits_and_nobody_overtakes_it() -> None:
-    loop = VerifierLoop(num_blocks=4)
-    loop.submit("first", prompt_len=20, max_tokens=3)
-    long = loop.submit("long", prompt_len=50, max_tokens=3)
-    short = loop.submit("short", max_tokens=3)
-    loop.step()
-    assert [each.session_id for each in loop.scheduler.running] == ["first"]
-    assert loop.pool.num_used == 2, "one that has no place holds no page"
-    loop.run()
-    assert loop.tokens("long") == text(50, 3)
+    verifier = Verifier(num_blocks=4)
+    verifier.submit("first", prompt_len=20, max_tokens=3)
+    long = verifier.submit("long", prompt_len=50, max_tokens=3)
+    short = verifier.submit("short", max_tokens=3)
+    verifier.step()
+    assert [each.session_id for each in verifier.scheduler.running] == ["first"]
+    assert verifier.pool.num_used == 2, "one that has no place holds no page"
+    verifier.run()
+    assert verifier.tokens("long") == text(50, 3)
     assert long.start().at_s < short.start().at_s
 
 
 def test_each_session_hears_first_that_it_runs_and_last_why_it_ended() -> None:
-    loop = VerifierLoop()
-    loop.submit("s", max_tokens=2)
-    loop.run()
-    first, *_, last = loop.heard["s"]
+    verifier = Verifier()
+    verifier.submit("s", max_tokens=2)
+    verifier.run()
+    first, *_, last = verifier.heard["s"]
     assert (first.running, first.token_ids) == (True, ())
     assert last.result is not None
     assert (last.result.finish_reason, last.result.num_generated_tokens) == (FinishReason.LENGTH, 2)
 
 
 def test_prompts_are_read_in_chunks_beside_those_that_decode() -> None:
-    loop = VerifierLoop(max_rows=32, num_blocks=64)
-    decoding = loop.submit("decoding", max_tokens=50)
-    loop.step()
-    reading = loop.submit("reading", prompt_len=100, max_tokens=1)
+    verifier = Verifier(max_rows=32, num_blocks=64)
+    decoding = verifier.submit("decoding", max_tokens=50)
+    verifier.step()
+    reading = verifier.submit("reading", prompt_len=100, max_tokens=1)
     chunks = []
     while not reading.ended:
-        plan = loop.step()
+        plan = verifier.step()
         assert [part.session for part in plan.decoding] == [decoding]
         assert plan.num_rows <= 32
         chunks += [part.stop - part.start for part in plan.reading]
     assert chunks == [31, 31, 31, 7]
-    assert loop.tokens("reading") == [100]
+    assert verifier.tokens("reading") == [100]
 
 
 def test_prompts_of_several_sessions_share_the_rows_of_a_step() -> None:
-    loop = VerifierLoop(max_rows=32, num_blocks=64)
-    first, second = (loop.submit(name, prompt_len=20, max_tokens=1) for name in ("first", "second"))
-    assert [(part.session, part.num_rows) for part in loop.step().reading] == [(first, 20), (second, 12)]
-    assert [(part.session, part.num_rows) for part in loop.step().reading] == [(second, 8)]
+    verifier = Verifier(max_rows=32, num_blocks=64)
+    first, second = (verifier.submit(name, prompt_len=20, max_tokens=1) for name in ("first", "second"))
+    assert [(part.session, part.num_rows) for part in verifier.step().reading] == [(first, 20), (second, 12)]
+    assert [(part.session, part.num_rows) for part in verifier.step().reading] == [(second, 8)]
 
 
 def test_a_short_prompt_is_read_at_once_however_many_long_ones_another_tenant_sends() -> None:
-    loop = VerifierLoop(max_rows=32, num_blocks=256)
+    verifier = Verifier(max_rows=32, num_blocks=256)
     for index in range(6):
-        loop.submit(f"long-{index}", prompt_len=200, max_tokens=1, tenant="greedy")
-    loop.step()
-    loop.submit("short", prompt_len=16, max_tokens=1, tenant="modest")
-    plan = loop.step()
+        verifier.submit(f"long-{index}", prompt_len=200, max_tokens=1, tenant="greedy")
+    verifier.step()
+    verifier.submit("short", prompt_len=16, max_tokens=1, tenant="modest")
+    plan = verifier.step()
     assert {part.session.session_id: part.num_rows for part in plan.reading} == {"short": 16, "long-0": 16}
-    assert loop.tokens("short") == [16]
+    assert verifier.tokens("short") == [16]
 
 
 def test_what_a_tenant_leaves_of_its_share_is_read_of_the_others() -> None:
-    loop = VerifierLoop(max_rows=32, num_blocks=256)
+    verifier = Verifier(max_rows=32, num_blocks=256)
     for tenant, length in (("a", 100), ("b", 4), ("c", 100)):
-        loop.submit(tenant, prompt_len=length, max_tokens=1, tenant=tenant)
-    assert [part.num_rows for part in loop.step().reading] == [14, 4, 14]
-    assert [part.num_rows for part in loop.step().reading] == [16, 16]
+        verifier.submit(tenant, prompt_len=length, max_tokens=1, tenant=tenant)
+    assert [part.num_rows for part in verifier.step().reading] == [14, 4, 14]
+    assert [part.num_rows for part in verifier.step().reading] == [16, 16]
 
 
 def test_of_one_tenant_the_shortest_prompt_is_read_first_and_a_quarter_is_the_oldest_ones() -> None:
-    loop = VerifierLoop(max_rows=32, num_blocks=256)
-    oldest = loop.submit("oldest", prompt_len=64, max_tokens=1)
+    verifier = Verifier(max_rows=32, num_blocks=256)
+    oldest = verifier.submit("oldest", prompt_len=64, max_tokens=1)
     num_steps = 0
     while not oldest.ended:
-        shorts = [loop.submit(f"{num_steps}-{index}", prompt_len=12, max_tokens=1) for index in range(2)]
-        plan = loop.step()
+        shorts = [verifier.submit(f"{num_steps}-{index}", prompt_len=12, max_tokens=1) for index in range(2)]
+        plan = verifier.step()
         assert sum(part.num_rows for part in plan.reading) == 32
         assert all(each.ended for each in shorts)
         num_steps += 1
@@ -118,30 +117,30 @@ def test_of_one_tenant_the_shortest_prompt_is_read_first_and_a_quarter_is_the_ol
 
 
 def test_places_go_to_the_tenant_that_has_fewest_whatever_the_priorities() -> None:
-    loop = VerifierLoop(max_num_seqs=2)
+    verifier = Verifier(max_num_seqs=2)
     for index in range(5):
-        loop.submit(f"greedy-{index}", max_tokens=4, tenant="greedy", priority=-1)
-    loop.step()
-    loop.submit("modest", max_tokens=1, tenant="modest")
-    while not loop.heard["modest"]:
-        loop.step()
-    assert [len(loop.tokens(f"greedy-{index}")) for index in range(5)] == [4, 4, 1, 0, 0]
+        verifier.submit(f"greedy-{index}", max_tokens=4, tenant="greedy", priority=-1)
+    verifier.step()
+    verifier.submit("modest", max_tokens=1, tenant="modest")
+    while not verifier.heard["modest"]:
+        verifier.step()
+    assert [len(verifier.tokens(f"greedy-{index}")) for index in range(5)] == [4, 4, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("num_places", "num_blocks"), [(3, 256), (8, 21)])
 def test_prompts_of_a_tenant_with_most_give_their_places_and_pages_to_those_of_another(
     num_places: int, num_blocks: int
 ) -> None:
-    loop = VerifierLoop(max_num_seqs=num_places, num_blocks=num_blocks, max_rows=32)
-    greedy = [loop.submit(f"greedy-{index}", prompt_len=100, max_tokens=1, tenant="greedy") for index in range(6)]
-    loop.step()
-    loop.submit("modest", prompt_len=16, max_tokens=1, tenant="modest")
-    loop.step()
-    assert loop.tokens("modest") == [16]
-    assert loop.report.num_preempted == 1
-    loop.run()
-    assert [loop.tokens(each.session_id) for each in greedy] == [[100]] * 6
-    assert loop.pool.num_used == 0
+    verifier = Verifier(max_num_seqs=num_places, num_blocks=num_blocks, max_rows=32)
+    greedy = [verifier.submit(f"greedy-{index}", prompt_len=100, max_tokens=1, tenant="greedy") for index in range(6)]
+    verifier.step()
+    verifier.submit("modest", prompt_len=16, max_tokens=1, tenant="modest")
+    verifier.step()
+    assert verifier.tokens("modest") == [16]
+    assert verifier.report.num_preempted == 1
+    verifier.run()
+    assert [verifier.tokens(each.session_id) for each in greedy] == [[100]] * 6
+    assert verifier.pool.num_used == 0
 
 
 def test_a_step_has_a_row_for_each_session() -> None:
@@ -150,58 +149,58 @@ def test_a_step_has_a_row_for_each_session() -> None:
 
 
 def test_a_prompt_gives_way_to_no_tenant_that_has_as_many() -> None:
-    loop = VerifierLoop(max_num_seqs=2, num_blocks=64, max_rows=32)
-    loop.submit("a", prompt_len=100, max_tokens=1, tenant="a")
-    loop.submit("b", prompt_len=100, max_tokens=1, tenant="b")
-    loop.step()
-    loop.submit("c", prompt_len=16, max_tokens=1, tenant="c")
-    loop.step()
-    assert [each.session_id for each in loop.scheduler.running] == ["a", "b"]
+    verifier = Verifier(max_num_seqs=2, num_blocks=64, max_rows=32)
+    verifier.submit("a", prompt_len=100, max_tokens=1, tenant="a")
+    verifier.submit("b", prompt_len=100, max_tokens=1, tenant="b")
+    verifier.step()
+    verifier.submit("c", prompt_len=16, max_tokens=1, tenant="c")
+    verifier.step()
+    assert [each.session_id for each in verifier.scheduler.running] == ["a", "b"]
 
 
 def test_pages_are_taken_from_the_tenant_that_has_most_sessions() -> None:
-    loop = VerifierLoop(num_blocks=9, max_num_seqs=3)
+    verifier = Verifier(num_blocks=9, max_num_seqs=3)
     for name, tenant in (("a", "greedy"), ("b", "greedy"), ("c", "modest")):
-        loop.submit(name, prompt_len=30, max_tokens=40, tenant=tenant)
-    while not loop.step().decoding or not loop.report.num_preempted:
+        verifier.submit(name, prompt_len=30, max_tokens=40, tenant=tenant)
+    while not verifier.step().decoding or not verifier.report.num_preempted:
         pass
-    assert [each.session_id for each in loop.scheduler.running] == ["a", "c"]
-    loop.run()
-    assert [loop.tokens(name) for name in "abc"] == [text(30, 40)] * 3
+    assert [each.session_id for each in verifier.scheduler.running] == ["a", "c"]
+    verifier.run()
+    assert [verifier.tokens(name) for name in "abc"] == [text(30, 40)] * 3
 
 
 def test_a_prefix_that_is_known_is_not_computed_again() -> None:
-    loop = VerifierLoop()
-    loop.submit("first", prompt_len=40, max_tokens=1, cache_salt="one")
-    loop.run()
-    same = loop.submit("second", prompt_len=40, max_tokens=1, cache_salt="one")
-    other = loop.submit("third", prompt_len=40, max_tokens=1, cache_salt="another")
-    plan = loop.step()
+    verifier = Verifier()
+    verifier.submit("first", prompt_len=40, max_tokens=1, cache_salt="one")
+    verifier.run()
+    same = verifier.submit("second", prompt_len=40, max_tokens=1, cache_salt="one")
+    other = verifier.submit("third", prompt_len=40, max_tokens=1, cache_salt="another")
+    plan = verifier.step()
     assert {part.session.serial: part.start for part in plan.reading} == {same.serial: 32, other.serial: 0}
 
 
 def test_the_youngest_gives_its_pages_to_the_others_and_ends_all_the_same() -> None:
     # Room for the prompts of three and for what two of them generate.
-    loop = VerifierLoop(num_blocks=9, max_num_seqs=3)
+    verifier = Verifier(num_blocks=9, max_num_seqs=3)
     for name in ("a", "b", "c"):
-        loop.submit(name, prompt_len=30, max_tokens=40)
+        verifier.submit(name, prompt_len=30, max_tokens=40)
     preempted = 0
-    while loop.scheduler.num_sessions:
-        before = list(loop.scheduler.running)
-        plan = loop.step()
-        if loop.report.num_preempted:
-            preempted += loop.report.num_preempted
+    while verifier.scheduler.num_sessions:
+        before = list(verifier.scheduler.running)
+        plan = verifier.step()
+        if verifier.report.num_preempted:
+            preempted += verifier.report.num_preempted
             assert [part.session for part in plan.decoding] == before[: len(plan.decoding)], "the youngest goes first"
     assert preempted > 0
-    assert [loop.tokens(name) for name in "abc"] == [text(30, 40)] * 3
-    assert loop.pool.num_used == 0
+    assert [verifier.tokens(name) for name in "abc"] == [text(30, 40)] * 3
+    assert verifier.pool.num_used == 0
 
 
 def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken_in() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    first, second = loop.submit("first"), loop.submit("second", prompt_len=7)
-    loop.step()
+    verifier = Verifier()
+    verifier.drafter()
+    first, second = verifier.submit("first"), verifier.submit("second", prompt_len=7)
+    verifier.step()
     guesses = {
         each.link.number: SessionDrafts(
             each.link.number, each.committed_len, [NodeGuess(1, 0, each.committed_len, 0.9)]
@@ -209,115 +208,113 @@ def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken
         for each in (first, second)
     }
     nobody = SessionDrafts(99, 1, [NodeGuess(1, 0, WRONG, 0.9), NodeGuess(2, 1, WRONG, 0.9)])
-    loop.say(to_drafts(guesses[second.link.number], nobody, guesses[first.link.number]))
+    verifier.say(to_drafts(guesses[second.link.number], nobody, guesses[first.link.number]))
     assert [each.tree.num_nodes for each in (first, second)] == [1, 1]
-    loop.step()
+    verifier.step()
     assert [each.tally.num_accepted for each in (first, second)] == [1, 1]
 
 
 def test_right_guesses_are_committed_with_the_token_after_them() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    session = loop.submit("s", max_tokens=30)
-    loop.step()
-    loop.draft(session, right=2, wrong=2)
-    plan = loop.step()
+    verifier = Verifier()
+    verifier.drafter()
+    session = verifier.submit("s", max_tokens=30)
+    verifier.step()
+    verifier.draft(session, right=2, wrong=2)
+    plan = verifier.step()
     assert plan.drafters_work
     assert [part.num_guesses for part in plan.decoding] == [4]
-    assert loop.heard["s"][-1].token_ids == (6, 7, 8)
-    assert (loop.report.gammas, loop.report.accepted, loop.report.num_misses) == ([4], [2], 1)
-    assert loop.scratch.num_used == 0
-    loop.run()
-    assert loop.tokens("s") == text(5, 30)
+    assert verifier.heard["s"][-1].token_ids == (6, 7, 8)
+    assert (verifier.report.gammas, verifier.report.accepted, verifier.report.num_misses) == ([4], [2], 1)
+    assert verifier.scratch.num_used == 0
+    verifier.run()
+    assert verifier.tokens("s") == text(5, 30)
 
 
 def test_a_guess_that_ends_the_text_takes_the_place_of_the_token_after_the_guesses() -> None:
     """A round commits `1 + accepted` tokens, so that the mean acceptance length is that of what was committed."""
-    loop = VerifierLoop()
-    loop.drafter()
+    verifier = Verifier()
+    verifier.drafter()
     sampling = SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(8,))
-    session = loop.submit("s", sampling=sampling)
-    session._stop_ids = frozenset({8})
-    loop.step()
-    loop.draft(session, right=4)
-    loop.step()
-    last = loop.heard["s"][-1]
+    session = verifier.submit("s", sampling=sampling)
+    verifier.step()
+    verifier.draft(session, right=4)
+    verifier.step()
+    last = verifier.heard["s"][-1]
     assert last.token_ids == (6, 7, 8)
     assert last.result is not None
     assert last.result.speculation.mean_acceptance_length == 3
     assert last.result.speculation.acceptance_histogram == (0, 0, 1)
-    assert loop.report.accepted == [2]
+    assert verifier.report.accepted == [2]
 
 
 def test_a_drafter_is_told_of_a_prompt_before_the_step_that_reads_it_and_of_every_commit() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    loop.submit("s", max_tokens=3)
-    plan = loop.scheduler.plan(loop.now_s)
-    to_drafters, _ = loop.scheduler.tier.take()
-    (opened,) = to_drafters[DRAFTER]
+    verifier = Verifier()
+    verifier.drafter()
+    verifier.submit("s", max_tokens=3)
+    plan = verifier.begin()
+    (opened,) = verifier.told
     assert isinstance(opened, OpenSession)
     assert opened.token_ids == tuple(range(5))
     assert [part.session.session_id for part in plan.reading] == ["s"]
 
 
 def test_what_a_drafter_hears_follows_the_price() -> None:
-    loop = VerifierLoop(policy=Policy(price=1.0))
-    loop.drafter()
-    loop.submit("s", max_tokens=60)
+    verifier = Verifier(policy=Policy(price=1.0))
+    verifier.drafter()
+    verifier.submit("s", max_tokens=60)
     for _ in range(5):
-        assert not loop.step().drafters_work
-    assert loop.told == [], "at rest, a drafter hears not even of sessions"
-    loop.policy.price = 0.1
+        assert not verifier.step().drafters_work
+    assert verifier.told == [], "at rest, a drafter hears not even of sessions"
+    verifier.policy.price = 0.1
     for _ in range(3):
-        loop.step()
-    opened, *commits = loop.told
+        verifier.step()
+    opened, *commits = verifier.told
     assert isinstance(opened, OpenSession)
     assert len(opened.token_ids) == 5 + 6, "of all at once when it is called"
     assert [type(each) for each in commits] == [Commit, Commit]
-    loop.told.clear()
-    loop.policy.price = 1.0
+    verifier.told.clear()
+    verifier.policy.price = 1.0
     for _ in range(3):
-        loop.step()
-    (rest,) = loop.told
+        verifier.step()
+    (rest,) = verifier.told
     assert isinstance(rest, Commit)
     assert rest.price == 1.0, "that it may rest, and no more"
 
 
 def test_a_drafter_that_dies_costs_drafts_alone_and_another_hears_all() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    session = loop.submit("s", max_tokens=40)
-    loop.step()
-    loop.draft(session, right=3)
-    loop.drafter(up=False)
-    loop.step()
-    assert loop.heard["s"][-1].token_ids == (6,), "without any source steps are plain at once"
-    loop.told.clear()
+    verifier = Verifier()
+    verifier.drafter()
+    session = verifier.submit("s", max_tokens=40)
+    verifier.step()
+    verifier.draft(session, right=3)
+    verifier.drafter(up=False)
+    verifier.step()
+    assert verifier.heard["s"][-1].token_ids == (6,), "without any source steps are plain at once"
+    verifier.told.clear()
     for _ in range(4):
-        assert not loop.step().drafters_work
-    assert loop.told == []
-    loop.drafter()
-    loop.step()
-    (opened,) = loop.told
+        assert not verifier.step().drafters_work
+    assert verifier.told == []
+    verifier.drafter()
+    verifier.step()
+    (opened,) = verifier.told
     assert isinstance(opened, OpenSession)
     assert opened.token_ids == tuple(range(session.committed_len))
-    loop.run()
-    assert loop.tokens("s") == text(5, 40)
-    assert isinstance(loop.told[-1], CloseSession)
+    verifier.run()
+    assert verifier.tokens("s") == text(5, 40)
+    assert isinstance(verifier.told[-1], CloseSession)
 
 
 def test_a_drafter_that_lags_is_told_what_it_misses_once_a_step() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    loop.submit("s", max_tokens=40)
-    loop.step()
-    loop.step()
-    loop.told.clear()
-    lagging = LaggingSession(number=loop.sessions[0].link.number, have_len=5)
-    loop.say(lagging, lagging, lagging)
-    loop.step()
-    catch_up, _ = loop.told
+    verifier = Verifier()
+    verifier.drafter()
+    verifier.submit("s", max_tokens=40)
+    verifier.step()
+    verifier.step()
+    verifier.told.clear()
+    lagging = LaggingSession(number=verifier.sessions[0].link.number, have_len=5)
+    verifier.say(lagging, lagging, lagging)
+    verifier.step()
+    catch_up, _ = verifier.told
     assert isinstance(catch_up, Commit)
     assert (catch_up.base_len, catch_up.token_ids) == (5, [5, 6])
 
@@ -326,28 +323,28 @@ def test_a_step_sends_a_drafter_a_bounded_number_of_tokens_again_and_the_others_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drafter_tier, "MOST_RESENT", 8)
-    loop = VerifierLoop()
-    loop.drafter()
-    sessions = [loop.submit(f"s{index}", max_tokens=40) for index in range(4)]
-    loop.step()
+    verifier = Verifier()
+    verifier.drafter()
+    sessions = [verifier.submit(f"s{index}", max_tokens=40) for index in range(4)]
+    verifier.step()
     everything = [LaggingSession(number=each.link.number, have_len=0) for each in sessions]
     for asked, told in ((everything, ["s0", "s1"]), (everything[2:], ["s2", "s3"])):
-        loop.told.clear()
-        loop.say(*asked)
-        loop.step()
-        assert [each.session_id for each in loop.told if isinstance(each, OpenSession)] == told
+        verifier.told.clear()
+        verifier.say(*asked)
+        verifier.step()
+        assert [each.session_id for each in verifier.told if isinstance(each, OpenSession)] == told
 
 
 def test_a_client_that_leaves_frees_its_place_and_pages() -> None:
-    loop = VerifierLoop(max_num_seqs=1)
-    leaving = loop.submit("leaving", max_tokens=500)
-    loop.submit("next", max_tokens=2)
-    loop.step()
-    loop.scheduler.drop(leaving)
-    assert loop.scheduler.session("leaving", leaving.serial) is None
-    loop.run()
-    assert loop.tokens("next") == text(5, 2)
-    assert loop.pool.num_used == 0
+    verifier = Verifier(max_num_seqs=1)
+    leaving = verifier.submit("leaving", max_tokens=500)
+    verifier.submit("next", max_tokens=2)
+    verifier.step()
+    verifier.leave(leaving)
+    assert verifier.scheduler.session("leaving", leaving.serial) is None
+    verifier.run()
+    assert verifier.tokens("next") == text(5, 2)
+    assert verifier.pool.num_used == 0
 
 
 STEP_S = 0.020
@@ -363,103 +360,96 @@ def goodput(row_s: float) -> Goodput:
 def test_the_price_rises_with_the_load_and_steps_verify_fewer_guesses_of_each_session() -> None:
     gammas, prices = [], []
     for num_sessions in (1, 8):
-        loop = VerifierLoop(policy=goodput(row_s=0.001))
-        loop.drafter()
-        sessions = [loop.submit(f"s{index}", max_tokens=100) for index in range(num_sessions)]
-        loop.step()
+        verifier = Verifier(policy=goodput(row_s=0.001))
+        verifier.drafter()
+        sessions = [verifier.submit(f"s{index}", max_tokens=100) for index in range(num_sessions)]
+        verifier.step()
         for session in sessions:
-            loop.draft(session, right=6)
-        loop.step(seconds=STEP_S + 0.008)
-        gammas.append(max(loop.report.gammas))
-        prices.append(loop.policy.price)
-        assert {each.price for each in loop.told[-num_sessions:]} == {session.link.price for session in sessions}
+            verifier.draft(session, right=6)
+        verifier.step(seconds=STEP_S + 0.008)
+        gammas.append(max(verifier.report.gammas))
+        prices.append(verifier.policy.price)
+        assert {each.price for each in verifier.told[-num_sessions:]} == {session.link.price for session in sessions}
     assert gammas[0] > gammas[1] > 0
     assert prices[0] < prices[1] < 1.0
 
 
 def test_many_sessions_at_once_on_a_fresh_fleet_all_run_and_none_waits_long_for_a_drafter_that_says_nothing() -> None:
-    loop = VerifierLoop(policy=goodput(row_s=0.00001), max_num_seqs=24, max_rows=128)
-    loop.drafter()
-    names = [loop.submit(f"s{index}", max_tokens=30).session_id for index in range(24)]
+    verifier = Verifier(policy=goodput(row_s=0.00001), max_num_seqs=24, max_rows=128)
+    verifier.drafter()
+    names = [verifier.submit(f"s{index}", max_tokens=30).session_id for index in range(24)]
     waited_s = 0.0
-    while loop.scheduler.num_sessions:
-        loop.scheduler.mark_silent_drafters(loop.now_s)
-        wait_s = loop.scheduler.patience_s(loop.now_s)
-        waited_s, loop.now_s = waited_s + wait_s, loop.now_s + wait_s
+    while verifier.scheduler.num_sessions:
+        wait_s = verifier.engine.patience_s()
+        waited_s, verifier.clock.now_s = waited_s + wait_s, verifier.clock.now_s + wait_s
         if wait_s == 0.0:
-            loop.step(seconds=STEP_S)
+            verifier.step(seconds=STEP_S)
     assert 0.0 < waited_s < 3 * STEP_S
-    assert [each.session_id for each in loop.told if isinstance(each, OpenSession)] == names, "each once"
-    assert [loop.tokens(name) for name in names] == [text(5, 30)] * 24
-    assert loop.pool.num_used == 0
+    assert [each.session_id for each in verifier.told if isinstance(each, OpenSession)] == names, "each once"
+    assert [verifier.tokens(name) for name in names] == [text(5, 30)] * 24
+    assert verifier.pool.num_used == 0
 
 
-def waiting_for_drafts() -> tuple[VerifierLoop, TargetSession]:
+def waiting_for_drafts() -> tuple[Verifier, TargetSession]:
     """A session that decodes, and whose drafter has not answered the last commit yet."""
-    loop = VerifierLoop()
-    loop.drafter()
-    session = loop.submit("s", max_tokens=60)
-    loop.step()
-    loop.draft(session, right=1)
-    loop.step()
-    assert loop.scheduler.patience_s(loop.now_s) > 0.0
-    return loop, session
+    verifier = Verifier()
+    verifier.drafter()
+    session = verifier.submit("s", max_tokens=60)
+    verifier.step()
+    verifier.draft(session, right=1)
+    verifier.step()
+    assert verifier.engine.patience_s() > 0.0
+    return verifier, session
 
 
 def test_a_step_waits_for_drafts_until_it_has_as_many_as_it_may_verify() -> None:
-    loop, session = waiting_for_drafts()
-    loop.draft(session, right=3)
-    assert loop.scheduler.patience_s(loop.now_s) > 0.0, "there is room for one more"
-    loop.draft(session, right=0, wrong=1)
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0
-    (part,) = loop.step().decoding
+    verifier, session = waiting_for_drafts()
+    verifier.draft(session, right=3)
+    assert verifier.engine.patience_s() > 0.0, "there is room for one more"
+    verifier.draft(session, right=0, wrong=1)
+    assert verifier.engine.patience_s() == 0.0
+    (part,) = verifier.step().decoding
     assert part.num_guesses == 4
 
 
 def test_a_step_does_not_wait_for_drafts_that_are_overdue() -> None:
-    loop, session = waiting_for_drafts()
-    loop.now_s += 1.0
-    loop.scheduler.mark_silent_drafters(loop.now_s)
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0
-    loop.step()
-    assert loop.report.num_silenced == 1
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0, "until it is heard again nobody waits for it"
-    loop.draft(session, right=1)
-    assert loop.scheduler.patience_s(loop.now_s) > 0.0
+    verifier, session = waiting_for_drafts()
+    verifier.clock.now_s += 1.0
+    assert verifier.engine.patience_s() == 0.0
+    verifier.step()
+    assert verifier.report.num_silenced == 1
+    assert verifier.engine.patience_s() == 0.0, "until it is heard again nobody waits for it"
+    verifier.draft(session, right=1)
+    assert verifier.engine.patience_s() > 0.0
 
 
 def test_a_drafter_that_dies_is_not_waited_for() -> None:
-    loop, _ = waiting_for_drafts()
-    loop.drafter(up=False)
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0
+    verifier, _ = waiting_for_drafts()
+    verifier.drafter(up=False)
+    assert verifier.engine.patience_s() == 0.0
 
 
 def test_no_session_waits_with_few_tokens_to_go() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    session = loop.submit("s", max_tokens=9)
-    loop.step()
-    loop.draft(session, right=1)
-    loop.step()
-    assert loop.scheduler.patience_s(loop.now_s) == 0.0
+    verifier = Verifier()
+    verifier.drafter()
+    session = verifier.submit("s", max_tokens=9)
+    verifier.step()
+    verifier.draft(session, right=1)
+    verifier.step()
+    assert verifier.engine.patience_s() == 0.0
 
 
 def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are_not_trusted() -> None:
-    loop = VerifierLoop()
-    loop.submit("good", prompt_len=40, max_tokens=10, cache_salt="same")
-    loop.step()
-    loop.submit("bad", prompt_len=40, max_tokens=10, cache_salt="same")
-    plan = loop.scheduler.plan(loop.now_s)
-    loop.scheduler.take_outcomes()
-    (bad,) = plan.reading
-    loop.scheduler.give_up(bad)
-    for part in plan.decoding:
-        tokens = (part.session.committed_len,)
-        part.session.ends_with(tokens[0])
-        loop.scheduler.commit(plan, [(part, Verdict(token_ids=tokens))], loop.now_s)
-    loop.scheduler.end_step(plan, loop.now_s)
-    assert [each.session_id for each in loop.scheduler.running] == ["good"]
-    assert not loop.pool._block_of, "nobody else finds what it was computed from"
+    verifier = Verifier()
+    verifier.submit("good", prompt_len=40, max_tokens=10, cache_salt="same")
+    verifier.step()
+    verifier.submit("bad", prompt_len=40, max_tokens=10, cache_salt="same")
+    verifier.device.broken_at.add(39)
+    verifier.step()
+    assert list(verifier.errors) == ["bad"]
+    assert verifier.tokens("good") == [40, 41]
+    assert [each.session_id for each in verifier.scheduler.running] == ["good"]
+    assert not verifier.pool._block_of, "nobody else finds what it was computed from"
 
 
 def judging(name: str, **changes: Any) -> dict[str, Any]:
@@ -467,76 +457,76 @@ def judging(name: str, **changes: Any) -> dict[str, Any]:
     return {"sampling": sampling, "cache_salt": name, **changes}
 
 
-def judged(loop: VerifierLoop, name: str) -> list[int]:
+def judged(verifier: Verifier, name: str) -> list[int]:
     """Positions of the prompt whose tokens a client was told the likelihood of."""
-    heard = [each for each in loop.heard[name] if each.prompt_logprobs]
+    heard = [each for each in verifier.heard[name] if each.prompt_logprobs]
     return [each.prompt_offset + index for each in heard for index in range(len(each.prompt_logprobs))]
 
 
 def test_a_prompt_that_is_to_be_judged_is_computed_whole_whatever_is_known_of_it() -> None:
-    loop = VerifierLoop(max_rows=32)
-    loop.submit("before", prompt_len=70, max_tokens=1, cache_salt="same")
-    loop.run()
-    loop.submit("judged", prompt_len=70, **judging("same"))
-    loop.run()
-    assert judged(loop, "judged") == list(range(1, 70)), "each of its tokens once, but for the first"
-    assert loop.tokens("judged") == text(70, 3)
+    verifier = Verifier(max_rows=32)
+    verifier.submit("before", prompt_len=70, max_tokens=1, cache_salt="same")
+    verifier.run()
+    verifier.submit("judged", prompt_len=70, **judging("same"))
+    verifier.run()
+    assert judged(verifier, "judged") == list(range(1, 70)), "each of its tokens once, but for the first"
+    assert verifier.tokens("judged") == text(70, 3)
 
 
 def test_a_session_that_goes_on_elsewhere_has_its_prompt_judged_no_more() -> None:
-    loop = VerifierLoop()
-    session = loop.submit("moved", prompt_len=40, **judging("moved", committed_token_ids=(40,)))
+    verifier = Verifier()
+    session = verifier.submit("moved", prompt_len=40, **judging("moved", committed_token_ids=(40,)))
     assert not session.judges_prompt
-    loop.run()
-    assert judged(loop, "moved") == []
+    verifier.run()
+    assert judged(verifier, "moved") == []
 
 
 def test_after_a_preemption_only_what_was_not_told_is_judged() -> None:
-    loop = VerifierLoop(max_rows=32)
-    session = loop.submit("judged", prompt_len=70, **judging("own"))
-    loop.step()
-    loop.scheduler._preempt(session)
-    assert (session.num_judged, session in loop.scheduler.running) == (32, False)
-    loop.run()
-    assert judged(loop, "judged") == list(range(1, 70))
+    verifier = Verifier(max_rows=32)
+    session = verifier.submit("judged", prompt_len=70, **judging("own"))
+    verifier.step()
+    verifier.scheduler._preempt(session)
+    assert (session.num_judged, session in verifier.scheduler.running) == (32, False)
+    verifier.run()
+    assert judged(verifier, "judged") == list(range(1, 70))
 
 
 def test_the_more_important_gets_the_next_place_and_equals_wait_in_the_order_of_their_arrival() -> None:
-    loop = VerifierLoop(max_num_seqs=1)
+    verifier = Verifier(max_num_seqs=1)
     for name, priority in (("first", 0), ("late", 5), ("usual", 0), ("soon", -1), ("usual too", 0), ("soon too", -1)):
-        loop.submit(name, max_tokens=2, priority=priority)
+        verifier.submit(name, max_tokens=2, priority=priority)
         if name == "first":
-            loop.step()
+            verifier.step()
     begun: list[str] = []
-    while loop.scheduler.num_sessions:
-        begun += [part.session.session_id for part in loop.step().reading]
+    while verifier.scheduler.num_sessions:
+        begun += [part.session.session_id for part in verifier.step().reading]
     assert begun == ["soon", "soon too", "usual", "usual too", "late"], "and nobody who has a place loses it"
 
 
 def test_the_least_important_gives_its_pages_to_the_others_however_old_it_is() -> None:
-    loop = VerifierLoop(num_blocks=9, max_num_seqs=3)
+    verifier = Verifier(num_blocks=9, max_num_seqs=3)
     for name, priority in (("unimportant", 1), ("important", -1), ("usual", 0)):
-        loop.submit(name, prompt_len=30, max_tokens=40, priority=priority)
+        verifier.submit(name, prompt_len=30, max_tokens=40, priority=priority)
     lost: list[str] = []
-    while loop.scheduler.num_sessions:
-        before = [session.session_id for session in loop.scheduler.running]
-        loop.step()
-        if loop.report.num_preempted:
-            kept = [session.session_id for session in loop.scheduler.running]
+    while verifier.scheduler.num_sessions:
+        before = [session.session_id for session in verifier.scheduler.running]
+        verifier.step()
+        if verifier.report.num_preempted:
+            kept = [session.session_id for session in verifier.scheduler.running]
             lost += [name for name in before if name not in kept]
     assert lost[0] == "unimportant"
     assert "important" not in lost
-    assert [loop.tokens(name) for name in ("unimportant", "important", "usual")] == [text(30, 40)] * 3
+    assert [verifier.tokens(name) for name in ("unimportant", "important", "usual")] == [text(30, 40)] * 3
 
 
 def test_each_message_with_tokens_tells_what_speculation_has_done_so_far() -> None:
-    loop = VerifierLoop()
-    loop.drafter()
-    session = loop.submit("s", max_tokens=30)
-    loop.step()
-    loop.draft(session, right=2, wrong=2)
-    loop.step()
-    records = [each.speculation for each in loop.heard["s"] if each.token_ids]
+    verifier = Verifier()
+    verifier.drafter()
+    session = verifier.submit("s", max_tokens=30)
+    verifier.step()
+    verifier.draft(session, right=2, wrong=2)
+    verifier.step()
+    records = [each.speculation for each in verifier.heard["s"] if each.token_ids]
     assert [(each.num_steps, each.num_draft_tokens, each.num_accepted_draft_tokens) for each in records if each] == [
         (1, 0, 0),
         (2, 4, 2),

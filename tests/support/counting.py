@@ -1,19 +1,18 @@
-"""The loops of verifier and drafter without a model: the schedulers of `core`, a clock, and a text.
-
-The text's token at each position is that position. Nothing here imports torch.
-"""
+"""Engines on devices that count: the token of their text at each position is that position. The test is the clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count as numbers_from
 from typing import Any
 
-from paceline.core.acceptance_rules import Verdict
+import numpy as np
+
+from paceline.core.calibration import GREEDY_SHARPNESS, NUM_RANKED
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.drafter_tier import DrafterTier
-from paceline.core.errors import RemoteProtocolError
+from paceline.core.errors import PacelineError, RemoteProtocolError
+from paceline.core.features import Features
 from paceline.core.messages import (
     Commit,
     CommittedTokens,
@@ -22,34 +21,100 @@ from paceline.core.messages import (
     LaggingSession,
     ModelIdentity,
     OpenSession,
-    PositionLogprobs,
     ToDrafter,
     ToVerifier,
 )
-from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.core.params import METHODS, SamplingParams, SpeculationParams
-from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
-from paceline.core.tree import verified_nodes, walk
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.target_events import (
+    Cancel,
+    DraftsArrived,
+    LinkChanged,
+    StepReport,
+    Submit,
+    TargetLimits,
+    TargetOutput,
+)
+from paceline.engine.batch import Batch
 from paceline.engine.draft_plan import DraftPlan
-from paceline.engine.draft_scheduler import DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
-from paceline.engine.draft_session import DraftSession, Offer
+from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
+from paceline.engine.draft_session import DraftSession
+from paceline.engine.drafter import DraftEngine
+from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.engine.planned_step import StepPlan
-from paceline.engine.scheduler import Scheduler
+from paceline.engine.target import TargetEngine
 from paceline.engine.target_session import TargetSession
-from paceline.forest import NONE, ROOT, Forest, Guesses
+from paceline.forest import NONE
+from tests.support.clock import Clock
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, each_commit, to_commits, to_drafts
 
 DRAFTER = "drafter:1"
-VOCAB_SIZE = 10_000
-MODEL = ModelIdentity(name="text", vocab_hash="text", vocab_size=VOCAB_SIZE, context_len=4096)
+VOCAB_SIZE = 1000
 WRONG = VOCAB_SIZE - 1
-# Neither loop needs more steps than this to come to rest.
+MODEL = ModelIdentity(name="text", vocab_hash="text", vocab_size=VOCAB_SIZE, context_len=4096)
+Sureness = Callable[[np.ndarray], np.ndarray | float]
+# No engine needs more steps than this to come to rest.
 MANY_STEPS = 1000
 
 
 def text(prompt_len: int, count: int) -> list[int]:
     """What the target generates after a prompt."""
     return list(range(prompt_len, prompt_len + count))
+
+
+class EmptyCache:
+    """Holds nothing, and remembers what was moved from slot to slot."""
+
+    def __init__(self, feature_width: int) -> None:
+        self.moved: list[tuple[int, int]] = []
+        self._feature_width = feature_width
+
+    def apply_moves(self, moves: list[tuple[int, int]]) -> None:
+        self.moved += moves
+        moves.clear()
+
+    def features(self, slots: Sequence[int]) -> Features:
+        return np.zeros((len(slots), self._feature_width), np.float32)
+
+
+class CountingDevice:
+    """A model without weights.
+
+    Args:
+        sure: Of positions, how sure it is of the token after each; the next best, a tenth as likely, is always wrong.
+
+    Attributes:
+        step_s: What a step takes.
+        broken_at: Positions after which it gives nothing to choose from.
+    """
+
+    state_width = 0
+
+    def __init__(self, clock: Clock, sure: Sureness, feature_width: int = 0) -> None:
+        self.step_s = 0.0
+        self.broken_at: set[int] = set()
+        self.feature_width = feature_width
+        self._clock, self._sure = clock, sure
+
+    def new_cache(self, num_blocks: int) -> EmptyCache:
+        del num_blocks
+        return EmptyCache(self.feature_width)
+
+    def rows_computed(self, rows: int) -> int:
+        return rows
+
+    def launch(self, batch: Batch, cache: EmptyCache, wanted: Walks | Ranks | None) -> HostPending:
+        del cache, wanted
+        self._clock.now_s += self.step_s
+        positions = batch.positions[batch.logit_rows] + (self.feature_width > 0)
+        sure = np.broadcast_to(self._sure(positions), positions.shape)[:, None]
+        rest = (1.0 - 1.1 * sure) / (NUM_RANKED - 2)
+        shares = np.repeat(rest, VOCAB_SIZE, axis=1)
+        shares[:, WRONG] = sure[:, 0] / 10
+        np.put_along_axis(shares, positions[:, None] + 1, sure, axis=1)
+        # So that what becomes of it, sharpened, is as sure as that.
+        logits = (GREEDY_SHARPNESS * np.log(shares)).astype(np.float32)
+        logits[np.isin(positions, [*self.broken_at])] = np.nan
+        return HostPending(logits)
 
 
 class Policy(FixedGamma):
@@ -68,28 +133,37 @@ class Policy(FixedGamma):
 
 
 @dataclass
-class VerifierLoop:
-    """A verifier's scheduler, the clock, and a target whose next token is the position it stands at."""
+class Verifier:
+    """A verifier's engine on a counting device; its drafter is the test.
+
+    Attributes:
+        told: What the drafter was told.
+        heard: What clients were told, by the names of their sessions.
+        errors: Why sessions failed.
+        report: Of the last step.
+    """
 
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_rows: int = 64
     policy: Goodput = field(default_factory=Policy)
-    now_s: float = 0.0
+    clock: Clock = field(default_factory=Clock)
     told: list[ToDrafter | Commit] = field(default_factory=list)
     heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)
+    errors: dict[str, PacelineError] = field(default_factory=dict)
+    report: StepReport = field(default_factory=StepReport)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
-        self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=1 + self.max_rows // BLOCK_SIZE)
-        limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows)
-        self.scheduler = Scheduler(
-            pool=self.pool,
-            scratch=self.scratch,
-            limits=limits,
+        self.device = CountingDevice(self.clock, lambda _: 0.9)
+        self.engine = TargetEngine(
+            decoder=self.device,
+            identity=MODEL,
+            num_blocks=self.num_blocks,
+            limits=TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows),
             policy=self.policy,
-            tier=DrafterTier(VOCAB_SIZE, Forest(METHODS)),
+            clock=self.clock,
         )
+        self.scheduler, self.pool, self.scratch = self.engine.scheduler, self.engine.pool, self.engine._scratch
         self.sessions: list[TargetSession] = []
         self._num_guessed = 0
 
@@ -103,31 +177,27 @@ class VerifierLoop:
             speculation=SpeculationParams(),
             cache_salt=name,
         )
-        session = TargetSession(
-            replace(request, **changes),  # type: ignore[arg-type]
-            len(self.sessions),
-            MODEL,
-            pool=self.pool,
-            max_model_len=4096,
-            calibrations={},
-            drafter_address=DRAFTER,
-            forest=self.scheduler.forest,
-            submitted_s=self.now_s,
-            price=self.policy.price,
-        )
-        self.sessions.append(session)
+        serial = len(self.sessions)
         self.heard[name] = []
-        self.scheduler.submit(session)
+        self.engine.handle(
+            Submit(request=replace(request, **changes), serial=serial, drafter_address=DRAFTER)  # type: ignore[arg-type]
+        )
+        session = self.scheduler.session(name, serial)
+        assert session is not None
+        self.sessions.append(session)
         return session
+
+    def leave(self, session: TargetSession) -> None:
+        """A session's client leaves."""
+        self.engine.handle(Cancel(session_id=session.session_id, serial=session.serial))
 
     def drafter(self, *, up: bool = True) -> None:
         """The stream to the drafter is up, or lost."""
-        self.scheduler.change_link(LinkChanged(address=DRAFTER, up=up), self.now_s)
-        self._pass_on()
+        self.engine.handle(LinkChanged(address=DRAFTER, up=up))
 
     def say(self, *messages: ToVerifier) -> None:
         """The drafter says something."""
-        self.scheduler.receive(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self.now_s))
+        self.engine.handle(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self.clock.now_s))
 
     def draft(self, session: TargetSession, *, right: int, wrong: int = 0) -> None:
         """The drafter guesses a chain of so many right tokens, and so many wrong ones after them."""
@@ -139,37 +209,27 @@ class VerifierLoop:
         nodes = [NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True)]
         self.say(to_drafts(SessionDrafts(session.link.number, base_len, nodes)))
 
-    def step(self, seconds: float = 0.01) -> StepPlan:
-        """Plans a step, runs it, and commits what the target chose."""
-        plan = self.scheduler.plan(self.now_s)
-        self._hear(self.scheduler.take_outcomes())
-        self._pass_on()
-        self.now_s += seconds
-        for part in [part for part in plan.parts if part.judged]:
-            told = [PositionLogprobs(token_id=position + 1, logprob=-1.0) for position in part.judged]
-            self._hear([(part.session.serial, part.session.hand_out_prompt(told))])
-        judged = [
-            (part, self._judge(part.session, plan.guesses_of(place)))
-            for place, part in enumerate(plan.parts)
-            if part.commits
-        ]
-        self._hear(self.scheduler.commit(plan, judged, self.now_s))
-        self.scheduler.moves.clear()
-        self.scheduler.end_step(plan, self.now_s)
-        self.report = self.scheduler.take_report(plan)
-        self._pass_on()
-        return plan
+    def begin(self) -> StepPlan:
+        """Plans a step, and says what is known before it runs."""
+        early = self.engine.begin()
+        if early is not None:
+            self._hear(early)
+        assert self.engine._plan is not None
+        return self.engine._plan
 
-    @staticmethod
-    def _judge(session: TargetSession, guesses: Guesses) -> Verdict:
-        root, nodes = verified_nodes(session.tokens, guesses, session.tree.drafts)
-        tokens = walk(root, nodes, lambda node: node.position + 1)
-        return Verdict(token_ids=tuple(session.until_end(tokens)))
+    def step(self, seconds: float = 0.01) -> StepPlan:
+        """One step, which takes so long."""
+        self.device.step_s = seconds
+        plan = self.begin()
+        output = self.engine.step()
+        self.report = output.report
+        self._hear(output)
+        return plan
 
     def run(self) -> None:
         """Steps until every session has ended."""
         for _ in range(MANY_STEPS):
-            if not self.scheduler.num_sessions:
+            if not self.engine.num_sessions:
                 return
             self.step()
         raise AssertionError("sessions did not end")
@@ -178,22 +238,20 @@ class VerifierLoop:
         """What a session has given."""
         return [token for each in self.heard[name] for token in each.token_ids]
 
-    def _hear(self, outcomes: Sequence[tuple[int, object]]) -> None:
-        for serial, outcome in outcomes:
-            assert isinstance(outcome, CommittedTokens)
-            self.heard[self.sessions[serial].session_id].append(outcome)
-
-    def _pass_on(self) -> None:
-        to_drafters, broken = self.scheduler.tier.take()
-        assert not broken
-        self.told += each_commit(to_drafters.get(DRAFTER, []))
+    def _hear(self, output: TargetOutput) -> None:
+        for serial, outcome in output.committed:
+            name = self.sessions[serial].session_id
+            if isinstance(outcome, PacelineError):
+                self.errors[name] = outcome
+            else:
+                self.heard[name].append(outcome)
+        assert not output.broken_links
+        self.told += each_commit(output.to_drafters.get(DRAFTER, []))
 
 
 @dataclass
-class DrafterLoop:
-    """A drafter's scheduler, the clock, and a draft model that guesses the text, as sure of it as `sure` says.
-
-    Its second guess is always wrong, and a tenth as likely.
+class Drafter:
+    """A drafter's engine on a counting device; its verifiers are the test.
 
     Attributes:
         said: What verifiers were told, by their streams.
@@ -202,7 +260,6 @@ class DrafterLoop:
     """
 
     num_blocks: int = 64
-    num_scratch_blocks: int = 16
     width: int = 1
     max_rows: int = 16
     max_rows_per_session: int = 4
@@ -210,15 +267,12 @@ class DrafterLoop:
     max_num_seqs: int = 16
     context_len: int = 4096
     feature_width: int = 0
-    sure: dict[str, float] = field(default_factory=dict)
-    now_s: float = 0.0
+    sure: Sureness = lambda _: 0.9
+    clock: Clock = field(default_factory=Clock)
     said: dict[int, list[ToVerifier]] = field(default_factory=dict)
     broken: dict[int, RemoteProtocolError] = field(default_factory=dict)
-    moved: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
-        self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=self.num_scratch_blocks)
         self._numbers = numbers_from(1)
         self._named: dict[tuple[int, str], int] = {}
         limits = DraftLimits(
@@ -228,13 +282,23 @@ class DrafterLoop:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
-        self.scheduler = DraftScheduler(
-            pool=self.pool,
-            scratch=self.scratch,
-            limits=limits,
+        self.device = CountingDevice(self.clock, self.sure, self.feature_width)
+        self.engine = DraftEngine(
+            decoder=self.device,
             identity=replace(MODEL, context_len=self.context_len),
-            feature_width=self.feature_width,
+            num_blocks=self.num_blocks,
+            limits=limits,
+            clock=self.clock,
         )
+        self.scheduler, self.pool = self.engine.scheduler, self.engine.pool
+        self.scratch = self.scheduler.trees._scratch
+        self.moved: list[tuple[int, int]] = self.engine._cache.moved
+        self._plan = self.scheduler.plan
+        self.scheduler.plan = self._watch_plan  # type: ignore[method-assign]
+
+    def _watch_plan(self, now_s: float) -> DraftPlan:
+        self.plan = self._plan(now_s)
+        return self.plan
 
     def session(self, name: str, link: int = 1) -> DraftSession:
         """A session that the drafter knows."""
@@ -246,9 +310,7 @@ class DrafterLoop:
 
     def hear(self, *messages: ToDrafter, link: int = 1) -> None:
         """A verifier says something."""
-        self.scheduler.handle(VerifierMessages(link=link, messages=messages), self.now_s)
-        self.moved += self.scheduler.moves
-        self.scheduler.moves.clear()
+        self.engine.handle(VerifierMessages(link=link, messages=messages))
 
     def open(self, name: str, prompt_len: int = 5, *, link: int = 1, **changes: object) -> None:
         """A verifier opens a session; its prompt is the beginning of the text."""
@@ -258,7 +320,7 @@ class DrafterLoop:
             number=self.number(name, link),
             token_ids=tuple(range(prompt_len)),
             prompt_len=prompt_len,
-            sampling=SamplingParams(max_tokens=50),
+            sampling=SamplingParams(max_tokens=50, temperature=0.0),
             price=0.0,
             room=4,
             cache_salt=name,
@@ -273,21 +335,16 @@ class DrafterLoop:
 
     def leave(self, link: int) -> None:
         """A verifier's stream ends."""
-        self.scheduler.handle(VerifierLeft(link=link), self.now_s)
+        self.engine.handle(VerifierLeft(link=link))
 
     def step(self, seconds: float = 0.01) -> DraftPlan:
-        """Plans a step, runs it, and says what is due."""
-        plan = self.scheduler.plan(self.now_s)
-        self.now_s += seconds
-        offers = [self._offer(part.session, ROOT, 0) for part in plan.catching_up if part.expands]
-        offers += [self._offer(each.session, each.slot, len(each.path)) for each in plan.growing]
-        self.scheduler.trees.grow(offers)
-        self.scheduler.end_step()
-        said, broken = self.scheduler.take()
-        for link, messages in said.items():
+        """One step, which takes so long; what it has computed."""
+        self.device.step_s = seconds
+        output = self.engine.step()
+        for link, messages in output.to_verifiers.items():
             self.said.setdefault(link, []).extend(messages)
-        self.broken |= broken
-        return plan
+        self.broken |= output.broken_links
+        return self.plan
 
     def run(self) -> int:
         """Steps until there is nothing to do; returns how many steps that took."""
@@ -328,8 +385,3 @@ class DrafterLoop:
     def _nodes(self, name: str, link: int) -> Any:
         forest, row = self.scheduler.trees.forest, self.session(name, link).row
         return forest.arrays.nodes[row, : forest.count(row)]
-
-    def _offer(self, session: DraftSession, slot: int, depth: int) -> Offer:
-        sure = self.sure.get(session.session_id, 0.9)
-        token_ids, confidences = (len(session.tokens) + depth, WRONG), (sure, sure / 10)
-        return Offer(session, slot, token_ids[: self.width], confidences[: self.width])
