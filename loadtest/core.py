@@ -150,7 +150,7 @@ class Verifier:
         for method, name in (("plan", "plan"), ("commit", "commit"), ("end_step", "end"), ("take_report", "end")):
             watch.watch(scheduler, method, name)
         watch.watch(self.engine, "_run", "run")
-        watch.watch(decoder, "logits", "device")
+        watch.watch(decoder, "launch", "device")
         watch.watch(scheduler.tier, "take", "encode")
 
     def step(self, received: Sequence[bytes]) -> tuple[list[bytes], int]:
@@ -200,7 +200,7 @@ class Drafter:
             watch.watch(scheduler, method, name)
         watch.watch(scheduler.trees.forest, "grow", "grow")
         watch.watch(self.engine, "_run", "draft_run")
-        watch.watch(self.engine._decoder, "logits", "draft_device")  # noqa: SLF001 - its own makes it
+        watch.watch(self.engine._decoder, "launch", "draft_device")  # noqa: SLF001 - its own makes it
 
     def draft(self, received: Sequence[bytes]) -> list[bytes]:
         """Takes in commits and computes some levels; returns messages for the verifier."""
