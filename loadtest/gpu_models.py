@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.engine.backends.cuda.platform import CudaPlatform
 from paceline.engine.backends.interface import Layers
-from paceline.engine.backends.torch.backend import TorchBackend
-from paceline.engine.backends.torch.graphs import Unrecorded
-from paceline.engine.backends.torch.platform import TorchPlatform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.llama import LlamaLayer, LlamaWeights
+from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.engine.rope import RopeFrequencies
 
 WEIGHT_STD = 0.02
@@ -57,11 +56,10 @@ class RandomModel:
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device
-        self._platform = TorchPlatform(device)
+        self._platform = CudaPlatform(device)
         self.weights = self._weights()
 
-    def decoder(self, mode: str) -> Decoder:
-        """A decoder over these weights: grouped batches, static steps, or static steps as graphs."""
+    def decoder(self) -> Decoder:
         shape = self.shape
         config = DecoderConfig(
             model_type="llama",
@@ -83,9 +81,7 @@ class RandomModel:
             tied_head=shape.tied_head,
             rope=RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=1.0),
         )
-        capture = Unrecorded() if mode == "static" else None
-        backend = TorchBackend(self._platform, config, more, self.weights, static=mode != "eager", capture=capture)
-        return Decoder(backend)
+        return Decoder(self._platform.llama(config, more, self.weights))
 
     def _weights(self) -> LlamaWeights:
         shape = self.shape
@@ -142,6 +138,11 @@ class ImposedDecoder(Decoder):
         # Logits of standard deviation 1 have a log-sum-exp of ln(vocab) + 1/2: the raised one's share is right.
         odds = min(agreement, 0.999) / (1.0 - min(agreement, 0.999))
         self._logit = math.log(self.config.vocab_size) + 0.5 + math.log(max(odds, 1e-3))
+
+    def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> HostPending:
+        """Runs the step."""
+        del wanted
+        return HostPending(self.forward(batch, cache).numpy())
 
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
         """Runs the step and raises the logits, which come on the host."""

@@ -14,7 +14,8 @@ from paceline.engine.backends.interface import Backend, Layers
 from paceline.engine.batch import Batch
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.model import Pending
+from paceline.engine.pending import Ranks, Walks
 
 
 class Decoder:
@@ -59,18 +60,18 @@ class Decoder:
         return self.backend.new_cache(num_blocks, self.states.width)
 
     @torch.inference_mode()
-    def prepare(self, max_rows: int) -> None:
-        """Makes at once what steps of up to `max_rows` rows need."""
-        self.backend.prepare(max_rows)
+    def prepare(self, max_rows: int, cache: KVCache) -> None:
+        """Makes at once what steps of up to `max_rows` rows over a cache need."""
+        self.backend.prepare(max_rows, cache, self.states)
 
     def rows_computed(self, rows: int) -> int:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.backend.rows_computed(rows)
 
-    def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> HostPending:
-        """Runs a step; see `paceline.engine.model.Model`."""
-        del wanted
-        return HostPending(self.forward(batch, cache).cpu().numpy())
+    @torch.inference_mode()
+    def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
+        """Starts a step; see `paceline.engine.model.Model`."""
+        return self.backend.launch(batch, cache, self.states, wanted)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:

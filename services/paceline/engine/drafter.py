@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,6 +91,11 @@ class DraftEngine:
         )
         warm_up(self.scheduler.trees.forest)
         self._num_reported = 0
+
+    @property
+    def cache(self) -> Any:
+        """What steps write to, of the model's `new_cache`."""
+        return self._cache
 
     @property
     def num_sessions(self) -> int:

@@ -203,8 +203,6 @@ def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> D
         features=FeatureInput(
             norm=reader.norm(f"{eagle.prefix}.hidden_norm.weight", hidden), normed_residual=eagle.normed_residual
         ),
-        # Buffers of static steps have no place for features.
-        recordable=False,
     )
     decoder = Decoder(platform.llama(config, shape, weights))
     decoder.keep_states(StateLayout(hidden_size=hidden, layers=(0,)))

@@ -55,7 +55,6 @@ class LlamaWeights:
         final_norm: float32 [hidden].
         head: From final hidden states to logits.
         features: How the first layer takes features; None: it takes the normalised embedding alone.
-        recordable: Whether a step over them may be recorded as a graph.
     """
 
     embedding: torch.Tensor
@@ -63,4 +62,3 @@ class LlamaWeights:
     final_norm: torch.Tensor
     head: Head
     features: FeatureInput | None = None
-    recordable: bool = True

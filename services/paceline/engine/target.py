@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from paceline.core.acceptance_rules import Verdict, rule_of
 from paceline.core.calibration import CalibrationStore
@@ -112,6 +113,11 @@ class TargetEngine:
         self._plan: StepPlan | None = None
         # Serials of the sessions that the step under way computes.
         self._in_step: tuple[int, ...] | None = None
+
+    @property
+    def cache(self) -> Any:
+        """What steps write to, of the model's `new_cache`."""
+        return self._cache
 
     @property
     def num_sessions(self) -> int:

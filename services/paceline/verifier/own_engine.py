@@ -148,7 +148,7 @@ def make_engine(
         limits=DraftLimits(max_num_seqs=config.max_num_seqs),
         clock=time.monotonic,
     )
-    decoder.prepare(config.max_num_batched_tokens)
+    decoder.prepare(config.max_num_batched_tokens, draft.cache)
     draft.warm_up()
     wants_states = draft_identity.draft_method == EAGLE3
     return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
@@ -174,7 +174,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
         default_rule=speculation.acceptance,
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
-    decoder.prepare(config.max_num_batched_tokens)
+    decoder.prepare(config.max_num_batched_tokens, engine.cache)
     warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
     drafting = engine.profile(drafters_work=True)
     plain = engine.profile(drafters_work=False) if config.spare_cpus else drafting

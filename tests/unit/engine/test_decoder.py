@@ -40,8 +40,8 @@ def test_logits_of_chunks_single_tokens_and_tree_rows_equal_transformers(family,
 
 
 @each_family
-def test_the_torch_path_gives_the_same_logits(family, tiny):
-    assert_prompt_and_tree_match(tiny(family).load_torch(), tiny(family))
+def test_the_plain_reference_gives_the_same_logits(family, tiny):
+    assert_prompt_and_tree_match(tiny(family).load_plain(), tiny(family))
 
 
 @each_family

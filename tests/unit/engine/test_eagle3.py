@@ -14,10 +14,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cpu.linear import has_native_bfloat16
 from paceline.engine.backends.cpu.platform import CpuPlatform
-from paceline.engine.backends.torch.platform import TorchPlatform
 from paceline.engine.batch import Batch
 from paceline.engine.eagle3 import EagleConfig, load_eagle3, load_fusion, read_eagle3, states_hash
 from tests.support.eagle import eagle_forward, save_eagle3
+from tests.unit.engine.plain_reference import PlainPlatform
 from tests.unit.engine.tiny_models import FAMILIES, NUM_BLOCKS, PROMPT, SCRATCH, TABLE, branch, chain, pack
 
 FAMILY = "mistral"
@@ -45,7 +45,7 @@ def embedding_of(model) -> torch.Tensor:
     return model.oracle.get_input_embeddings().weight.detach()
 
 
-@pytest.mark.parametrize("platform", [CpuPlatform(), TorchPlatform(torch.device("cpu"))], ids=["cpu", "torch"])
+@pytest.mark.parametrize("platform", [CpuPlatform(), PlainPlatform()], ids=["cpu", "plain"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_prompt_rows_and_drafted_rows_equal_an_independent_forward(layout, platform, tiny, tmp_path):
     model = tiny(FAMILY)

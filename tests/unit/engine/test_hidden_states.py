@@ -12,7 +12,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cpu.linear import PackedLinear
 from paceline.engine.hidden_states import StateLayout
-from tests.unit.engine.backends.torch.tape import TapeCapture
 from tests.unit.engine.tiny_models import (
     NUM_BLOCKS,
     PROMPT,
@@ -28,8 +27,7 @@ from tests.unit.engine.tiny_models import (
 HIDDEN, FUSED = SIZES["hidden_size"], 20
 WAYS = {
     "compiled": lambda model: model.load(),
-    "torch": lambda model: model.load_torch(),
-    "static": lambda model: model.load_torch(static=True, capture=TapeCapture()),
+    "plain": lambda model: model.load_plain(),
 }
 each_way = pytest.mark.parametrize("way", sorted(WAYS))
 

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError
-from paceline.engine.backends.choice import platform_of
 from paceline.engine.backends.cpu import platform
+from paceline.engine.backends.cpu.platform import CpuPlatform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.identity import model_identity, weights_hash
 from paceline.engine.loading import choose_dtype
 from tests.support.checkpoints import save_pair
+from tests.unit.engine.plain_reference import PlainPlatform
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +36,19 @@ def test_a_copy_of_a_checkpoint_has_its_fingerprint_and_the_type_asked_for_is_pa
 
 
 @pytest.mark.parametrize(
-    ("asked", "emulates", "device", "served"),
+    ("asked", "emulates", "served_on", "served"),
     [
-        ("auto", True, "cpu", torch.float32),
-        ("auto", False, "cpu", torch.bfloat16),
-        ("auto", True, "cuda", torch.bfloat16),
-        ("bfloat16", True, "cpu", torch.bfloat16),
+        ("auto", True, CpuPlatform, torch.float32),
+        ("auto", False, CpuPlatform, torch.bfloat16),
+        ("auto", True, PlainPlatform, torch.bfloat16),
+        ("bfloat16", True, CpuPlatform, torch.bfloat16),
     ],
 )
-def test_auto_takes_no_type_that_the_cpu_only_emulates(copy, monkeypatch, asked, emulates, device, served):
+def test_auto_takes_no_type_that_the_cpu_only_emulates(copy, monkeypatch, asked, emulates, served_on, served):
     weights = copy / "model.safetensors"
     save_file({name: value.to(torch.bfloat16) for name, value in load_file(weights).items()}, weights)
     monkeypatch.setattr(platform, "has_native_bfloat16", lambda: not emulates)
-    assert choose_dtype(asked, Checkpoint(copy), platform_of(torch.device(device))) is served
+    assert choose_dtype(asked, Checkpoint(copy), served_on()) is served
 
 
 def test_weights_that_were_trained_further_have_another_fingerprint(folder, copy):

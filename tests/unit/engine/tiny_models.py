@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.engine.backends.torch.backend import TorchBackend
-from paceline.engine.backends.torch.platform import TorchPlatform
+from paceline.engine.backends.interface import Platform
 from paceline.engine.batch import Batch
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
@@ -22,6 +21,7 @@ from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.loading import load_decoder
+from tests.unit.engine.plain_reference import PlainPlatform
 
 VOCAB = 97
 PROMPT: list[int] = np.random.default_rng(3).integers(2, VOCAB, 45).tolist()
@@ -81,14 +81,15 @@ class TinyModel:
     def load(self, dtype: str = "float32") -> Decoder:
         return load_decoder(self.folder, dtype, "cpu")
 
-    def load_torch(self, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
-        """The path that CUDA takes, on the CPU."""
+    def load_plain(self) -> Decoder:
+        return self.load_on(PlainPlatform())
+
+    def load_on(self, platform: Platform, dtype: torch.dtype = torch.float32) -> Decoder:
         described = read_transformers_config(self.folder)
         config = DecoderConfig.from_transformers(described, self.folder)
         shape = LlamaShape.from_transformers(described, config.head_dim)
-        platform = TorchPlatform(torch.device("cpu"))
         reader = LlamaReader(Checkpoint(self.folder), config, shape, dtype, platform)
-        return Decoder(TorchBackend(platform, config, shape, reader.read(), **options))
+        return Decoder(platform.llama(config, shape, reader.read()))
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         with torch.no_grad():

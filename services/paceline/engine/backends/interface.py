@@ -14,6 +14,8 @@ from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.linear import Head, Linear
 from paceline.engine.llama import LlamaWeights
+from paceline.engine.model import Pending
+from paceline.engine.pending import HostPending, Ranks, Walks
 
 Layers = tuple[int, ...] | None
 # Of one batch in one layer: writes new keys and values [rows, G, D] into the rows' slots, and has query [rows, H, D]
@@ -55,6 +57,10 @@ class Backend(ABC):
             layers: Runs these layers alone, in this order; None runs all.
         """
 
+    def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> Pending:
+        """Starts a step; see `paceline.engine.model.Model`."""
+        return HostPending(self.forward(batch, cache, kept).cpu().numpy())
+
     def check_states(self, layout: StateLayout) -> None:  # noqa: B027 - most can keep any
         """Refuses states that `forward` cannot keep.
 
@@ -66,8 +72,8 @@ class Backend(ABC):
         """An empty cache of the right shape."""
         return self.platform.new_cache(self.config, num_blocks, self.dtype, state_width)
 
-    def prepare(self, max_rows: int) -> None:  # noqa: B027 - most need nothing
-        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows need."""
+    def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout) -> None:  # noqa: B027 - most need nothing
+        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows over a cache need."""
 
     def rows_computed(self, rows: int) -> int:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""

@@ -8,9 +8,9 @@ from transformers import AutoConfig
 
 from paceline.core.errors import ConfigError
 from paceline.engine.backends.generic.backend import GenericBackend
-from paceline.engine.backends.torch.platform import TorchPlatform
 from paceline.engine.config import DecoderConfig
 from paceline.engine.decoder import Decoder
+from tests.unit.engine.plain_reference import PlainPlatform
 from tests.unit.engine.tiny_models import (
     NUM_BLOCKS,
     PROMPT,
@@ -64,7 +64,7 @@ def test_other_families_equal_transformers_in_chunks_and_trees_and_greedily(mode
 def test_without_packing_as_on_cuda_the_logits_are_the_same(tmp_path):
     model = save_tiny(tmp_path, "gpt_neox", WITHOUT_GQA)
     config = DecoderConfig.from_folder(tmp_path)
-    platform = TorchPlatform(torch.device("cpu"))
+    platform = PlainPlatform()
     assert_prompt_and_tree_match(Decoder(GenericBackend.load(tmp_path, config, torch.float32, platform)), model)
 
 
@@ -88,4 +88,4 @@ def test_what_paged_attention_cannot_do_is_refused_by_name(model_type, tmp_path)
     # What the table of families says is what a trial finds.
     with pytest.raises(ConfigError, match=reason):
         config = DecoderConfig.from_transformers(AutoConfig.from_pretrained(tmp_path), tmp_path)
-        GenericBackend.load(tmp_path, config, torch.float32, TorchPlatform(torch.device("cpu")))
+        GenericBackend.load(tmp_path, config, torch.float32, PlainPlatform())

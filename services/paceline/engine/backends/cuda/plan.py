@@ -1,0 +1,194 @@
+"""Where the rows of a step go: lanes for its attention, and one buffer that brings all of it to the device.
+
+A *lane* is up to `lane_width(rows)` rows of one sequence, whose pages are read once for all of them. Beside the pages
+its rows see up to 64 tree nodes, each row those whose bits it has. Lengths, nodes and pages are data: a recorded step
+knows the number of its rows and nothing else. Nothing here runs a model or needs CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.backends.cuda.attention import NODES, Lanes, divide, most_parts, row_parts
+from paceline.engine.backends.cuda.stream import Stream
+from paceline.engine.batch import Batch
+
+Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+# Rows of recorded steps: a few rows are not padded, more by less than 8.
+ROWS: Final = (1, 2, 4, *range(8, 513, 8))
+# Room of a recorded step beside its rows: a million entries of block tables, 16 million tokens.
+TABLE_BYTES: Final = 4 << 20
+
+
+def padded(rows: int) -> int:
+    """Rows that a step of `rows` rows computes; larger steps than any recorded one are not padded."""
+    return ROWS[bisect_left(ROWS, rows)] if rows <= ROWS[-1] else rows
+
+
+def lane_width(rows: int) -> int:
+    """Most rows of a lane in a step of `rows` rows: trees fit one, and large steps read prompts."""
+    return 4 if rows <= 4 else 8 if rows <= 256 else 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """What the layers of a step read on the device, padded to its rows.
+
+    Attributes:
+        slots: int64 [rows], as in `Batch`; padded rows write to the trash.
+        token_ids: int32 [rows]; and positions.
+        lanes: For attention.
+        features: float32 [rows, width], as in `Batch`.
+    """
+
+    slots: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    lanes: Lanes
+    features: torch.Tensor | None
+
+    @classmethod
+    def of(cls, sent: Mapping[str, torch.Tensor]) -> Fields:
+        """The arrays that `field_arrays` made, once they are on the device."""
+        lanes = Lanes(**{each.name: sent[each.name] for each in dataclasses.fields(Lanes)})
+        own = {name: sent[name] for name in ("slots", "token_ids", "positions")}
+        return cls(**own, lanes=lanes, features=sent.get("features"))
+
+
+def field_arrays(batch: Batch, rows: int, kv_heads: int, trash: int) -> dict[str, Array]:
+    """`Fields` of a batch by name, padded to `rows` rows: their sizes follow from that, but for the tables'.
+
+    Args:
+        trash: A slot to which padded rows write.
+    """
+    slots = np.full(rows, trash, np.int64)
+    slots[: batch.num_rows] = batch.slots
+    arrays = {
+        "slots": slots,
+        "token_ids": _padded(batch.token_ids, rows),
+        "positions": _padded(batch.positions, rows),
+    }
+    if batch.features is not None:
+        arrays["features"] = _padded(batch.features, rows, np.float32)
+    return {**arrays, **_lane_arrays(batch, rows, kv_heads)}
+
+
+def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> dict[str, Array]:
+    """`Lanes` by name, with room for a lane a row; the tables come last, so that all others have their places."""
+    width = lane_width(rows)
+    lane_of, cell_of, bits, (lane, index, node_slots) = _place_rows(batch, width)
+    longest = np.zeros(int(lane_of.max()) + 1, np.int64)
+    np.maximum.at(longest, lane_of, batch.context_lens)
+    starts, tables = _place_tables(batch)
+    divided = divide(longest, kv_heads)
+    lane_rows = np.full((rows, width), -1, np.int32)
+    lane_rows[lane_of, cell_of] = np.arange(batch.num_rows)
+    lane_starts = np.zeros(rows, np.int32)
+    lane_starts[lane_of] = starts[batch.sequences]
+    slots_of = np.zeros((rows, NODES), np.int32)
+    slots_of[lane, index] = node_slots
+    return {
+        "contexts": _padded(batch.context_lens, rows),
+        "node_bits": _padded(bits, rows, np.int64),
+        "row_parts": _padded(row_parts(divided, lane_of, cell_of, width), rows),
+        "lane_rows": lane_rows,
+        "lane_starts": lane_starts,
+        "lane_nodes": np.bincount(lane, minlength=rows).astype(np.int32),
+        "node_slots": slots_of,
+        "parts": _padded(divided.parts, most_parts(rows, kv_heads), filler=-1),
+        "tables": tables,
+    }
+
+
+def _padded(values: Array, rows: int, kind: type[np.number[Any]] = np.int32, filler: int = 0) -> Array:
+    made = np.full((rows, *values.shape[1:]), filler, kind)
+    made[: len(values)] = values
+    return made
+
+
+def _place_rows(batch: Batch, width: int) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints]]:
+    """Lane and place there of each row [rows], of up to `width` rows, fewer where they would see too many nodes.
+
+    Then, as `_place_nodes`, masks and nodes.
+    """
+    order = np.argsort(batch.sequences, kind="stable")
+    firsts = np.flatnonzero(np.diff(batch.sequences[order], prepend=-1))
+    cells = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
+    lane_of, cell_of = np.empty_like(order), np.empty_like(order)
+    while True:
+        lane_of[order], cell_of[order] = np.cumsum(cells % width == 0) - 1, cells % width
+        bits, nodes = _place_nodes(batch, lane_of)
+        if nodes[1].max(initial=0) < NODES:
+            return lane_of, cell_of, bits, nodes
+        assert width > 1, f"no path is longer than {NODES} nodes"
+        width //= 2
+
+
+def _place_nodes(batch: Batch, lane_of: Ints) -> tuple[Ints, tuple[Ints, Ints, Ints]]:
+    """Masks [rows] over the nodes of each row's lane, and lane, index and slot [n] of these nodes.
+
+    Masks of a lane with too many nodes are nonsense.
+    """
+    attended = np.arange(batch.ancestors.shape[1]) < batch.num_ancestors[:, None]
+    keyed = lane_of[:, None] << 32 | batch.ancestors
+    nodes, which = np.unique(keyed[attended], return_inverse=True)
+    lanes = nodes >> 32
+    index = np.arange(len(nodes)) - np.searchsorted(lanes, lanes)
+    bits = np.zeros(attended.shape, np.uint64)
+    bits[attended] = np.left_shift(np.uint64(1), (index % NODES).astype(np.uint64))[which]
+    return np.bitwise_or.reduce(bits, axis=1).view(np.int64), (lanes, index, nodes & 0xFFFFFFFF)
+
+
+def _place_tables(batch: Batch) -> tuple[Ints, Array]:
+    """Where the blocks of each sequence begin [sequences], and the blocks that are attended, one after another."""
+    counts = np.zeros(len(batch.block_tables), np.int64)
+    np.maximum.at(counts, batch.sequences, -(-batch.context_lens.astype(np.int64) // BLOCK_SIZE))
+    used = np.arange(batch.block_tables.shape[1]) < counts[:, None]
+    return np.cumsum(counts) - counts, batch.block_tables[used]
+
+
+class StepBuffer:
+    """One buffer on the host, pinned for CUDA, and one on the device: one copy brings a step over.
+
+    Args:
+        num_bytes: Room for what is sent at once.
+    """
+
+    def __init__(self, stream: Stream, num_bytes: int) -> None:
+        self.num_bytes, self._stream = num_bytes, stream
+        self._host = stream.host_buffer(num_bytes)
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
+        self._copied = stream.mark()
+
+    def send(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Copies arrays to the device one behind another, so that those of one size lie in one place every time.
+
+        The host does not wait for the copy.
+        """
+        # The copy before must have left the host's buffer: it has, where answers of its step were read.
+        self._copied.wait()
+        sent, start, host = dict[str, torch.Tensor](), 0, self._host.numpy()
+        for name, array in arrays.items():
+            stop = start + array.nbytes
+            host[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            kind = torch.from_numpy(array[:0]).dtype
+            sent[name] = self._device[start:stop].view(kind).view(array.shape)
+            start += aligned_bytes(array)
+        self._stream.copy(self._device[:start], lambda: self._host[:start])
+        self._copied = self._stream.mark()
+        return sent
+
+
+def aligned_bytes(array: Array) -> int:
+    """What an array takes in a `StepBuffer`: kernels read 16 bytes at once."""
+    return -(-array.nbytes // 16) * 16

@@ -1,1 +1,0 @@
-"""Torch operations, for CUDA and to check the compiled loops."""
