@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -179,18 +180,30 @@ async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_pat
         assert (logged.record.state, logged.record.committed_len) == (SessionState.LENGTH, 10)
 
 
-async def test_a_gateway_without_a_place_leaves_the_session_to_its_owner(tmp_path: Path) -> None:
+async def paused(
+    fleet: ScriptedFleet, call: grpc.aio.UnaryStreamCall[Any, gateway_pb2.GatewayGenerateResponse]
+) -> tuple[str, AsyncIterator[gateway_pb2.GatewayGenerateResponse]]:
+    """A session that waits in its verifier, and the rest of its stream."""
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=8)
+    stream = aiter(call)
+    session_id = (await anext(stream)).session_id
+    await logged_len(fleet, session_id, 8)
+    return session_id, stream
+
+
+async def test_sessions_that_go_on_have_places_of_their_own(tmp_path: Path) -> None:
     async with scripted_fleet(tmp_path, num_verifiers=2, max_sessions=1) as fleet:
+        begun, text, offset = await broken_off(fleet)
+        new, new_stream = await paused(fleet, fleet.stub.Generate(request()))
+        assert isinstance(await refusal(fleet.stub.Generate(request())), OverloadedError)
+        _, stream = await paused(fleet, fleet.stub.Resume(resume(fleet, begun, offset)))
+        # Neither place is free: the session stays with its owner.
+        assert isinstance(await refusal(fleet.stub.Resume(Resume(session_id=new))), OverloadedError)
         for verifier in fleet.verifiers:
-            verifier.script = Script(pause_after=6)
-        call = fleet.stub.Generate(request())
-        stream = aiter(call)
-        session_id = (await anext(stream)).session_id
-        await logged_len(fleet, session_id, 6)
-        assert isinstance(await refusal(fleet.stub.Resume(Resume(session_id=session_id))), OverloadedError)
-        for verifier in fleet.verifiers:
-            verifier.resume(session_id)
-        assert (await rest_of(stream))[0] == fleet.letters(0, 10)
+            verifier.resume(begun)
+            verifier.resume(new)
+        assert text + (await rest_of(stream))[0] == (await rest_of(new_stream))[0] == fleet.letters(0, 10)
 
 
 async def test_what_cannot_be_resumed_is_refused_by_name(fleet: ScriptedFleet) -> None:

@@ -65,7 +65,9 @@ class GatewayConfig:
     zone: str = setting(
         "", help="Zone that this replica runs in, such as a cloud's; those of one zone prefer each other."
     )
-    max_sessions: int = setting(256, help="Most sessions at once; requests beyond get status 429.", low=1, high=100_000)
+    max_sessions: int = setting(
+        256, help="Most new sessions at once, and as many continued ones; requests beyond get 429.", low=1, high=100_000
+    )
     strict_fields: bool = setting(
         False, help="Refuse requests with unknown fields, instead of ignoring these and naming them in a header."
     )

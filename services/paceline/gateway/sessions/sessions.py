@@ -53,6 +53,8 @@ class Sessions:
         self._records = records
         self._metrics = metrics
         self._places = Shares(max_sessions, "sessions")
+        # As many again: otherwise a gateway that is busy leaves the clients of one that died behind its own new ones.
+        self._continued_places = Shares(max_sessions, "continued sessions")
         self._clock = clock
         self._stopping = False
         self._draining = False
@@ -70,7 +72,7 @@ class Sessions:
     @property
     def num_running(self) -> int:
         """Sessions admitted and not yet ended."""
-        return self._places.num_held
+        return self._places.num_held + self._continued_places.num_held
 
     def model(self, name: str) -> ServedModel:
         """Returns a model by name.
@@ -86,8 +88,13 @@ class Sessions:
         self._metrics.request_errors.labels(type(error).__name__.lstrip("_")).inc()
 
     @contextmanager
-    def admitted(self, num_sessions: int, caller: Caller) -> Iterator[None]:
+    def admitted(self, num_sessions: int, caller: Caller, *, continued: bool = False) -> Iterator[None]:
         """Holds places for all sessions of a request.
+
+        Args:
+            num_sessions: How many.
+            caller: Who sent it.
+            continued: Whether they began at another gateway, or in another call.
 
         Raises:
             OverloadedError: There are not that many places free, or they are reserved for other callers.
@@ -97,14 +104,16 @@ class Sessions:
             raise UnavailableError(SHUTTING_DOWN)
         if self._draining:
             raise UnavailableError("the gateway is draining; ask another")
-        limit, held = caller.max_sessions, self._places.held_by(caller)
+        limit = caller.max_sessions
+        held = self._places.held_by(caller) + self._continued_places.held_by(caller)
         if limit is not None and held + num_sessions > limit:
             raise OverloadedError(
                 f"API key {caller.name!r} may run {limit} sessions at once and runs {held}, "
                 f"{num_sessions} more were asked for",
                 retry_after_s=RETRY_AFTER_S,
             )
-        with self._places.take(num_sessions, caller):
+        places = self._continued_places if continued else self._places
+        with places.take(num_sessions, caller):
             yield
 
     async def run(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
@@ -156,6 +165,7 @@ class Sessions:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._places.emptied()
+                await self._continued_places.emptied()
         except TimeoutError:
             return False
         return True

@@ -83,7 +83,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Streams the rest of a completion, in the trace that it began in unless the client names another."""
         # A gateway that has no place for the session must not take it from the gateway that runs it.
         caller = current_caller()
-        with self._errors_counted(), self._sessions.admitted(1, caller):
+        with self._errors_counted(), self._sessions.admitted(1, caller, continued=True):
             session = await self._resumption.claim_for(caller, request.session_id, request.offset, request.digest)
             traceparent = incoming(context) or session.traceparent
             with traced_request(self._tracer, TEXT_COMPLETION, traceparent) as trace:

@@ -149,7 +149,7 @@ class CompletionEndpoint:
     async def _resume(self, place: EventId, options: StreamOptions, call: Call) -> None:
         """Streams what follows a place in the stream of a session."""
         caller = current_caller()
-        with self._sessions.admitted(1, caller):
+        with self._sessions.admitted(1, caller, continued=True):
             session = await self._resumption.claim_for(caller, place.session_id, place.offset, place.digest)
             call.exchange.own_id = session.session_id.rpartition("-")[0]
             requests = [replace(session, span=call.trace.span)]
