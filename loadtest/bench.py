@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import uvloop
 
 MIB = 1024 * 1024
+# How requests choose tokens: fields of theirs, and flags.
+SAMPLING = ("temperature", "top_p", "top_k")
 LEAST_WIDTH = 9
 
 
@@ -24,6 +26,19 @@ def add_round_flags(parser: argparse.ArgumentParser, least: int, most: int) -> N
     """Adds `--rounds` and `--most-rounds` with these defaults."""
     parser.add_argument("--rounds", type=int, default=least, help=f"least rounds (default {least})")
     parser.add_argument("--most-rounds", type=int, default=most, help=f"most rounds (default {most})")
+
+
+def add_choice_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds how many ids the models have, and how requests choose among them."""
+    parser.add_argument("--vocab", type=int, default=0, help="give both models so many token ids (default: as shipped)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(default 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="(default 0, off)")
+
+
+def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of requests that `add_choice_flags` has flags for."""
+    return {name: getattr(arguments, name) for name in SAMPLING}
 
 
 def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Awaitable[bool]]) -> NoReturn:

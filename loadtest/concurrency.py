@@ -30,7 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.bench import Table, add_round_flags, bench_parser, report, run
+from loadtest.bench import Table, add_choice_flags, add_round_flags, bench_parser, report, run, sampling_of
 from loadtest.client import BatchResult, joined, run_batch, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
 from loadtest.streams import Ask
@@ -44,8 +44,6 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
 NUM_PROMPTS = 64
 REQUESTS_PER_STREAM = 4
-# Flags that requests carry as they are.
-SAMPLING = ("temperature", "top_p", "top_k")
 # Where a way's requests go, and what they ask of speculation.
 Ways = Mapping[str, tuple[str, Mapping[str, bool]]]
 
@@ -105,12 +103,7 @@ def main() -> None:
     add_round_flags(parser, 3, 8)
     parser.add_argument("--max-tokens", type=int, default=64, help="mean tokens of a request (default 64)")
     parser.add_argument("--small", action="store_true", help="the demo target as shipped, not widened to 98 M")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(default 1, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="(default 0, off)")
-    parser.add_argument(
-        "--vocab", type=int, default=0, help="widen both models to so many token ids (default: as shipped)"
-    )
+    add_choice_flags(parser)
     parser.add_argument("--plot", type=Path, default=None, help="SVG file to draw")
     run(parser, measure)
 
@@ -118,8 +111,7 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all loads and prints the table; True when every ratio is met."""
     settings = DEMO_PAIR if arguments.small else widened_target("98m")
-    if arguments.vocab:
-        settings = with_vocabulary(settings, arguments.vocab)
+    settings = with_vocabulary(settings, arguments.vocab)
     core = ("--cpus", str(min(os.sched_getaffinity(0))))
     table, rows = Table(), []
     async with (
@@ -165,8 +157,7 @@ async def _run(ways: Ways, way: str, asks: Sequence[Ask], streams: int) -> Batch
 
 
 async def _row(ways: Ways, streams: int, arguments: argparse.Namespace) -> Row:
-    sampling = {name: getattr(arguments, name) for name in SAMPLING}
-    asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, **sampling)
+    asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, **sampling_of(arguments))
     results = await take_turns(
         list(ways),
         lambda way: _run(ways, way, asks, streams),

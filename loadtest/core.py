@@ -8,7 +8,9 @@ and guesses two children of each. A step has 512 rows at most. Medians.
 The verifier's parts: `decode` the drafter's messages, `receive` them, decide whether to `wait`, `plan` the step,
 `commit` what the target has chosen, `encode` the messages for the drafter. The drafter's: `apply` commits, once a step
 of the verifier, and at every level choose the `frontier`, `grow` the trees and `push` new nodes. A level's sum has its
-share of `apply`. `rows`, beside the sums: packing the rows of a step, and choosing or ranking tokens from their logits.
+share of `apply`. `rows`, beside the sums: packing the rows of a step, and choosing or ranking tokens from their logits,
+which grows with --vocab (4,096 ids) and with what requests ask for. With many ids, name the loads whose logits there is
+memory for: at 151,936 ids they are 0.6 MB a row, and as much again for a drafter's.
 """
 
 from __future__ import annotations
@@ -17,26 +19,28 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from loadtest.bench import Table, bench_parser, report
+import numpy as np
+
+from loadtest.bench import Table, add_choice_flags, bench_parser, report, sampling_of
 from paceline.core.draft_policy import Goodput
-from paceline.core.messages import GenerateRequest, ToDrafter
+from paceline.core.messages import GenerateRequest, ModelIdentity, ToDrafter
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.target import TargetEngine
-from paceline.planning.engines import IDENTITY, LAW, VOCAB_SIZE
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
 from paceline.simulated.device import Pace
 from paceline.simulated.guesses import DrawnGuesses, drawn
 from paceline.simulated.model import SimulatedPair
 from paceline.simulated.profile import DeviceFacts, DrafterFacts
+from paceline.simulated.text import TextLaw
 from paceline.wire import (
     draft_request_from_pb,
     draft_request_to_pb,
@@ -51,7 +55,8 @@ PROMPT_TOKENS, KV_TOKENS = 48, 2048
 # Of a large model on GPUs: more rows cost next to nothing, so that drafting pays at every load.
 STEP_S, ROW_S = 0.015, 1e-6
 DRAFTER, LINK = "drafter:1", 1
-PAIR = SimulatedPair(law=LAW, vocab_size=VOCAB_SIZE, guesses=drawn(DrawnGuesses()))
+# Of the demo pair.
+VOCAB_SIZE = 4096
 # Most milliseconds of a verifier's step and of a drafter's level, by sessions.
 VERIFIER_MS = {1: 0.3, 8: 0.5, 64: 1.0, 256: 2.5}
 DRAFTER_MS = {1: 0.2, 8: 0.3, 64: 0.7, 256: 2.0}
@@ -95,6 +100,24 @@ class Stopwatch:
         return round(1e6 * statistics.median(means), 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A pair of simulated models, and what both call themselves."""
+
+    pair: SimulatedPair
+    identity: ModelIdentity
+
+    @classmethod
+    def of(cls, vocab_size: int) -> Models:
+        """A pair whose texts are of all its ids."""
+        law = TextLaw(words=np.arange(vocab_size), eos_token_id=None, mean_length=0.0)
+        pair = SimulatedPair(law=law, vocab_size=vocab_size, guesses=drawn(DrawnGuesses()))
+        identity = ModelIdentity(
+            name="simulated", vocab_hash="", vocab_size=vocab_size, context_len=PROMPT_TOKENS + KV_TOKENS
+        )
+        return cls(pair, identity)
+
+
 class Clock:
     """Time that passes while devices compute, and at no other moment."""
 
@@ -114,12 +137,16 @@ class Verifier:
     """A verifier's engine on a simulated device.
 
     Args:
+        models: Both of them.
+        sampling: How requests choose.
         num_sessions: That decode.
         num_nodes: Most nodes of a session in a step.
         watch: Times its parts.
     """
 
-    def __init__(self, num_sessions: int, num_nodes: int, watch: Stopwatch) -> None:
+    def __init__(
+        self, models: Models, sampling: Mapping[str, Any], num_sessions: int, num_nodes: int, watch: Stopwatch
+    ) -> None:
         self._watch, self._clock = watch, Clock()
         rows = num_sessions * (1 + max(num_nodes, PROMPT_TOKENS))
         facts = DeviceFacts(name="target", rows=(1, rows), seconds=(STEP_S, STEP_S + ROW_S * rows))
@@ -127,10 +154,10 @@ class Verifier:
         # Known loads: nothing is tried for the sake of comparison.
         policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
-        decoder = PAIR.target(pace)
+        decoder = models.pair.target(pace)
         self.engine = TargetEngine(
             decoder=decoder,
-            identity=IDENTITY,
+            identity=models.identity,
             num_blocks=num_sessions * KV_TOKENS // BLOCK_SIZE,
             limits=TargetLimits(max_num_seqs=num_sessions, max_num_batched_tokens=rows),
             policy=policy,
@@ -142,7 +169,7 @@ class Verifier:
                 session_id=str(number),
                 epoch=1,
                 prompt_token_ids=(number,) * PROMPT_TOKENS,
-                sampling=SamplingParams(max_tokens=KV_TOKENS, temperature=0.0, ignore_eos=True),
+                sampling=SamplingParams(max_tokens=KV_TOKENS, ignore_eos=True, **sampling),
                 speculation=SpeculationParams(),
             )
             self.engine.handle(Submit(request=request, serial=number, drafter_address=DRAFTER))
@@ -175,12 +202,13 @@ class Drafter:
     """A drafter's engine on a simulated device.
 
     Args:
+        models: Both of them.
         num_sessions: That it drafts for.
         num_nodes: New nodes of a session that it computes between two steps of the verifier.
         watch: Times its parts.
     """
 
-    def __init__(self, num_sessions: int, num_nodes: int, watch: Stopwatch) -> None:
+    def __init__(self, models: Models, num_sessions: int, num_nodes: int, watch: Stopwatch) -> None:
         self._watch, clock = watch, Clock()
         facts = DrafterFacts(
             name="drafter",
@@ -194,7 +222,7 @@ class Drafter:
             draft_rows_per_session=num_nodes // LEVELS,
         )
         pace = Pace(facts, clock=clock.now_s, sleep=clock.sleep)
-        self.engine = PAIR.draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
+        self.engine = models.pair.draft_engine(facts, pace, models.identity, num_blocks=facts.kv_tokens // BLOCK_SIZE)
         scheduler = self.engine.scheduler
         for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
             watch.watch(scheduler, method, name)
@@ -227,22 +255,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="steps of the verifier that count (default 80)")
     parser.add_argument("--warm-up", type=int, default=30, help="steps before them (default 30)")
     parser.add_argument("--loads", type=int, nargs="*", default=LOADS, help="sessions (default 1 8 64 256)")
+    add_choice_flags(parser)
     arguments = parser.parse_args()
+    models = Models.of(arguments.vocab or VOCAB_SIZE)
     settle_heap()
     collect_rarely()
     table, rows = Table(), []
     for num_nodes in SHAPES:
         for num_sessions in arguments.loads:
-            rows.append(measure(num_sessions, num_nodes, arguments))
+            rows.append(measure(models, num_sessions, num_nodes, arguments))
             table.add(rows[-1])
     ok = all(row["met"] for row in rows)
-    raise SystemExit(0 if report("core", ok=ok, rows=rows) else 1)
+    settings = {"vocab": models.identity.vocab_size, **sampling_of(arguments)}
+    raise SystemExit(0 if report("core", **settings, rows=rows, ok=ok) else 1)
 
 
-def measure(num_sessions: int, num_nodes: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(models: Models, num_sessions: int, num_nodes: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Figures of one load and one shape of trees."""
     watch = Stopwatch()
-    verifier, drafter = Verifier(num_sessions, num_nodes, watch), Drafter(num_sessions, num_nodes, watch)
+    verifier = Verifier(models, sampling_of(arguments), num_sessions, num_nodes, watch)
+    drafter = Drafter(models, num_sessions, num_nodes, watch)
     received: list[bytes] = []
     verified = []
     for _ in range(arguments.warm_up + arguments.steps):

@@ -2,8 +2,9 @@
 
 The step is the time between two tokens as a client of the whole fleet sees it: admission, packing, paged attention,
 sampling, commit and the way out included, with the verifier on one core. The linears are those of the same target on
-the same core, run one after the other by a process of its own, padded as the engine pads them. Both in turn, medians;
-the ratio is that of a round, and met within its standard error.
+the same core, the head among them, run one after the other by a process of its own, padded as the engine pads them.
+Both in turn, medians; the ratio is that of a round, and met within its standard error. With --vocab the head has so
+many ids, and choosing among them is in the step alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench import bench_parser, report, run, show
+from loadtest.bench import add_choice_flags, bench_parser, report, run, sampling_of, show
 from loadtest.client import asks_of, run_batch
 from loadtest.fleet import bench_fleet, widened_target
 from loadtest.trial import Trial, rounded_error, take_turns
+from loadtest.vocabulary import with_vocabulary
 
 MOST = 1.4
 STEP, LINEARS = "step", "linears"
@@ -33,6 +35,7 @@ def main() -> None:
     parser = bench_parser("step", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of both (default 5)")
     parser.add_argument("--max-tokens", type=int, default=128, help="steps of a round (default 128)")
+    add_choice_flags(parser)
     parser.add_argument(WORKER, type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, default=None, help=argparse.SUPPRESS)
     run(parser, measure)
@@ -67,10 +70,11 @@ async def measure(arguments: argparse.Namespace) -> bool:
         os.sched_setaffinity(0, {arguments.core})
         print(time_linears(arguments.linears_of, arguments.max_tokens))
         return True
-    settings = widened_target("98m")
+    settings = with_vocabulary(widened_target("98m"), arguments.vocab)
     core = str(min(os.sched_getaffinity(0)))
     own_core = ("--cpus", core, "--threads", "1")
-    ask = replace(asks_of(1, arguments.max_tokens)[0], speculation={"enabled": False})
+    (ask,) = asks_of(1, arguments.max_tokens)
+    ask = replace(ask, speculation={"enabled": False}, more=sampling_of(arguments))
     async with bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=own_core) as fleet:
         await run_batch(fleet.gateway_url, [ask], 1, "warming up")
 

@@ -28,8 +28,9 @@ TEXT_CHARS, MOST_TOKENS = 6_000, 800
 
 
 def with_vocabulary(settings: dict[str, Any], num_ids: int) -> dict[str, Any]:
-    """`FleetSpec` settings of a pair with both models widened to so many ids, made once in the user's cache."""
-    return {**settings, **{key: widened(settings[key], num_ids) for key in ("model", "draft_model")}}
+    """`FleetSpec` settings of a pair with both models widened to so many ids, made once and kept; 0: as is."""
+    models = ("model", "draft_model") if num_ids else ()
+    return {**settings, **{key: widened(settings[key], num_ids) for key in models}}
 
 
 def widened(source: Path, num_ids: int) -> Path:

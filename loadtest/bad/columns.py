@@ -25,13 +25,12 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
 
-from loadtest.core import DRAFTER, PROMPT_TOKENS, Drafter, Stopwatch, Verifier
+from loadtest.core import DRAFTER, PROMPT_TOKENS, VOCAB_SIZE, Drafter, Models, Stopwatch, Verifier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import CommittedTokens, GenerateRequest, PositionLogprobs, SpeculationRecord
 from paceline.core.params import REJECTION, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit
 from paceline.engine.draft_scheduler import VerifierLeft, VerifierMessages
-from paceline.planning.engines import VOCAB_SIZE
 from paceline.rpc.v1 import drafter_pb2, verifier_pb2
 from paceline.wire import (
     check_asked,
@@ -149,8 +148,9 @@ class Peers:
 
     def __init__(self, chance: random.Random, counts: Counter[str]) -> None:
         self._chance, self._counts = chance, counts
-        self._verifier = Verifier(SESSIONS, NODES, Stopwatch()).engine
-        self._drafter = Drafter(SESSIONS, NODES, Stopwatch()).engine
+        models = Models.of(VOCAB_SIZE)
+        self._verifier = Verifier(models, {"temperature": 0.0}, SESSIONS, NODES, Stopwatch()).engine
+        self._drafter = Drafter(models, SESSIONS, NODES, Stopwatch()).engine
         self._link = 1
         for serial, acceptance in ((101, REJECTION), (102, "")):
             sampling = SamplingParams(max_tokens=512, temperature=0.8, presence_penalty=0.1, ignore_eos=True)

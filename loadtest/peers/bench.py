@@ -1,12 +1,15 @@
 """Peers side by side on the demo pair: `make bench NAME=peers`.
 
-OpenVINO GenAI and vLLM decode the same prompts greedily, plain and with the draft model as their own draft model, on
+OpenVINO GenAI and vLLM decode the same prompts, plain and with the draft model as their own draft model, on
 the same cores in bf16; then our fleet over HTTP: as `paceline up` starts it, and with the drafter inside the verifier,
 where both take turns as theirs do. The first run sets each peer up in the user's cache folder (minutes); one that
 cannot be set up is left out with its reason. In the table
 
   decode, total   tokens/s while all streams decoded, and with prefill and stragglers
-  differ          texts that are not those of the same peer's plain run at 1 stream
+  differ          texts that are not those of the same peer's plain run at 1 stream; sampled ones all do
+
+--vocab 151936 gives both models as many ids as Qwen's have, and --temperature 0.7 --top-p 0.8 --top-k 20 are the
+settings that Qwen3 ships. The new ids are likely enough to matter and stand for no text, so such texts mean nothing.
 
 Figures and ratios are medians of the rounds, ratios within a round. The exit status is 0 when no peer is faster than
 the fleet.
@@ -27,13 +30,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from loadtest.bench import bench_parser, report, run, show
+from loadtest.bench import add_choice_flags, bench_parser, report, run, sampling_of, show
 from loadtest.client import BatchResult, asks_of, run_batch
 from loadtest.fleet import bench_fleet, say
 from loadtest.peers.inside.protocol import Job
 from loadtest.peers.run import PEERS, PeerFigure, case_of, encoded_prompts, measure_peer
 from loadtest.streams import Ask
 from loadtest.trial import Trial
+from loadtest.vocabulary import with_vocabulary
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
 from paceline.verifier.config import DEFAULT_METHODS, IN_VERIFIER
 
@@ -64,6 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=1, help="of everything, for machines whose speed drifts (default: 1)"
     )
+    add_choice_flags(parser)
     # Through the clean-ups that stop a peer, or an installation, and its children.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run(parser, measure)
@@ -72,6 +77,8 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures everything once a round, and prints the table; True when no peer is faster than the fleet."""
     target = arguments.target or widened_demo_target(os.environ, say)
+    pair = with_vocabulary({"model": target, "draft_model": arguments.draft}, arguments.vocab)
+    target, arguments.draft = pair["model"], pair["draft_model"]
     jobs = jobs_of(target, arguments)
     rounds: list[list[PeerFigure]] = []
     for _ in range(arguments.rounds):
@@ -98,7 +105,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     found = {at: round(trial.ratio, 3) for at, trial in trials.items()}
     show([{"ratio to the best peer at": found}])
     ok = bool(trials) and all(trial.meets(least=1.0) for trial in trials.values())
-    return report("peers", model=target.name, figures=rows, to_best_peer=found, ok=ok)
+    return report("peers", model=target.name, **sampling_of(arguments), figures=rows, to_best_peer=found, ok=ok)
 
 
 def jobs_of(target: Path, arguments: argparse.Namespace) -> list[Job]:
@@ -120,6 +127,7 @@ def jobs_of(target: Path, arguments: argparse.Namespace) -> list[Job]:
             passes=arguments.passes,
             cores=sorted(os.sched_getaffinity(0)),
             cases=each,
+            **sampling_of(arguments),
         )
         for length, each in cases.items()
     ]
@@ -142,7 +150,7 @@ async def _figures(name: str, url: str, modes: Sequence[str], arguments: argpars
     figures: list[PeerFigure] = []
     for streams, mode in itertools.product(arguments.streams, modes):
         asks = [
-            replace(each, speculation={"enabled": mode == "draft"})
+            replace(each, speculation={"enabled": mode == "draft"}, more=sampling_of(arguments))
             for each in asks_of(case_of(streams).num_prompts, arguments.max_tokens)
         ]
         title = f"{name}, {mode}, {streams} streams"

@@ -24,7 +24,7 @@ class OpenVino:
         draft = {}
         if job.draft_length is not None:
             draft["draft_model"] = genai.draft_model(job.draft, "CPU", **properties)
-        self._draft_length = job.draft_length
+        self._job = job
         self._pipeline = genai.ContinuousBatchingPipeline(
             job.target, genai.Tokenizer(job.target), _scheduler(job), "CPU", **properties, **draft
         )
@@ -54,11 +54,15 @@ class OpenVino:
 
     def _config(self, max_new_tokens: int) -> Any:
         config = genai.GenerationConfig()
-        config.do_sample = False
+        config.do_sample = self._job.temperature > 0.0
+        if config.do_sample:
+            config.temperature, config.top_p = self._job.temperature, self._job.top_p
+            if self._job.top_k:
+                config.top_k = self._job.top_k
         config.ignore_eos = True
         config.max_new_tokens = max_new_tokens
-        if self._draft_length is not None:
-            config.num_assistant_tokens = self._draft_length
+        if self._job.draft_length is not None:
+            config.num_assistant_tokens = self._job.draft_length
         return config
 
 

@@ -33,7 +33,7 @@ class Vllm:
             disable_log_stats=True,
             **_speculation(job),
         ).llm_engine
-        self._temperature = job.temperature
+        self._sampling = {"temperature": job.temperature, "top_p": job.top_p, "top_k": job.top_k}
         self._num_requests = 0
 
     def about(self) -> protocol.About:
@@ -42,9 +42,7 @@ class Vllm:
 
     def run(self, prompts: protocol.TokenIds, max_new_tokens: int) -> protocol.Wave:
         """All prompts as requests of one engine."""
-        sampling = vllm.SamplingParams(
-            temperature=self._temperature, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = vllm.SamplingParams(**self._sampling, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False)
         clock = protocol.WaveClock(len(prompts), max_new_tokens)
         names = []
         for prompt in prompts:

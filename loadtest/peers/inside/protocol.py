@@ -47,7 +47,7 @@ class Job:
             vLLM.
         drafter_cores: The CPUs beside them, for what speaks to them.
         learned_dir: Where what is learned of drafters is kept.
-        temperature: Of all requests; other than 0 for vLLM alone.
+        temperature, top_p, top_k: Of all requests; 0, 1 and 0 are off.
     """
 
     target: str
@@ -62,6 +62,8 @@ class Job:
     drafter_cores: Sequence[int] = field(default_factory=list)
     learned_dir: str = "none"
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
 
     @property
     def mode(self) -> str:
