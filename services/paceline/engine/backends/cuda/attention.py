@@ -153,7 +153,7 @@ def attend(lanes: Lanes, query: torch.Tensor, keys: torch.Tensor, values: torch.
 def _tiles(cells: int, dim: int, bytes_each: int) -> dict[str, int]:
     """Sizes of products; keys and values of three tiles fit the shared memory of any chip from sm80 on."""
     padded = power_of_two(cells, 16)
-    tile = 64 if power_of_two(dim) * bytes_each <= 256 else 32 if power_of_two(dim) * bytes_each <= 512 else 16
+    tile = max(16, min(64, 16384 // (power_of_two(dim) * bytes_each)))
     return {"M": padded, "TILE": tile, "num_warps": 4 if padded <= 64 else 8, "num_stages": 3}
 
 
