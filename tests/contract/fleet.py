@@ -28,12 +28,11 @@ from paceline.core.messages import (
 from paceline.core.pages import BlockPool
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.target_events import SpeculationTally
-from paceline.core.tree import Node, walk
 from paceline.engine.draft_session import DraftSession
-from paceline.forest import Calls, Ints, Links, rows_of
+from paceline.forest import Calls, Gathered, Ints, Links, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_commits, to_drafts
 from tests.support.slow_trees import SlowNode, SlowTree
-from tests.support.trees import allot, new_tree, verified
+from tests.support.trees import allot, new_tree, walk
 
 VOCAB_SIZE = 5
 MODEL = ModelIdentity(name="toy", vocab_hash="toy", vocab_size=VOCAB_SIZE, context_len=4096)
@@ -202,29 +201,28 @@ class ToyFleet:
         if self.done:
             return
         session = self.session
-        root, chosen = self._choose(self.length - len(session.tokens))
-        prefix = list(session.tokens)
-
-        def choose(node: Node) -> int:
-            prefix.append(target_token(prefix, self.seed))
-            return prefix[-1]
-
-        tokens = walk(root, chosen, choose)[: self.length - len(session.tokens)]
+        guesses = self._choose(self.length - len(session.tokens))
+        tokens = walk(
+            guesses.tokens.tolist(),
+            guesses.parents.tolist(),
+            lambda path: target_token([*session.tokens, *path], self.seed),
+        )[: self.length - len(session.tokens)]
         done = commit(session.tree.forest, [NewTokens(session, tokens)])
         self.tally.count(
-            num_draft_tokens=len(chosen), num_accepted=int(done.accepted[0]), hit=bool(done.hits[0]), batch_size=1
+            num_draft_tokens=len(guesses.tokens),
+            num_accepted=int(done.accepted[0]),
+            hit=bool(done.hits[0]),
+            batch_size=1,
         )
         self._tell()
 
-    def _choose(self, cap: int) -> tuple[Node, list[Node]]:
+    def _choose(self, cap: int) -> Gathered:
         tree = self.session.tree
         (slots,) = allot(self.policy, [tree], [cap])
         rows = rows_of([tree.row])
         taken = tree.forest.gather(rows, np.array([slots], np.int32).reshape(1, -1), rows_of([len(slots)]))
         tree.forest.set_kv(Calls(rows.repeat(len(slots)), taken.slots), taken.slots)
-        return verified(
-            *zip(taken.parents.tolist(), taken.tokens.tolist(), strict=True), base_len=len(self.session.tokens)
-        )
+        return taken
 
     def grow(self) -> None:
         """One drafter step."""

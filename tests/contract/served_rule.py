@@ -23,15 +23,16 @@ from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, Mod
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import DRAFT_MODEL, REJECTION, SamplingParams, SpeculationParams
-from paceline.core.rejection_sampling import SparseDraft, residual, sparse_draft
-from paceline.core.tree import Node
+from paceline.core.rejection_sampling import SparseDraft, sparse_draft
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens
 from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT, rows_of
 from tests.support.guesses import to_commits
-from tests.support.trees import nodes_of, verified
+from tests.support.laws import dense, residual
+from tests.support.rounds import judge
+from tests.support.trees import nodes_of
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, cells, prefixes, uniform_cells
 
 T = TypeVar("T")
@@ -189,33 +190,19 @@ class Play:
 
     def verify(self, gamma: int) -> None:
         """One step of the verifier."""
-        root, chain = self._chain(gamma)
+        chain = nodes_of(self.session.tree)[:gamma]
         for index, node in enumerate(chain):
             assert node.draft is not None
-            if node.draft.probs(self.vocab)[node.token_id] < self.bugs.cut_below:
+            if dense(node.draft, self.vocab)[node.token_id] < self.bugs.cut_below:
                 chain = chain[:index]
                 break
-        rows = {id(node): self._path(node) for node in (root, *chain)}
-        drafts = [node.draft.probs(self.vocab) for node in chain if node.draft is not None]
         tokens = tuple(node.token_id for node in chain)
-        self.verdict = self.chance.pick(
-            list(uniform_cells([self.target.laws[p] for p in rows.values()], drafts, tokens))
-        )
-        found = self.session.judge(root, chain, lambda node: self.target.logits[rows[id(node)]])
+        paths = [(*self.committed, *tokens[:depth]) for depth in range(len(tokens) + 1)]
+        drafts = [dense(node.draft, self.vocab) for node in chain if node.draft is not None]
+        self.verdict = self.chance.pick(list(uniform_cells([self.target.laws[p] for p in paths], drafts, tokens)))
+        guesses = [(place - 1, token) for place, token in enumerate(tokens)]
+        found = judge(self.session, guesses, np.array([self.target.logits[path] for path in paths]))
         commit(self.session.tree.forest, [NewTokens(self.session.link, found.token_ids, found.chances)])
-
-    def _chain(self, gamma: int) -> tuple[Node, list[Node]]:
-        """The root and the first nodes of the chain; what hangs below the last one is there, too."""
-        nodes = nodes_of(self.session.tree)
-        guesses = [(index - 1, node.token_id, node.draft) for index, node in enumerate(nodes[: gamma + 1])]
-        root, chain = verified(*guesses, base_len=self.session.committed_len)
-        return root, chain[:gamma]
-
-    def _path(self, node: Node) -> Tokens:
-        path: Tokens = ()
-        while node.parent is not None:
-            path, node = (node.token_id, *path), node.parent
-        return (*self.committed, *path)
 
     def tell(self) -> None:
         """The drafter hears of all commits."""
@@ -248,7 +235,7 @@ class Play:
         if self.bugs.recovers_with_draft_noise:
             first = self.target.laws[()]
             lasts = [self.target.laws[(token,)] for token in range(self.vocab)]
-            for law in (first, residual(first, self.last_draft.probs(self.vocab)), *lasts):
+            for law in (first, residual(first, dense(self.last_draft, self.vocab)), *lasts):
                 cuts += np.cumsum(law).tolist()
         return cuts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.link import merge
 from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.core.rejection_sampling import SparseDraft
-from paceline.core.tree import DraftTree, Node
+from paceline.core.tree import DraftTree
 from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
@@ -109,14 +109,19 @@ def advance(tree: DraftTree, *tokens: int) -> bool:
     return bool(tree.forest.commit(rows_of([tree.row]), rows_of([len(tokens)]), rows_of(tokens)).hits[0])
 
 
-def verified(*guesses: tuple[Any, ...], base_len: int = 1) -> tuple[Node, list[Node]]:
-    """A root and nodes below it, of `(index of the parent or -1, token, draft or nothing)`, as a step verifies them."""
-    root = Node(None, -1, base_len - 1)
-    nodes: list[Node] = []
-    for parent, token_id, *draft in guesses:
-        above = root if parent < 0 else nodes[parent]
-        nodes.append(Node(above, token_id, above.position + 1, draft=draft[0] if draft else None))
-    return root, nodes
+def walk(tokens: Sequence[int], parents: Sequence[int], choose: Callable[[list[int]], int]) -> list[int]:
+    """Follows tokens down guesses, in columns as a step verifies them, until one that was not guessed.
+
+    Args:
+        choose: From the tokens so far to the next one.
+    """
+    path: list[int] = []
+    at: int | None = ROOT
+    guesses = {guess: place for place, guess in enumerate(zip(parents, tokens, strict=True))}
+    while at is not None:
+        path.append(choose(path))
+        at = guesses.get((at, path[-1]))
+    return path
 
 
 def allot(

@@ -1,4 +1,4 @@
-"""One session's tree in a verifier's forest as sources see it, and its guesses as acceptance rules see them."""
+"""One session's tree in a verifier's forest as sources see it."""
 
 from __future__ import annotations
 
@@ -10,92 +10,11 @@ import numpy as np
 from paceline.core.messages import Drafts
 from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.core.rejection_sampling import SparseDraft
-from paceline.forest import NONE, ROOT, Forest, Guesses, Picked, rows_of
+from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 
 # Tokens of paths about which a session's grammar is asked in a step at most: those of a chain as deep as a step can
 # verify. A drafter that sent chains of a thousand guesses held up all sessions for a second a step.
 MOST_ASKED = MAX_DRAFT_TOKENS * (MAX_DRAFT_TOKENS + 1) // 2
-
-
-class Node:
-    """A guess that a step verifies, or the root: the last committed token.
-
-    Args:
-        parent: The node it hangs below; None: it is the root.
-        position: The absolute index that the token would take.
-        draft: The distribution that it was sampled from, where the acceptance rule asks for it.
-
-    Attributes:
-        children: By their tokens.
-    """
-
-    __slots__ = ("children", "draft", "parent", "position", "token_id")
-
-    def __init__(self, parent: Node | None, token_id: int, position: int, draft: SparseDraft | None = None) -> None:
-        self.parent = parent
-        self.token_id = token_id
-        self.position = position
-        self.draft = draft
-        self.children: dict[int, Node] = {}
-        if parent is not None:
-            parent.children[token_id] = self
-
-
-def path_tokens(node: Node) -> list[int]:
-    """Tokens from below the root down to a node."""
-    tokens: list[int] = []
-    while node.parent is not None:
-        tokens.append(node.token_id)
-        node = node.parent
-    return tokens[::-1]
-
-
-def verified_nodes(
-    tokens: Sequence[int], guesses: Guesses, drafts: Mapping[int, SparseDraft]
-) -> tuple[Node, tuple[Node, ...]]:
-    """The root and the guesses of one session as rules see them.
-
-    Of a chain the guess behind the last one is there, too, below it: how likely it was accepted is known all the same.
-
-    Args:
-        guesses: Of this session alone.
-        drafts: Distributions that guesses were sampled from, by position.
-    """
-    root = Node(None, tokens[-1], len(tokens) - 1)
-    nodes: list[Node] = []
-    for token_id, position, parent in zip(*(each.tolist() for each in guesses[1:4]), strict=True):
-        above = root if parent == ROOT else nodes[parent]
-        nodes.append(Node(above, token_id, position, drafts.get(position)))
-    last = nodes[-1] if nodes else root
-    if (draft := drafts.get(last.position + 1)) is not None:
-        Node(last, NONE, last.position + 1, draft)
-    return root, tuple(nodes)
-
-
-def walk(root: Node, verified: Sequence[Node], choose: Callable[[Node], int]) -> tuple[int, ...]:
-    """Coupled verification: follows the target's own tokens down the verified nodes.
-
-    Starts at the root; every token that the target chooses is committed; while it is among the verified children of
-    the node it was chosen at, the walk goes on from there.
-
-    Args:
-        root: Stands for the last committed token.
-        verified: Nodes whose logits this step computed.
-        choose: The target's token after a node; called once per committed token, in order.
-
-    Returns:
-        Accepted draft tokens, then one recovered or bonus token.
-    """
-    members = set(map(id, verified))
-    tokens: list[int] = []
-    node = root
-    while True:
-        token_id = choose(node)
-        tokens.append(token_id)
-        child = node.children.get(token_id)
-        if child is None or id(child) not in members:
-            return tuple(tokens)
-        node = child
 
 
 class DraftTree:

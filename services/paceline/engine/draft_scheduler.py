@@ -2,7 +2,8 @@
 
 Every step applies what was committed, expands the most promising nodes of all sessions at once, and pushes the new
 nodes. It never waits for a verdict: while a verifier checks one path, the tree grows where survival is highest. All
-state here is soft and can be rebuilt from committed tokens. It runs no model and reads no clock.
+state here is soft and can be rebuilt from committed tokens. It runs no model and reads no clock; the engine, and the
+planner in simulated time, run the same.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from paceline.core.calibration import CHAIN_CONFIDENCE, NUM_RANKED, confidences
+from paceline.core.calibration import CHAIN_CONFIDENCE
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, ModelIdentity, OpenSession
@@ -19,7 +17,7 @@ from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, block_hash, salted_root
 from paceline.core.params import REJECTION
 from paceline.core.rejection_sampling import SparseDraft, sparse_draft
-from paceline.engine.sampler import RowSampler
+from paceline.engine.sampler import Logits, RowSampler
 
 
 class Offer(NamedTuple):
@@ -50,7 +48,8 @@ class DraftSession:
     Attributes:
         link: Number of its verifier's stream.
         row: Of its tree in the forest.
-        choice: How it ranks guesses, a `CHOICE`; None: by more than logits, or it draws them, so by `offer` or `draw`.
+        choice: How it ranks guesses, a `CHOICE`.
+        by_logits: Whether it ranks them by logits alone; else rows go through `change`, or it draws from them.
         drafts: Distributions that the guesses of a chain were sampled from, by position.
         computed_to: Rows of its pages whose KV is there when the step under way ends.
         touched_s: When its verifier last sent something for it.
@@ -81,7 +80,8 @@ class DraftSession:
             opened.token_ids[: opened.prompt_len],
             opened.token_ids[opened.prompt_len :],
         )
-        self.choice = None if self.chain else self._sampler.choice
+        self.choice = self._sampler.choice
+        self.by_logits = not self.chain and not self._sampler.changes_rows
         self.drafts: dict[int, SparseDraft] = {}
         self.computed_to = 0
         self.touched_s = 0.0
@@ -204,29 +204,26 @@ class DraftSession:
 
     # Guesses
 
-    def offer(self, slot: int, path: Sequence[int], row: np.ndarray, width: int) -> Offer:
-        """The best `width` guesses below a node, from the draft model's logits `[vocab]` after it.
+    def change(self, row: Logits, path: Sequence[int]) -> None:
+        """Changes a row of the draft model's logits `[vocab]` behind guesses as the request asks."""
+        if self._sampler.changes_rows:
+            self._sampler.change(row, path)
+
+    def draw(self, slot: int, path: Sequence[int], row: Logits, parent_id: int) -> Offer:
+        """The one guess of a chain below a node, drawn once: another try would be another chance.
+
+        It comes with the very distribution that it was sampled from.
 
         Args:
             slot: Of the node, or ROOT.
             path: Tokens from below the root down to it.
+            row: The logits `[vocab]` after it, changed already.
+            parent_id: Of the node on the wire.
 
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.
         """
-        token_ids, weights = self._sampler.rank(row, len(self.tokens) + len(path), NUM_RANKED, path)
-        sure = confidences(np.array(weights), greedy=self.sampling.temperature == 0.0)
-        return Offer(self, slot, token_ids[:width], sure[:width].tolist())
-
-    def draw(self, slot: int, path: Sequence[int], row: np.ndarray, parent_id: int) -> Offer:
-        """The one guess of a chain below a node, drawn once: another try would be another chance.
-
-        It comes with the very distribution that it was sampled from. `parent_id` is the node's on the wire.
-
-        Raises:
-            UnusableLogitsError: The model's logits leave no token to choose.
-        """
-        draft = sparse_draft(self._sampler.distribution(row, path))
+        draft = sparse_draft(self._sampler.probabilities(row))
         position, base_len = len(self.tokens) + len(path), len(self.tokens)
         uniform, _ = uniforms(self.sampling.seed, DRAFT_STREAM, position, base_len, parent_id)
         return Offer(self, slot, [draft.sample(uniform)], [CHAIN_CONFIDENCE], (position, draft))

@@ -23,12 +23,13 @@ from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftSchedu
 from paceline.engine.draft_session import DraftSession, Offer
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
-from paceline.engine.pending import Ranks, choices_of
+from paceline.engine.pending import HostPending, Rankings, Ranks, choices_of
+from paceline.engine.sampler import Logits
 from paceline.forest import ROOT, rows_of, warm_up
 
 logger = logging.getLogger(__name__)
 
-# Those that loops serve together, greedy or not, and those that are served one by one.
+# Greedy or not, by logits alone or not.
 FIRST_SAMPLINGS = (
     SamplingParams(max_tokens=8, temperature=0.0),
     SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9),
@@ -164,11 +165,12 @@ class DraftEngine:
             rows = builder.add_nodes([_row_of(each) for each in growing], self._features_of(growing))
             grown = zip(growing, rows, strict=True)
             computed += [_Computed(each.session, each.slot, each.path, row) for each, row in grown]
-        ranked = [each for each in computed if each.session.choice is not None]
+        ranked = [each for each in computed if each.session.by_logits]
         ranks = _ranks_of(ranked)
         pending = self._decoder.launch(builder.build(), self._cache, ranks)
-        lost = self._grow_ranked(ranked, ranks, pending) if ranked else set()
-        self._grow_others([each for each in computed if each.session.choice is None], pending, lost)
+        lost = self._grow_ranked(ranked, pending.rank(*ranks)) if ranked else set()
+        if others := [each for each in computed if not each.session.by_logits]:
+            lost |= self._grow_others(others, pending)
         for session in lost:
             logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
             self.scheduler.give_up(session)
@@ -181,28 +183,32 @@ class DraftEngine:
         states: Features = self._cache.features([_parent_slot(each) for each in growing])
         return states
 
-    def _grow_others(self, computed: Sequence[_Computed], pending: Pending, lost: set[DraftSession]) -> None:
-        """Hangs guesses of all other sessions below what was computed; adds those whose logits are unusable."""
-        trees, offers = self.scheduler.trees, list[Offer]()
-        for each in computed:
+    def _grow_others(self, computed: Sequence[_Computed], pending: Pending) -> set[DraftSession]:
+        """Hangs guesses of sessions whose requests change rows, or which draw; returns those with unusable logits."""
+        rows = pending.logits([each.row for each in computed])
+        for each, row in zip(computed, rows, strict=True):
+            each.session.change(row, each.path)
+        changed = [each._replace(row=row) for row, each in enumerate(computed)]
+        ranked = [each for each in changed if not each.session.chain]
+        lost = self._grow_ranked(ranked, HostPending(rows).rank(*_ranks_of(ranked)))
+        return lost | self._grow_drawn([each for each in changed if each.session.chain], rows)
+
+    def _grow_drawn(self, computed: Sequence[_Computed], rows: Logits) -> set[DraftSession]:
+        """Hangs the one guess of a chain below each node; returns sessions whose logits are unusable."""
+        trees, offers, lost = self.scheduler.trees, list[Offer](), set[DraftSession]()
+        for session, slot, path, row in computed:
+            if not trees.wants_guesses(session, slot):
+                offers.append(Offer(session, slot))
+                continue
             try:
-                offers.append(self._offer(each, pending.logits([each.row])[0]))
+                offers.append(session.draw(slot, path, rows[row], trees.node_id(session, slot)))
             except UnusableLogitsError:
-                lost.add(each.session)
+                lost.add(session)
         trees.grow([offer for offer in offers if offer.session not in lost])
+        return lost
 
-    def _offer(self, each: _Computed, logits: np.ndarray) -> Offer:
-        """What a session hangs below one node, from the logits `[vocab]` after it."""
-        session, trees = each.session, self.scheduler.trees
-        if not session.chain:
-            return session.offer(each.slot, each.path, logits, self._limits.width)
-        if not trees.wants_guesses(session, each.slot):
-            return Offer(session, each.slot)
-        return session.draw(each.slot, each.path, logits, trees.node_id(session, each.slot))
-
-    def _grow_ranked(self, computed: Sequence[_Computed], ranks: Ranks, pending: Pending) -> set[DraftSession]:
-        """Hangs guesses of sessions that choose by logits alone; returns those whose logits are unusable."""
-        guesses = pending.rank(*ranks)
+    def _grow_ranked(self, computed: Sequence[_Computed], guesses: Rankings) -> set[DraftSession]:
+        """Hangs the best guesses below each node; returns sessions whose logits are unusable."""
         lost = {computed[place].session for place in np.flatnonzero(~guesses.usable).tolist()}
         kept = np.array([each.session not in lost for each in computed], np.bool_)
         self.scheduler.trees.forest.grow(
@@ -243,7 +249,7 @@ def _ranks_of(computed: Sequence[_Computed]) -> Ranks:
     return Ranks(
         rows=np.array([each.row for each in computed], np.int64),
         positions=np.array([len(each.session.tokens) + len(each.path) for each in computed], np.int64),
-        choices=choices_of([each.session.choice or b"" for each in computed]),
+        choices=choices_of([each.session.choice for each in computed]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Target tokens, draft rankings and log probabilities from rows of logits, one sampler a session.
+"""What one session asks of rows of logits: how they are changed before anything is chosen, and how it is chosen.
 
 The order of processors, the filters and the noise are defined in `paceline.core.processors` and
 `paceline.core.noise`; the compiled loops choose the very same token. This module must not know trees, steps
@@ -46,32 +46,27 @@ _FIRST_ROW = np.zeros(1, np.int64)
 Space = tuple[Logits, tuple[Logits, Ints, Ints], tuple[Floats, Ints, Floats]]
 
 
-class _ThreadBuffers(threading.local):
-    """Each thread's working space and its row to change, by vocabulary size, shared by its samplers."""
+class _ThreadSpaces(threading.local):
+    """Each thread's working space, by vocabulary size."""
 
     def __init__(self) -> None:
-        self._by_vocab_size: dict[int, tuple[Space, Logits]] = {}
-
-    def of(self, vocab_size: int) -> tuple[Space, Logits]:
-        """Returns them, made at the first call."""
-        buffers = self._by_vocab_size.get(vocab_size)
-        if buffers is None:
-            num_chunks = -(-vocab_size // row_kernels.CHUNK)
-            # The gathering loop writes before it decides whether to keep, and noise is drawn for pairs of blocks.
-            most, even = vocab_size + 1, num_chunks + num_chunks % 2
-            gathered = (np.empty(most, np.float32), np.empty(most, np.int64), np.empty(most, np.int64))
-            blocks = (np.empty(even), np.empty(even, np.int64), np.empty(num_chunks))
-            space = (np.empty(num_chunks, np.float32), gathered, blocks)
-            buffers = self._by_vocab_size[vocab_size] = space, np.empty(vocab_size, np.float32)
-        return buffers
+        self.by_vocab_size: dict[int, Space] = {}
 
 
-_BUFFERS = _ThreadBuffers()
+_SPACES = _ThreadSpaces()
 
 
 def working_space(vocab_size: int) -> Space:
-    """This thread's, for rows of this size."""
-    return _BUFFERS.of(vocab_size)[0]
+    """This thread's, for rows of this size; made at the first call."""
+    space = _SPACES.by_vocab_size.get(vocab_size)
+    if space is None:
+        num_chunks = -(-vocab_size // row_kernels.CHUNK)
+        # The gathering loop writes before it decides whether to keep, and noise is drawn for pairs of blocks.
+        most, even = vocab_size + 1, num_chunks + num_chunks % 2
+        gathered = (np.empty(most, np.float32), np.empty(most, np.int64), np.empty(most, np.int64))
+        blocks = (np.empty(even), np.empty(even, np.int64), np.empty(num_chunks))
+        space = _SPACES.by_vocab_size[vocab_size] = (np.empty(num_chunks, np.float32), gathered, blocks)
+    return space
 
 
 class _SeenTokens:
@@ -128,9 +123,13 @@ def _require_ids(token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 class RowSampler:
-    """Turns the rows of one session into tokens; every committed token is pushed once.
+    """How one session chooses; every committed token is pushed once.
 
-    Any thread may call it, one at a time. Logits are float32 [vocab], C-contiguous, never written to.
+    Any thread may call it, one at a time. Rows of logits are float32 [vocab], C-contiguous.
+
+    Attributes:
+        choice: A `CHOICE`.
+        changes_rows: Whether rows go through `change` before anything is chosen: not the logits alone decide.
     """
 
     def __init__(
@@ -153,6 +152,7 @@ class RowSampler:
         rule = Truncation.of(params)
         numbers = (rule.greedy, rule.inverse_temperature, rule.log_min_p, rule.top_k, rule.top_p)
         self._choice = np.array([(*numbers, *split_uint64(params.seed))], step_kernels.CHOICE)
+        self.choice = self._choice.tobytes()
         self._bias_ids = np.array(biased_ids, np.int64)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)
         self._barred_ids = barred(params, vocab_size)
@@ -170,16 +170,8 @@ class RowSampler:
             # Only the repetition penalty looks at the prompt.
             prompt = prompt_token_ids if params.repetition_penalty != 1.0 else ()
             self._seen = _SeenTokens(vocab_size, prompt, output_token_ids)
-
-    @property
-    def choice(self) -> bytes | None:
-        """How it chooses, a `CHOICE`; None where anything but the logits has a part in it."""
-        return None if self._has_history else self._choice.tobytes()
-
-    @property
-    def _has_history(self) -> bool:
         ids = (self._bias_ids, self._barred_at_first, self._bad_words)
-        return self._grammar is not None or self._seen is not None or any(len(each) for each in ids)
+        self.changes_rows = grammar is not None or self._seen is not None or any(len(each) for each in ids)
 
     def push(self, token_id: int) -> None:
         """Appends one output token to the history."""
@@ -190,41 +182,32 @@ class RowSampler:
         if self._seen is not None:
             self._seen.add(token_id, 1)
 
-    def choose(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
-        """Returns the target's token for an absolute position, from the row's logits [vocab].
-
-        The argmax of the processed logits plus Gumbel noise, which is left out at temperature 0.
+    def change(self, row: Logits, path: Sequence[int] = ()) -> None:
+        """Changes a row as the request asks, by all but temperature and filters.
 
         Args:
-            logits: [vocab].
-            position: Absolute position of the token.
-            path: Tokens between the history and this row (the tree path); they count as output.
+            path: Tokens between the history and this row, down guesses; they count as output.
+
+        Raises:
+            InvalidRequestError, MovedError: The grammar cannot be followed; see `GrammarState.allowed`.
+        """
+        self._require_row(row)
+        with nullcontext() if self._seen is None else self._seen.extended(path):
+            seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
+            allowed = _ALL if self._grammar is None else self._grammar.after(path)
+            masked = self._masked(path, must_end=allowed.ended)
+            row_kernels.process_row(
+                row, self._bias_ids, self._biases, masked, allowed.bits, seen_ids, seen_counts, self._penalties
+            )
+
+    def probabilities(self, row: Logits) -> Floats:
+        """The law [vocab] of what is chosen from a row, changed already; at temperature 0 all of it is one token's.
 
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
-        token_ids, _ = self._best(logits, position, 1, path)
-        return int(token_ids[0])
-
-    def distribution(self, logits: Logits, path: Sequence[int] = ()) -> Floats:
-        """Returns the probabilities [vocab] from which `choose` draws; at temperature 0 all of it is one token's.
-
-        Raises:
-            UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
-        """
-        row = self._processed(logits, path)
-        choice, (chunk_max, gathered, _) = self._choice[0], working_space(self._vocab_size)
-        largest = row_kernels.find_maxima(row, chunk_max)
-        self._require_usable(largest)
-        probs = np.zeros(self._vocab_size)
-        if choice["greedy"]:
-            probs[np.argmax(row)] = 1.0
-            return probs
-        cut, last_id = row_kernels.filter_row(row, chunk_max, largest, choice, gathered)
-        kept = np.flatnonzero(row >= cut)
-        kept = kept[(row[kept] > cut) | (kept <= last_id)]
-        probs[kept] = np.exp((row[kept].astype(np.float64) - largest) * choice["inverse_temperature"])
-        probs /= probs.sum()
+        probs = np.empty(self._vocab_size)
+        self.require_usable(step_kernels.probabilities(row, self._choice[0], working_space(self._vocab_size), probs))
         return probs
 
     def rank(
@@ -244,8 +227,17 @@ class RowSampler:
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
-        token_ids, scores = self._best(logits, position, count, path)
-        return token_ids.tolist(), np.exp(scores - scores[0]).tolist()
+        self._require_row(logits)
+        row, largest = logits[None], np.empty(1)
+        if self.changes_rows:
+            row = row.copy()
+            self.change(row[0], path)
+        token_ids, scores = np.full((1, count), step_kernels.NOTHING), np.full((1, count), -np.inf)
+        space, positions = working_space(self._vocab_size), np.array([position], np.int64)
+        step_kernels.rank(row, _FIRST_ROW, positions, self._choice, space, token_ids, scores, largest)
+        self.require_usable(float(largest[0]))
+        found = token_ids[0] != step_kernels.NOTHING
+        return token_ids[0, found].tolist(), np.exp(scores[0, found] - scores[0, 0]).tolist()
 
     def logprobs(self, logits: Logits, token_id: int, count: int) -> PositionLogprobs:
         """Returns log probabilities of the raw logits [vocab]: the token's, with its rank, and the `count` best.
@@ -285,33 +277,7 @@ class RowSampler:
         ends = ends_of_bad_words(self._bad_words, (*self._tail, *path))
         return np.concatenate((masked_ids, np.array(ends, np.int64)))
 
-    def _best(self, logits: Logits, position: int, count: int, path: Sequence[int]) -> tuple[Ints, Floats]:
-        """The best ids and their scores, as many as there are; at least one."""
-        row, largest = self._processed(logits, path), np.empty(1)
-        token_ids, scores = np.full((1, count), step_kernels.NOTHING), np.full((1, count), -np.inf)
-        space, positions = working_space(self._vocab_size), np.array([position], np.int64)
-        step_kernels.rank(row[None], _FIRST_ROW, positions, self._choice, space, token_ids, scores, largest)
-        self._require_usable(float(largest[0]))
-        found = token_ids[0] != step_kernels.NOTHING
-        return token_ids[0, found], scores[0, found]
-
-    def _processed(self, logits: Logits, path: Sequence[int]) -> Logits:
-        """The row behind a path as the request wants it; the logits themselves where it asks for nothing."""
-        self._require_row(logits)
-        if not self._has_history:
-            return logits
-        with nullcontext() if self._seen is None else self._seen.extended(path):
-            seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
-            allowed = _ALL if self._grammar is None else self._grammar.after(path)
-            masked = self._masked(path, must_end=allowed.ended)
-            _, row = _BUFFERS.of(self._vocab_size)
-            np.copyto(row, logits)
-            row_kernels.process_row(
-                row, self._bias_ids, self._biases, masked, allowed.bits, seen_ids, seen_counts, self._penalties
-            )
-        return row
-
-    def _require_usable(self, largest: float) -> None:
+    def require_usable(self, largest: float) -> None:
         if largest == -math.inf and self._grammar is not None:
             raise NoTokenLeftError(FIELD, "leaves no token to choose beside what else the request rules out")
         require_usable(largest)

@@ -15,7 +15,7 @@ from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
-from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
+from paceline.core.messages import CommittedStates, CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
 from paceline.core.step_time import StepCost
@@ -32,7 +32,7 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.core.tree import verified_nodes
+from paceline.engine.judging import Judging
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.planned_step import Part, StepPlan
@@ -41,8 +41,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
-from paceline.engine.together import followed, walks_of
-from paceline.forest import Forest, Guesses, warm_up
+from paceline.forest import Forest, warm_up
 from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
@@ -274,44 +273,24 @@ class TargetEngine:
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
         firsts = _pack(builder, plan)
-        places, walks = walks_of(plan, firsts)
-        pending = self._decoder.launch(builder.build(), self._cache, walks)
-        found = followed(plan, places, walks, pending.follow(walks))
+        judging = Judging(plan, firsts)
+        pending = self._decoder.launch(builder.build(), self._cache, judging.walks)
+        judging.follow(pending)
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part, Verdict]] = []
         for place, part in enumerate(plan.parts):
-            if place in found and not part.judged:
-                verdicts.append((part, part.session.accept(*found[place])))
-            elif part.commits or part.judged:
-                outcomes += self._judge(part, plan.guesses_of(place), pending, firsts[place], verdicts)
+            try:
+                if part.judged:
+                    outcomes.append((part.session.serial, _prompt_judged(part, firsts[place], pending)))
+                if part.commits:
+                    verdicts.append((part, judging.verdict(place)))
+            except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
+                self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
+                outcomes.append((part.session.serial, _shown_error(part.session.session_id, error)))
         outcomes += self.scheduler.commit(plan, verdicts, self._clock())
         for part, _ in verdicts:
             if not part.session.ended:
                 self._sources.add(part.session)
-        return outcomes
-
-    def _judge(
-        self,
-        part: Part,
-        guesses: Guesses,
-        pending: Pending,
-        first: int,
-        verdicts: list[tuple[Part, Verdict]],
-    ) -> list[Outcome]:
-        """Adds what a session commits to the verdicts; returns what goes to its client besides."""
-        session, outcomes = part.session, list[Outcome]()
-        try:
-            if part.judged:
-                stop = first if part.commits else first + 1
-                judged = session.judge_prompt(part.judged, pending.logits(range(stop - len(part.judged), stop)))
-                outcomes.append((session.serial, judged))
-            if part.commits:
-                root, nodes = verified_nodes(session.tokens, guesses, session.tree.drafts)
-                rows = {id(node): row for row, node in enumerate((root, *nodes), first)}
-                verdicts.append((part, session.judge(root, nodes, lambda node: pending.logits([rows[id(node)]])[0])))
-        except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
-            self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
-            return [(session.serial, _shown_error(session.session_id, error))]
         return outcomes
 
     def _send_states(self) -> None:
@@ -356,6 +335,12 @@ def _pack(builder: BatchBuilder, plan: StepPlan) -> list[int]:
     ]
     firsts = builder.add_trees(decoding, plan.guesses) if decoding else []
     return firsts + (builder.add_prefixes(reading) if reading else [])
+
+
+def _prompt_judged(part: Part, first: int, pending: Pending) -> CommittedTokens:
+    """Log probabilities of tokens of the prompt; `first` is the row of the last committed token, if it has one."""
+    stop = first if part.commits else first + 1
+    return part.session.judge_prompt(part.judged, pending.logits(range(stop - len(part.judged), stop)))
 
 
 def _shown_error(session_id: str, error: Exception) -> PacelineError:

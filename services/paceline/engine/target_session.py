@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from paceline.core.acceptance_rules import RULES, TargetRows, Verdict, token_fates
+from paceline.core.acceptance_rules import Verdict
 from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, TokenFate
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.params import COUPLED
 from paceline.core.source_record import Gain
-from paceline.core.tree import Node, path_tokens
-from paceline.engine.sampler import RowSampler
+from paceline.engine.sampler import Logits, RowSampler
 from paceline.engine.scheduled_session import ScheduledSession
 from paceline.engine.source_interface import AnySource
 from paceline.forest import Forest
@@ -39,7 +35,8 @@ class TargetSession(ScheduledSession):
         grammar: Of its sampling parameters, before the first token of the output; None: it has none.
 
     Attributes:
-        choice: How the target chooses its tokens, a `CHOICE`; None: by more than logits, so by `judge`.
+        choice: How the target chooses its tokens, a `CHOICE`.
+        by_logits: Whether nothing else has a part in it.
         gains: What costly sources add to its steps, by source.
         followers: Sources at work on it, by name.
     """
@@ -90,8 +87,8 @@ class TargetSession(ScheduledSession):
             request.committed_token_ids,
             self.grammar,
         )
-        alone = sampling.logprobs is not None or acceptance != COUPLED
-        self.choice = None if alone else self._sampler.choice
+        self.choice = self._sampler.choice
+        self.by_logits = acceptance == COUPLED and not self._sampler.changes_rows
         self.gains: dict[str, Gain] = {}
         self.followers: dict[str, Any] = {
             source.name: follower for source in sources if (follower := source.follow(self)) is not None
@@ -99,53 +96,56 @@ class TargetSession(ScheduledSession):
         if self.followers:
             self.tree.forest.links.guess_inside(self.tree.row)
 
-    def rank(self, logits: np.ndarray, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
+    def rank(self, logits: Logits, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
         """The best guesses at a position; see `RowSampler.rank`."""
         return self._sampler.rank(logits, position, count, path)
 
-    def judge(self, root: Node, verified: Sequence[Node], logits: Callable[[Node], np.ndarray]) -> Verdict:
-        """What this round commits, up to the token that ends the text; remembers it as part of the prefix.
+    def change(self, row: Logits, path: Sequence[int]) -> None:
+        """Changes a row of logits behind guesses as the request asks; see `RowSampler.change`."""
+        if self._sampler.changes_rows:
+            self._sampler.change(row, path)
 
-        Args:
-            root: Stands for the last committed token.
-            verified: Nodes below it whose rows this step computed, parents before children.
-            logits: `[vocab]` of the root and of each of these.
-
-        Raises:
-            UnusableLogitsError: The model's logits leave no token to choose.
-        """
-        sampler = self._sampler
-        rows = TargetRows(
-            choose=lambda node: sampler.choose(logits(node), node.position + 1, path_tokens(node)),
-            distribution=lambda node: sampler.distribution(logits(node), path_tokens(node)),
-            uniforms=lambda count: _uniforms(self.request.sampling.seed, root.position + 1, count),
+    def uniforms_at(self, position: int) -> tuple[float, float]:
+        """Numbers in [0, 1) that no other round and no draft has seen, for a guess and for what takes its place."""
+        seed, base_len = self.request.sampling.seed, self.committed_len
+        return (
+            uniforms(seed, VERDICT_STREAM, position, base_len)[0],
+            uniforms(seed, VERDICT_STREAM, base_len, base_len)[1],
         )
-        verdict = RULES[self.acceptance](root, verified, rows)
-        node: Node | None = root
-        kept: list[int] = []
-        for token_id in verdict.token_ids:
-            assert node is not None, "all tokens but the last are verified nodes"
-            self._take(token_id, logits(node))
-            kept.append(token_id)
-            if self.ends_with(token_id):
-                break
-            node = node.children.get(token_id)
-        self._fates = token_fates(root, verified, kept)
-        return verdict if len(kept) == len(verdict.token_ids) else replace(verdict, token_ids=tuple(kept))
 
-    def accept(self, token_ids: Sequence[int], last: TokenFate) -> Verdict:
+    def require_usable(self, largest: float) -> None:
+        """Refuses a row by its largest logit, once it is changed; see `RowSampler.require_usable`."""
+        self._sampler.require_usable(largest)
+
+    def accept(self, token_ids: Sequence[int], last: TokenFate, chances: tuple[float, ...] | None) -> Verdict:
         """What this round commits of the target's own tokens, up to the one that ends the text.
 
         Args:
             token_ids: Accepted guesses, and one more.
             last: How that one came about.
+            chances: As of `Verdict`.
         """
         kept = tuple(self.until_end(token_ids))
         fates = (TokenFate.ACCEPTED,) * (len(token_ids) - 1) + (last,)
         self._fates = fates[: len(kept)]
-        return Verdict(token_ids=kept)
+        if self._sampler.changes_rows:
+            for token_id in kept:
+                self._sampler.push(token_id)
+        return Verdict(token_ids=kept, chances=chances)
 
-    def judge_prompt(self, positions: range, logits: np.ndarray) -> CommittedTokens:
+    def read_logprobs(self, token_ids: Sequence[int], logits: Logits) -> None:
+        """Keeps the log probabilities of committed tokens for its client, from `[tokens, vocab]` as the model gave it.
+
+        Raises:
+            UnusableLogitsError: The model's logits leave no token to choose.
+        """
+        count = self.request.sampling.logprobs
+        assert count is not None, "asked for"
+        self._logprobs += [
+            self._sampler.logprobs(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)
+        ]
+
+    def judge_prompt(self, positions: range, logits: Logits) -> CommittedTokens:
         """Returns log probabilities of the tokens of the prompt that stand after some of its positions.
 
         Args:
@@ -163,16 +163,3 @@ class TargetSession(ScheduledSession):
                 for position, row in zip(positions, logits, strict=True)
             ]
         )
-
-    def _take(self, token_id: int, row: np.ndarray) -> None:
-        """Appends a token to the prefix; `row` is the one it was chosen from."""
-        self._sampler.push(token_id)
-        count = self.request.sampling.logprobs
-        if count is not None:
-            self._logprobs.append(self._sampler.logprobs(row, token_id, count))
-
-
-def _uniforms(seed: int, base_len: int, count: int) -> list[float]:
-    """Of one round: one for each guess, and the last for the token that follows."""
-    places = [uniforms(seed, VERDICT_STREAM, base_len + place, base_len) for place in range(count)]
-    return [*(each for each, _ in places[:-1]), places[0][1]]

@@ -18,7 +18,7 @@ from paceline.service.learned import NO_STATE, Learned, TunedState
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
-# Parameters of the first sessions of an engine: those that loops serve together, and those that are served one by one.
+# Parameters of the first sessions of an engine: by logits alone or not, with log probabilities or without.
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, ignore_eos=True)
 ALONE = (replace(GREEDY, logprobs=1), replace(SAMPLED, frequency_penalty=0.1))

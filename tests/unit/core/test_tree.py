@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MEDUSA, NGRAM
-from paceline.core.tree import MOST_ASKED, DraftTree, walk
+from paceline.core.tree import MOST_ASKED, DraftTree
 from paceline.forest.records import SLOTS
 from tests.support.guesses import NodeGuess
-from tests.support.trees import advance, merge_into, new_tree, nodes_of, seen, show, verified
+from tests.support.trees import advance, merge_into, new_tree, nodes_of, seen, show
 
 
 def guess(node_id: int, parent_id: int, token_id: int, confidence: float = 0.5) -> NodeGuess:
@@ -93,14 +93,6 @@ def test_a_drafter_that_never_ends_fills_a_tree_and_no_more():
     full = tree.suggest(tree.root, 5000, 0.5, NGRAM)
     assert tree.suggest(full, 5001, 0.5, NGRAM) == full < 0
     assert tree.num_nodes == 1024
-
-
-def test_the_walk_commits_verified_tokens_and_one_more():
-    root, nodes = verified((-1, 10), (0, 11), (-1, 20))
-    script = iter([10, 11, 42])
-    assert walk(root, nodes, lambda _: next(script)) == (10, 11, 42)
-    script = iter([10, 11])
-    assert walk(root, nodes[:1], lambda _: next(script)) == (10, 11), "11 was not verified"
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3), st.floats(0, 1)), max_size=30))

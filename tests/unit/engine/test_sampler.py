@@ -30,6 +30,7 @@ from tests.support.reference_sampling import (
     noise_words,
     process,
 )
+from tests.support.rounds import choose
 
 Logits = npt.NDArray[np.float32]
 
@@ -119,6 +120,13 @@ def plain(logits: Logits, position: int = 5, **fields: Any) -> Case:
     return Case(params=params, logits=logits, history=RowHistory(), position=position)
 
 
+def law(sampler: RowSampler, logits: Logits, path: tuple[int, ...] = ()) -> npt.NDArray[np.float64]:
+    """What is chosen behind a path."""
+    row = logits.copy()
+    sampler.change(row, path)
+    return sampler.probabilities(row)
+
+
 def usable(case: Case) -> bool:
     """Masks may leave nothing; that is another test's matter."""
     try:
@@ -132,7 +140,7 @@ def usable(case: Case) -> bool:
 @given(cases().filter(usable))
 def test_the_token_is_that_of_the_reference(case: Case) -> None:
     before = case.logits.copy()
-    assert case.sampler().choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
+    assert choose(case.sampler(), case.logits, case.position) == coupled_choice(case.perturbed(), None)
     np.testing.assert_array_equal(case.logits, before)
 
 
@@ -154,7 +162,7 @@ def test_the_token_is_that_of_the_reference_on_rows_of_real_size(vocab: int, fie
         row = (rng.standard_normal(vocab) * scale).astype(np.float32)
         for position in range(8):
             case = plain(row, position, seed=91, **fields)
-            assert case.sampler().choose(row, position) == coupled_choice(case.perturbed(), None)
+            assert choose(case.sampler(), row, position) == coupled_choice(case.perturbed(), None)
 
 
 @settings(deadline=None, max_examples=200)
@@ -171,7 +179,7 @@ def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history
     token_ids, weights = sampler.rank(case.logits, case.position, count, path)
     assert token_ids == order
     np.testing.assert_allclose(weights, np.exp(scores - scores.max())[order], rtol=1e-12)
-    assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
+    assert choose(sampler, case.logits, case.position) == coupled_choice(case.perturbed(), None)
 
 
 @settings(deadline=None, max_examples=200)
@@ -186,9 +194,9 @@ def test_law_and_choice_behind_a_path_are_those_of_the_reference(case: Case, dat
     else:
         expected = np.exp(weights - weights.max())
     sampler = case.sampler()
-    np.testing.assert_allclose(sampler.distribution(case.logits, path), expected / expected.sum(), rtol=1e-12)
-    assert sampler.choose(case.logits, case.position, path) == coupled_choice(case.perturbed(path), None)
-    assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
+    np.testing.assert_allclose(law(sampler, case.logits, path), expected / expected.sum(), rtol=1e-12, atol=1e-300)
+    assert choose(sampler, case.logits, case.position, path) == coupled_choice(case.perturbed(path), None)
+    assert choose(sampler, case.logits, case.position) == coupled_choice(case.perturbed(), None)
 
 
 def test_a_path_counts_for_its_ranking_alone() -> None:
@@ -214,7 +222,7 @@ def test_pushing_tokens_one_by_one_equals_starting_with_them(case: Case, data: s
         case.history.prompt_token_ids,
         (*case.history.output_token_ids, *more),
     )
-    assert pushed.choose(case.logits, case.position) == started.choose(case.logits, case.position)
+    assert choose(pushed, case.logits, case.position) == choose(started, case.logits, case.position)
 
 
 @settings(deadline=None)
@@ -233,8 +241,8 @@ def test_log_probabilities_are_those_of_the_raw_logits(case: Case, count: int) -
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     row = np.array([1.0, 7.0, 7.0, 0.0], dtype=np.float32)
-    assert plain(row, temperature=0.0).sampler().choose(row, 0) == 1
-    assert plain(row, temperature=0.0, presence_penalty=0.5).sampler().choose(row, 0) == 1
+    assert choose(plain(row, temperature=0.0).sampler(), row, 0) == 1
+    assert choose(plain(row, temperature=0.0, presence_penalty=0.5).sampler(), row, 0) == 1
 
 
 def test_an_improbable_token_wins_when_its_noise_is_large_enough() -> None:
@@ -245,21 +253,21 @@ def test_an_improbable_token_wins_when_its_noise_is_large_enough() -> None:
     row = np.full(400_000, -40.0, dtype=np.float32)
     row[lucky] = 0.0
     row[usual] = noise[lucky] - noise[usual] - 0.01
-    assert plain(row, seed=5).sampler().choose(row, 5) == lucky
+    assert choose(plain(row, seed=5).sampler(), row, 5) == lucky
     row[usual] += np.float32(0.02)
-    assert plain(row, seed=5).sampler().choose(row, 5) == usual
+    assert choose(plain(row, seed=5).sampler(), row, 5) == usual
 
 
 def test_where_logits_swallow_the_noise_the_lowest_id_wins() -> None:
     row = np.array([0.0, 1e30, 1e30, 1e30], dtype=np.float32)
-    assert {plain(row, seed=seed).sampler().choose(row, 5) for seed in range(20)} == {1}
+    assert {choose(plain(row, seed=seed).sampler(), row, 5) for seed in range(20)} == {1}
 
 
 def test_the_token_depends_on_seed_and_position_alone() -> None:
     row = np.zeros(1000, dtype=np.float32)
-    by_position = {plain(row, seed=1).sampler().choose(row, position) for position in range(20)}
-    by_seed = {plain(row, seed=seed).sampler().choose(row, 0) for seed in range(20)}
-    again = {plain(row, seed=seed).sampler().choose(row, 0) for seed in range(20)}
+    by_position = {choose(plain(row, seed=1).sampler(), row, position) for position in range(20)}
+    by_seed = {choose(plain(row, seed=seed).sampler(), row, 0) for seed in range(20)}
+    again = {choose(plain(row, seed=seed).sampler(), row, 0) for seed in range(20)}
     assert len(by_position) > 15
     assert len(by_seed) > 15
     assert by_seed == again
@@ -271,32 +279,32 @@ def test_the_token_depends_on_seed_and_position_alone() -> None:
 def test_unusable_logits_are_refused_and_the_next_row_works(bad: float, place: int, fields: dict[str, Any]) -> None:
     row = np.zeros(300, dtype=np.float32)
     sampler = plain(row, **fields).sampler()
-    expected = sampler.choose(row, 3)
+    expected = choose(sampler, row, 3)
     spoiled = row.copy()
     spoiled[place] = bad
     for call in (
-        lambda: sampler.choose(spoiled, 3),
+        lambda: choose(sampler, spoiled, 3),
         lambda: sampler.rank(spoiled, 3, 2),
         lambda: sampler.logprobs(spoiled, 0, 1),
     ):
         with pytest.raises(UnusableLogitsError):
             call()
-    assert sampler.choose(row, 3) == expected
+    assert choose(sampler, row, 3) == expected
 
 
 def test_a_row_with_every_token_masked_is_refused() -> None:
     row = np.full(10, -np.inf, dtype=np.float32)
     with pytest.raises(UnusableLogitsError, match="every token is masked"):
-        plain(row).sampler().choose(row, 0)
+        choose(plain(row).sampler(), row, 0)
     with pytest.raises(UnusableLogitsError, match="every token is masked"):
-        plain(row, temperature=0.0).sampler().choose(row, 0)
+        choose(plain(row, temperature=0.0).sampler(), row, 0)
 
 
 @pytest.mark.parametrize("row", [np.zeros(9, np.float32), np.zeros(10), np.zeros((1, 10), np.float32)])
 def test_a_row_of_another_shape_or_type_is_refused(row: Any) -> None:
     sampler = plain(np.zeros(10, np.float32)).sampler()
     with pytest.raises(LocalProtocolError, match="a row must hold 10 float32 logits"):
-        sampler.choose(row, 0)
+        sampler.rank(row, 0, 1)
 
 
 def test_ids_outside_the_vocabulary_never_reach_a_compiled_loop() -> None:
@@ -318,11 +326,11 @@ def test_threads_do_not_share_working_space() -> None:
     rng = np.random.default_rng(3)
     rows = [(rng.standard_normal(4096) * 3).astype(np.float32) for _ in range(8)]
     fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "frequency_penalty": 0.1}
-    alone = [[plain(row, **fields).sampler().choose(row, i) for i in range(40)] for row in rows]
+    alone = [[choose(plain(row, **fields).sampler(), row, i) for i in range(40)] for row in rows]
 
     def run(row: Logits) -> list[int]:
         sampler = plain(row, **fields).sampler()
-        return [sampler.choose(row, i) for i in range(40)]
+        return [choose(sampler, row, i) for i in range(40)]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(run, rows)) == alone
@@ -364,8 +372,8 @@ def test_rows_as_models_with_many_ids_have_them_keep_what_the_reference_keeps(sh
         row = np.round(row)
     case = plain(row, seed=4, temperature=0.7, **fields)
     weights = process(row, case.params, case.history)
-    np.testing.assert_array_equal(case.sampler().distribution(row) > 0.0, np.isfinite(weights))
+    np.testing.assert_array_equal(law(case.sampler(), row) > 0.0, np.isfinite(weights))
     scores = case.perturbed()
-    assert case.sampler().choose(row, case.position) == int(np.argmax(scores))
+    assert choose(case.sampler(), row, case.position) == int(np.argmax(scores))
     ranked = [token_id for token_id in np.argsort(-scores, kind="stable")[:16].tolist() if scores[token_id] > -math.inf]
     assert case.sampler().rank(row, case.position, 16)[0] == ranked

@@ -1,7 +1,7 @@
-"""Compiled loops over all rows of a step: the target's own tokens, followed down guesses, and a draft model's guesses.
+"""Compiled loops over all rows of a step: the target's tokens, down guesses or row by row, and a draft model's guesses.
 
-They choose and rank what `RowSampler` does, for sessions that ask for no more than temperature, top-k, top-p and min-p.
-They release the GIL.
+They know temperature, top-k, top-p and min-p; whatever else a request asks for has changed its rows before. They
+release the GIL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.engine.backends.cpu.noise_kernels import best_perturbed, best_plain
-from paceline.engine.backends.cpu.row_kernels import Ints, Logits, filter_row, find_maxima
+from paceline.engine.backends.cpu.row_kernels import CHUNK, Floats, Ints, Logits, exact_exp, filter_row, find_maxima
 from paceline.kernel_cache import inlined, kernel
 
 # How a session chooses: `paceline.core.processors.Truncation`, and the seed of its noise.
@@ -32,6 +32,8 @@ NOTHING = -1
 
 _MASK32, _SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROOT = -1
+# Of less than this share of the likeliest id nothing is left.
+_LEAST_EXPONENT = -700.0
 
 
 @kernel
@@ -173,3 +175,137 @@ def rank(
     """
     for each in range(len(rows)):
         largest[each] = best(logits[rows[each]], choices[each], positions[each], space, top_ids[each], top_scores[each])
+
+
+@kernel
+def probabilities(row: Logits, choice: Any, space: Any, probs: Floats) -> float:
+    """Fills in the law of what is chosen from a row; at temperature 0 all of it is one id's.
+
+    Args:
+        row: float32 `[vocab]`.
+        choice: A `CHOICE`.
+        space: See `best`.
+        probs: float64 `[vocab]`.
+
+    Returns:
+        The largest logit; NaN or infinite where the logits leave nothing to choose, and nothing is filled in.
+    """
+    chunk_max, gathered, _ = space
+    largest = find_maxima(row, chunk_max)
+    if not np.isfinite(largest):
+        return largest
+    probs[:] = 0.0
+    if choice.greedy:
+        probs[np.argmax(row)] = 1.0
+        return largest
+    cut, last_id = filter_row(row, chunk_max, largest, choice, gathered)
+    total = 0.0
+    for chunk in range(len(chunk_max)):
+        if chunk_max[chunk] < cut:
+            continue
+        for token_id in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(row))):
+            logit = row[token_id]
+            exponent = (np.float64(logit) - largest) * choice.inverse_temperature
+            if (logit > cut or (logit == cut and token_id <= last_id)) and exponent > _LEAST_EXPONENT:
+                probs[token_id] = exact_exp(exponent)
+                total += probs[token_id]
+    for token_id in range(len(row)):
+        probs[token_id] /= total
+    return largest
+
+
+@kernel
+def _pick(masses: Floats, uniform: float) -> int:
+    """Returns the id whose interval of cumulative mass holds `uniform` in [0, 1), never one of mass 0."""
+    total = 0.0
+    for mass in masses:
+        total += mass
+    reached, last = 0.0, NOTHING
+    for token_id in range(len(masses)):
+        reached += masses[token_id]
+        if masses[token_id] > 0.0:
+            last = token_id
+            if reached > uniform * total:
+                break
+    return last
+
+
+@kernel
+def accept(probs: Floats, drawn_ids: Ints, drawn_weights: Floats, guess: int, uniforms: Floats) -> tuple[int, float]:
+    """Accepts a guess by the rejection rule, or chooses in its place (2211.17192, algorithm 1).
+
+    Args:
+        probs: float64 `[vocab]`, the target's law; overwritten.
+        drawn_ids: int64 `[m]`, ids that the guess was drawn from; all others have no weight.
+        drawn_weights: float64 `[m]`, of these ids.
+        guess: NOTHING: none was verified, and the token is drawn from the target's law.
+        uniforms: float64 `[2]` in [0, 1), for the guess, and for a token in its place.
+
+    Returns:
+        The token, and how likely a guess from this distribution was to be accepted: what the two laws have in common.
+    """
+    total, chance, share = drawn_weights.sum(), 0.0, 0.0
+    for entry in range(len(drawn_ids)):
+        chance += min(probs[drawn_ids[entry]], drawn_weights[entry] / total)
+        if drawn_ids[entry] == guess:
+            share = drawn_weights[entry] / total
+    if guess == NOTHING:
+        return _pick(probs, uniforms[1]), chance
+    if uniforms[0] * share < probs[guess]:
+        return guess, chance
+    before, excess = probs[drawn_ids], 0.0
+    for entry in range(len(drawn_ids)):
+        token_id = drawn_ids[entry]
+        probs[token_id] = max(probs[token_id] - drawn_weights[entry] / total, 0.0)
+    for mass in probs:
+        excess += mass
+    if not excess > 0.0:
+        # The two laws are equal up to rounding.
+        for entry in range(len(drawn_ids)):
+            probs[drawn_ids[entry]] = before[entry]
+    return _pick(probs, uniforms[1]), chance
+
+
+@kernel
+def choose(
+    rows: Logits,
+    positions: Ints,
+    choices: Any,
+    guesses: Ints,
+    uniforms: Floats,
+    ends: Ints,
+    drawn_ids: Ints,
+    drawn_weights: Floats,
+    space: Any,
+    probs: Floats,
+    chosen: Ints,
+    chances: Floats,
+) -> None:
+    """Chooses a token at each row: by the noise of its position, or by the rejection rule.
+
+    Args:
+        rows: float32 `[n, vocab]`.
+        positions: int64 `[n]`, absolute, of the tokens.
+        choices: `CHOICE` `[n]`.
+        guesses: int64 `[n]`, as of `accept`.
+        uniforms: float64 `[n, 2]`, as of `accept`; NaN: by noise.
+        ends: int64 `[n]`, where ids and weights of each row end.
+        drawn_ids: int64 `[m]`.
+        drawn_weights: float64 `[m]`.
+        space: See `best`.
+        probs: float64 `[vocab]`, working space; none is needed without the rejection rule.
+        chosen: int64 `[n]`, filled; NOTHING where the logits leave nothing to choose.
+        chances: float64 `[n]`, filled for the rejection rule, as of `accept`.
+    """
+    start = 0
+    for each in range(len(rows)):
+        drawn = slice(start, ends[each])
+        start = ends[each]
+        if np.isnan(uniforms[each, 0]):
+            chosen[each] = _choose(rows[each], choices[each], positions[each], space)
+        elif np.isfinite(probabilities(rows[each], choices[each], space, probs)):
+            chosen[each], chances[each] = accept(
+                probs, drawn_ids[drawn], drawn_weights[drawn], guesses[each], uniforms[each]
+            )
+        else:
+            chosen[each] = NOTHING

@@ -1,0 +1,249 @@
+"""What a step gives its sessions: the target's tokens, down each one's guesses.
+
+Sessions that choose by logits alone are followed where the logits are. Rows of others are changed first, or judged by
+what guesses were drawn from: level by level, so that a row is changed only once a session's tokens have led to it. (A
+grammar's mask costs as much as a row of a small model, and a session verifies four times as many rows as it walks.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.core.acceptance_rules import Verdict
+from paceline.core.messages import TokenFate
+from paceline.core.rejection_sampling import SparseDraft
+from paceline.engine.backends.cpu import step_kernels
+from paceline.engine.model import Pending
+from paceline.engine.pending import Longs, Walks, choices_of
+from paceline.engine.planned_step import StepPlan
+from paceline.engine.sampler import Logits, working_space
+from paceline.engine.target_session import TargetSession
+from paceline.forest import NONE, ROOT, Floats, Guesses
+
+_NOT_DRAWN = SparseDraft(token_ids=(), weights=())
+_BY_NOISE = (np.nan, np.nan)
+
+
+class Round(NamedTuple):
+    """The target's tokens for one session.
+
+    Attributes:
+        token_ids: Accepted guesses, then one of its own.
+        last: How that one came about.
+        chances: As of `Verdict`.
+    """
+
+    token_ids: list[int]
+    last: TokenFate
+    chances: tuple[float, ...] | None = None
+
+
+class Judging:
+    """A step's rows of last committed tokens, and of guesses below them.
+
+    Args:
+        firsts: Of each part of the plan, the row of its last committed token; those of its guesses follow.
+
+    Attributes:
+        walks: Guesses of the sessions that choose by logits alone.
+    """
+
+    def __init__(self, plan: StepPlan, firsts: Sequence[int]) -> None:
+        self._parts, self._plan, self._firsts = plan.parts, plan, firsts
+        committing = [place for place, part in enumerate(self._parts) if part.commits]
+        self._plain = [place for place in committing if self._parts[place].session.by_logits]
+        self._others = [place for place in committing if not self._parts[place].session.by_logits]
+        self.walks = self._walks_of([self._parts[place].session for place in self._plain])
+        # By place in the plan's parts.
+        self._rounds: dict[int, Round | Exception] = {}
+
+    def _walks_of(self, sessions: Sequence[TargetSession]) -> Walks:
+        sizes = np.array([part.num_guesses for part in self._parts], np.int64)
+        stops = np.cumsum(sizes)
+        return Walks(
+            rows=np.array(self._firsts, np.int64)[self._plain],
+            positions=np.array([session.committed_len for session in sessions], np.int64),
+            choices=choices_of([session.choice for session in sessions]),
+            starts=(stops - sizes)[self._plain],
+            stops=stops[self._plain],
+            tokens=self._plan.guesses.tokens,
+            parents=self._plan.guesses.parents,
+        )
+
+    def follow(self, pending: Pending) -> None:
+        """Chooses the tokens of all sessions."""
+        self._pending = pending
+        self._follow_walks()
+        self._descend()
+
+    def verdict(self, place: int) -> Verdict:
+        """What the session of a part of the plan commits; or raises why it cannot."""
+        session, found = self._parts[place].session, self._rounds[place]
+        if isinstance(found, Exception):
+            raise found
+        verdict = session.accept(*found)
+        if session.request.sampling.logprobs is not None:
+            session.read_logprobs(verdict.token_ids, self._logits_of(place, verdict.token_ids))
+        return verdict
+
+    def _follow_walks(self) -> None:
+        walked = self._pending.follow(self.walks)
+        tokens = walked.tokens.tolist()
+        columns = (self.walks.rows.tolist(), walked.counts.tolist(), walked.rivals.tolist())
+        for place, row, count, has_rivals in zip(self._plain, *columns, strict=True):
+            part = self._parts[place]
+            if count:
+                self._rounds[place] = Round(tokens[row : row + count], _last_fate(part.num_guesses, has_rivals))
+            else:
+                rows = self._pending.logits(range(row, row + 1 + part.num_guesses))
+                self._rounds[place] = _unusable(part.session, rows)
+
+    def _descend(self) -> None:
+        descents = {place: self._descent(place) for place in self._others}
+        going = [*descents.values()]
+        while going:
+            rows = self._pending.logits([each.row for each in going])
+            ready = np.array([each.change(row) for each, row in zip(going, rows, strict=True)], np.bool_)
+            if not ready.all():
+                going, rows = [each for each in going if each.error is None], rows[ready]
+            chosen, chances = _choose(rows, going)
+            for each, row, token_id, chance in zip(going, rows, chosen.tolist(), chances.tolist(), strict=True):
+                each.take(token_id, chance, row)
+            going = [each for each in going if each.goes_on]
+        self._rounds |= {place: each.error or each.round for place, each in descents.items()}
+
+    def _descent(self, place: int) -> _Descent:
+        return _Descent(self._parts[place].session, self._plan.guesses_of(place), self._firsts[place])
+
+    def _logits_of(self, place: int, token_ids: Sequence[int]) -> Logits:
+        """The logits `[tokens, vocab]` that tokens of a round were chosen from, as the model gave them."""
+        descent = self._descent(place)
+        rows = [descent.row]
+        for token_id in token_ids[:-1]:
+            descent.step(token_id)
+            rows.append(descent.row)
+        return self._pending.logits(rows)
+
+
+class _Descent:
+    """One session on its way down its guesses.
+
+    Args:
+        first: The row of its last committed token.
+
+    Attributes:
+        goes_on: Whether the last token was guessed.
+        error: Why it cannot go on.
+    """
+
+    def __init__(self, session: TargetSession, guesses: Guesses, first: int) -> None:
+        self.session = session
+        self.goes_on = True
+        self.error: Exception | None = None
+        self._tokens, self._parents = guesses.tokens.tolist(), guesses.parents.tolist()
+        self._first, self._at = first, ROOT
+        self._path: list[int] = []
+        self._has_rivals = False
+        self._chances: list[float] = []
+
+    @property
+    def row(self) -> int:
+        return self._first + 1 + self._at
+
+    @property
+    def position(self) -> int:
+        """Of the next token."""
+        return self.session.committed_len + len(self._path)
+
+    @property
+    def round(self) -> Round:
+        chances = tuple(self._chances) if self.session.tree.chain else None
+        return Round(self._path, _last_fate(len(self._tokens), self._has_rivals), chances)
+
+    @property
+    def drawn_from(self) -> SparseDraft:
+        """What a guess of the next token was drawn from, verified or not; nothing under other rules."""
+        return self.session.tree.drafts.get(self.position, _NOT_DRAWN)
+
+    @property
+    def guess(self) -> int:
+        """The next token of a chain; NOTHING: none is verified."""
+        return next((token for token, _ in self._below()), step_kernels.NOTHING)
+
+    @property
+    def uniforms(self) -> tuple[float, float]:
+        """As of `step_kernels.choose`."""
+        return self.session.uniforms_at(self.position) if self.session.tree.chain else _BY_NOISE
+
+    def change(self, row: Logits) -> bool:
+        """Changes the next row as the request asks; False: that has failed."""
+        try:
+            self.session.change(row, self._path)
+        except Exception as error:  # noqa: BLE001 - what one request asks for must not end the others
+            self.error = error
+        return self.error is None
+
+    def take(self, token_id: int, chance: float, row: Logits) -> None:
+        """Goes on by a token, chosen from a row."""
+        if token_id == step_kernels.NOTHING:
+            self.error, self.goes_on = _unusable(self.session, row[None]), False
+            return
+        if self.drawn_from is not _NOT_DRAWN:
+            self._chances.append(chance)
+        self.step(token_id)
+
+    def step(self, token_id: int) -> None:
+        below = self._below()
+        self._path.append(token_id)
+        self._has_rivals = bool(below)
+        self._at = next((place for token, place in below if token == token_id), NONE)
+        self.goes_on = self._at != NONE
+
+    def _below(self) -> list[tuple[int, int]]:
+        """Tokens and places of the guesses below where it stands."""
+        return [
+            (token, place)
+            for place, (token, parent) in enumerate(zip(self._tokens, self._parents, strict=True))
+            if parent == self._at
+        ]
+
+
+def _choose(rows: Logits, descents: Sequence[_Descent]) -> tuple[Longs, Floats]:
+    """The next token of each session, and the chance of a guess of it where that is known."""
+    drawn = [each.drawn_from for each in descents]
+    chosen, chances = np.empty(len(descents), np.int64), np.zeros(len(descents))
+    chains, vocab_size = any(each.session.tree.chain for each in descents), rows.shape[1]
+    step_kernels.choose(
+        rows,
+        np.array([each.position for each in descents], np.int64),
+        choices_of([each.session.choice for each in descents]),
+        np.array([each.guess for each in descents], np.int64),
+        np.array([each.uniforms for each in descents], np.float64).reshape(-1, 2),
+        np.cumsum([len(each.token_ids) for each in drawn], dtype=np.int64),
+        np.array([token for each in drawn for token in each.token_ids], np.int64),
+        np.array([weight for each in drawn for weight in each.weights], np.float64),
+        working_space(vocab_size),
+        np.empty(vocab_size if chains else 0),
+        chosen,
+        chances,
+    )
+    return chosen, chances
+
+
+def _last_fate(num_guesses: int, has_rivals: bool) -> TokenFate:
+    if not num_guesses:
+        return TokenFate.PLAIN
+    return TokenFate.RECOVERED if has_rivals else TokenFate.BONUS
+
+
+def _unusable(session: TargetSession, rows: Logits) -> Exception:
+    """Says why there is nothing to choose at one of these rows."""
+    for largest in rows.max(axis=1).tolist():
+        try:
+            session.require_usable(largest)
+        except Exception as error:  # noqa: BLE001
+            return error
+    raise AssertionError("a token can be chosen at all of these rows")
