@@ -2,8 +2,7 @@
 
 Every step applies what was committed, expands the most promising nodes of all sessions at once, and pushes the new
 nodes. It never waits for a verdict: while a verifier checks one path, the tree grows where survival is highest. All
-state here is soft and can be rebuilt from committed tokens. It runs no model and reads no clock; the engine, and the
-planner in simulated time, run the same.
+state here is soft and can be rebuilt from committed tokens. It runs no model and reads no clock.
 """
 
 from __future__ import annotations

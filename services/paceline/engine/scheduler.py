@@ -1,7 +1,7 @@
 """The verifier's step as arithmetic: who has a place, which rows are computed, whether to wait, what drafters receive.
 
 `plan(now)` says what the next step computes; `commit` takes in what the target chose for one session, and `end_step`
-what the step took. It runs no model and reads no clock; the engine, and the planner in simulated time, run the same.
+what the step took. It runs no model and reads no clock.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ class TextCodec:
         self._added_ids = {spelling: token_id for token_id, spelling in self._added.items()}
         # By the few sets of special tokens that readers of answers need.
         self._showing: dict[tuple[str, ...] | None, Decodes] = {}
-        self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
+        decoder = tokenizer.decoder
+        # Of the decoder alone: all of a tokenizer with 150,000 tokens takes two thirds of a second.
+        self._spelling = _Spelling(None if decoder is None else json.loads(decoder.__getstate__()))
         self._decoder = _Decoder(tokenizer, self._spelling.bytes_of(vocab))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
@@ -207,7 +209,7 @@ class TextCodec:
             shown = {
                 token_id for token_id, spelled in self._special.items() if spellings is None or spelled in spellings
             }
-            self._showing[spellings] = _Showing(self._decoder, self._visible | shown) if shown else self
+            self._showing[spellings] = _Showing(self, self._decoder, shown) if shown else self
         return self._showing[spellings]
 
     def piece(self, token_id: int) -> str | None:
@@ -257,15 +259,15 @@ class _Showing:
     """Decodes tokens of which some are special and have the text that they are written as.
 
     Args:
-        visible: All tokens that have text.
+        shown: Special tokens that have text, beside all that are not special.
     """
 
-    def __init__(self, decoder: _Decoder, visible: frozenset[int]) -> None:
-        self._visible = visible
+    def __init__(self, codec: TextCodec, decoder: _Decoder, shown: set[int]) -> None:
+        self._codec, self._shown = codec, shown
         self.decode = decoder.decode
 
     def is_visible(self, token_id: int) -> bool:
-        return token_id in self._visible
+        return self._codec.is_visible(token_id) or token_id in self._shown
 
 
 def _rendered_marked(template: ChatTemplate, marked: MarkedChat) -> str:
