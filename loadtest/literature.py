@@ -11,6 +11,10 @@ the same fleet; for each chance:
 * tier: the drafter is a service of its own, and drafts while the target verifies
 * fixed k, fixed 16: chains of that length; controller: the fleet as it is by default
 
+A second table is of drafters that guess three wide, whose second guess is right in half of the rest: there the tier may
+have the branch ready that the text takes. A third shows where the time of a round of the tier goes, one wide at the
+first chance: median milliseconds of each piece, from the target's device back to it.
+
 Each figure is the mean of all rounds; spread is the largest difference between rounds of one way, over its mean. The
 bench is met when all texts are equal.
 """
@@ -28,20 +32,26 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.bench import Table, bench_parser, report, run
+from loadtest.bench import Table, bench_parser, report, run, show
 from loadtest.client import Completions
 from loadtest.fleet import bench_fleet
 from loadtest.paced import OFF, keep_busy
 from loadtest.streams import Ask, HttpDoor
+from loadtest.timed.marks import FOLDER
+from loadtest.timed.rounds import DRAFTER, VERIFIER, anatomy
+from paceline.cluster.local import LocalFleet
 
 TOKEN_MS, VERIFY_MS, DRAFT_MS = 7.0, 8.0, 0.5
 CHANCES, MOST_LENGTH = (0.9, 0.8, 0.7, 0.5, 0.3), 16
 PLACEMENTS = {"turns": {"placement": "verifier"}, "tier": {}}
 FIXED, CONTROLLER = "fixed", "controller"
-POLICIES: Mapping[str, Mapping[str, Any]] = {
-    FIXED: {"policy": "fixed", "num_speculative_tokens": MOST_LENGTH},
-    CONTROLLER: {},
+Policies = Mapping[str, Mapping[str, Any]]
+# By the guesses below a node.
+POLICIES: Mapping[int, Policies] = {
+    1: {FIXED: {"policy": "fixed", "num_speculative_tokens": MOST_LENGTH}, CONTROLLER: {}},
+    3: {CONTROLLER: {}},
 }
+TIMED = {"modules": {role: f"loadtest.timed.{role}" for role in (VERIFIER, DRAFTER)}}
 
 
 def main() -> None:
@@ -56,26 +66,32 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all rows; True when no way has changed a text."""
-    table, rows, texts = Table(), list[dict[str, Any]](), defaultdict[int, set[str]](set)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "literature.json"
-        path.write_text(json.dumps(profile()), encoding="utf-8")
-        with tqdm(total=len(arguments.chances) * len(PLACEMENTS) * len(POLICIES), unit="fleet") as bar:
+    rows, texts = list[dict[str, Any]](), defaultdict[int, set[str]](set)
+    num_fleets = len(arguments.chances) * len(PLACEMENTS) * sum(map(len, POLICIES.values()))
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=num_fleets + 1, unit="fleet") as bar:
+        for width, policies in POLICIES.items():
+            table, path = Table(), Path(folder) / f"{width}.json"
+            path.write_text(json.dumps(profile(width)), encoding="utf-8")
             for chance in arguments.chances:
                 bench = Bench(path, chance, arguments, texts)
                 speeds = {
-                    placement: await bench.measure_placement(settings, bar)
+                    placement: await bench.measure_placement(settings, policies, bar)
                     for placement, settings in PLACEMENTS.items()
                 }
-                rows.append(row_of(chance, speeds))
+                rows.append(row_of(width, chance, speeds))
                 table.add(rows[-1])
-    return report("literature", simulated=True, rows=rows, ok=all(len(each) == 1 for each in texts.values()))
+        pieces = await Bench(Path(folder) / "1.json", arguments.chances[0], arguments, texts).time_rounds(Path(folder))
+        bar.update()
+    show([pieces])
+    met = all(len(each) == 1 for each in texts.values())
+    return report("literature", simulated=True, rows=rows, round_ms=pieces, ok=met)
 
 
-def row_of(chance: float, speeds: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
-    """A row of the table.
+def row_of(width: int, chance: float, speeds: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
+    """A row of a table.
 
     Args:
+        width: Guesses below a node.
         chance: Acceptance.
         speeds: Speed-ups of each round, by placement and way.
     """
@@ -88,6 +104,7 @@ def row_of(chance: float, speeds: Mapping[str, Mapping[str, list[float]]]) -> di
         (max(rounds) - min(rounds)) / statistics.fmean(rounds) for ways in speeds.values() for rounds in ways.values()
     )
     return {
+        "wide": width,
         "acceptance": chance,
         "k": k,
         "formula": round(formula(chance, k), 2),
@@ -128,15 +145,24 @@ class Bench:
     ) -> None:
         self._path, self._chance, self._arguments, self._texts = path, chance, arguments, texts
 
-    async def measure_placement(self, placement: Mapping[str, Any], bar: tqdm[Any]) -> dict[str, list[float]]:
+    async def time_rounds(self, folder: Path) -> dict[str, float]:
+        """Returns the median milliseconds of each piece of a round."""
+        async with self._fleet({}, environ={FOLDER: str(folder)}, launcher=TIMED) as fleet:
+            await self._tokens_per_s(HttpDoor(fleet.gateway_url), None)
+        return anatomy(folder)
+
+    def _fleet(self, settings: Mapping[str, Any], **more: Any) -> LocalFleet:
+        config = json.dumps({"method": "draft_model", **settings})
+        return bench_fleet(simulate=str(self._path), acceptance=self._chance, speculative_config=config, **more)
+
+    async def measure_placement(
+        self, placement: Mapping[str, Any], policies: Policies, bar: tqdm[Any]
+    ) -> dict[str, list[float]]:
         """Returns the speed-ups of each round by way."""
         speeds: dict[str, list[float]] = {}
-        for policy, settings in POLICIES.items():
+        for policy, settings in policies.items():
             bar.set_postfix_str(f"acceptance {self._chance}, {policy}")
-            config = json.dumps({"method": "draft_model", **placement, **settings})
-            async with bench_fleet(
-                simulate=str(self._path), acceptance=self._chance, speculative_config=config
-            ) as fleet:
+            async with self._fleet({**placement, **settings}) as fleet:
                 door = HttpDoor(fleet.gateway_url)
                 speeds |= await (self._fixed(door) if policy == FIXED else self._controlled(door))
             bar.update()
@@ -176,12 +202,12 @@ class Bench:
         return Completions(completions).decode_tokens_per_s
 
 
-def profile() -> dict[str, Any]:
-    """The constants of the literature as a profile."""
+def profile(width: int) -> dict[str, Any]:
+    """The constants of the literature as a profile, for drafters that make so many guesses below a node."""
     device = {"name": "A100", "kv_tokens": 65536, "max_sessions": 8, "max_rows": 512}
     drafter = {
         "name": "A100", "rows": (1, 64), "seconds": (DRAFT_MS / 1e3, DRAFT_MS / 1e3), "kv_tokens": 65536,
-        "draft_width": 1, "draft_rows": 16, "draft_rows_per_session": 1,
+        "draft_width": width, "draft_rows_per_session": width,
     }  # fmt: skip
     # One row is a plain step; guesses beside it make it a verification.
     target = {**device, "rows": (1, 2, 64), "seconds": (TOKEN_MS / 1e3, VERIFY_MS / 1e3, VERIFY_MS / 1e3)}
