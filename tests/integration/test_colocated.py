@@ -41,13 +41,13 @@ STEP_S = 0.1
 
 def slowed(decoder, clock):
     """The target, whose steps take their time."""
-    forward = decoder.forward
+    launch = decoder.launch
 
-    def slow_forward(*arguments):
+    def slow_launch(*arguments):
         clock.now_s += STEP_S
-        return forward(*arguments)
+        return launch(*arguments)
 
-    decoder.forward = slow_forward
+    decoder.launch = slow_launch
     return decoder
 
 

@@ -39,6 +39,8 @@ from paceline.engine.draft_plan import DraftPlan
 from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafter import DraftEngine
+from paceline.engine.levels import draft_by_levels
+from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.engine.planned_step import StepPlan
 from paceline.engine.target import TargetEngine
@@ -115,6 +117,10 @@ class CountingDevice:
         logits = (GREEDY_SHARPNESS * np.log(shares)).astype(np.float32)
         logits[np.isin(positions, [*self.broken_at])] = np.nan
         return HostPending(logits)
+
+    def draft(self, batch: Batch, cache: EmptyCache, burst: Burst) -> Drafted:
+        states = cache.features if self.feature_width else None
+        return draft_by_levels(lambda rows, ranks: self.launch(rows, cache, ranks), batch, burst, states)
 
 
 class Policy(FixedGamma):
@@ -263,6 +269,7 @@ class Drafter:
     width: int = 1
     max_rows: int = 16
     max_rows_per_session: int = 4
+    max_levels: int = 1
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 16
     context_len: int = 4096
@@ -279,6 +286,7 @@ class Drafter:
             width=self.width,
             max_rows=self.max_rows,
             max_rows_per_session=self.max_rows_per_session,
+            max_levels=self.max_levels,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )

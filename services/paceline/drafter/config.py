@@ -47,10 +47,11 @@ class DrafterConfig(ModelServiceConfig):
         8, help="Children a node gets at most; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
     )
     draft_rows: int = setting(
-        16,
-        help="Most tree nodes expanded in one step, all sessions together.",
+        0,
+        help="Most tree nodes at which one step begins, all sessions together; 0: one for each session, and at least "
+        "16.",
         unit="nodes",
-        low=1,
+        low=0,
         high=4096,
     )
     draft_rows_per_session: int = setting(

@@ -18,7 +18,7 @@ from paceline.service.learned import Learned
 # Stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"
 _LINK = 0
-# What a draft step is taken to last before one was seen, and the weight of a new one.
+# What a level of guesses is taken to last before one was seen, and the weight of a new one.
 FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
 
 
@@ -36,7 +36,7 @@ class ColocatedEngine:
         self._target = target
         self._draft = draft
         self._clock = clock
-        self._draft_step = MovingAverage(FIRST_DRAFT_S, SMOOTHING)
+        self._draft_level = MovingAverage(FIRST_DRAFT_S, SMOOTHING)
         self._begun = False
         target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
 
@@ -86,11 +86,11 @@ class ColocatedEngine:
             self._draft.handle(VerifierMessages(link=_LINK, messages=messages))
 
     def _draft_while_it_pays(self) -> None:
-        while self._draft.has_work() and self._target.drafts_pay(self._draft_step.value):
+        while self._draft.has_work() and self._target.drafts_pay(self._draft_level.value):
             self._draft_once()
 
     def _draft_once(self) -> None:
-        started_s = self._clock()
-        for messages in self._draft.step().to_verifiers.values():
+        started_s, output = self._clock(), self._draft.step()
+        for messages in output.to_verifiers.values():
             self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
-        self._draft_step.add(self._clock() - started_s)
+        self._draft_level.add((self._clock() - started_s) / output.report.num_levels)

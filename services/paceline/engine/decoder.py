@@ -14,7 +14,8 @@ from paceline.engine.backends.interface import Backend, Layers
 from paceline.engine.batch import Batch
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.model import Pending
+from paceline.engine.levels import draft_by_levels
+from paceline.engine.model import Burst, Drafted, Pending
 from paceline.engine.pending import Ranks, Walks
 
 
@@ -72,6 +73,11 @@ class Decoder:
     def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
         """Starts a step; see `paceline.engine.model.Model`."""
         return self.backend.launch(batch, cache, self.states, wanted)
+
+    def draft(self, batch: Batch, cache: KVCache, burst: Burst) -> Drafted:
+        """Runs a burst; see `paceline.engine.model.Model`."""
+        states = cache.features if self.feature_width else None
+        return draft_by_levels(lambda rows, ranks: self.launch(rows, cache, ranks), batch, burst, states)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from paceline.engine.draft_session import DraftSession
 from paceline.forest import Calls, Ints
+
+# Committed tokens that a session may lack after a round; who lacks more is behind.
+MOST_FRESH = 16
+
+_ONE_LEVEL = np.empty((0, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +80,26 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One step."""
+    """One step.
+
+    Attributes:
+        kv: int32 `[levels - 1, starts]`, scratch slots for the best guess of each further level that is drafted below
+            those that `catching_up` expands and those that are `growing`; NONE: the level is its last one.
+    """
 
     catching_up: list[CatchingUp] = field(default_factory=list)
     growing: Growing | tuple[()] = ()
+    kv: Ints = field(default_factory=lambda: _ONE_LEVEL)
+
+    @property
+    def reads(self) -> bool:
+        """Whether more than what a round commits is computed."""
+        return any(each.stop - each.start > MOST_FRESH for each in self.catching_up)
+
+    @property
+    def num_levels(self) -> int:
+        """Steps of the model, one after the other."""
+        return 1 + len(self.kv)
 
     @property
     def num_rows(self) -> int:

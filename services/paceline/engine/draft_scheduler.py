@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
+
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
+from paceline.core.goodput import MovingAverage
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -24,9 +27,10 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.engine.draft_plan import CatchingUp, DraftPlan
+from paceline.engine.draft_plan import CatchingUp, DraftPlan, Growing
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens, Messages
+from paceline.forest import ROOT, Calls, Floats, Ints, rows_of
 
 # A verifier's stream, and the number of a session there.
 Key = tuple[int, int]
@@ -34,6 +38,13 @@ Key = tuple[int, int]
 # Only sessions without a commit for this time give up their pages to others; more active ones would take them back at
 # once.
 QUIET_S = 1.0
+# Fewest nodes of all sessions at which a step may begin.
+LEAST_ROWS = 16
+# Before they are seen: seconds of a level of guesses, and such a level's share of the time between two commits.
+FIRST_LEVEL_S, FIRST_COST = 0.001, 1 / 16
+LEAST_COST = 1e-3
+# Where several verifiers are served, one call takes at most this share of the time between two commits of one.
+SHARE_OF_OTHERS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +71,61 @@ class DraftLimits:
 
     Attributes:
         width: Children a node gets at most; 1 grows chains.
-        max_rows: Most tree nodes expanded in one step.
+        max_rows: Most tree nodes at which one step begins; 0: as many as there are sessions, and at least 16.
         max_rows_per_session: Most of these for one session; the next step chooses better.
+        max_levels: Most levels of guesses that one step drafts below them.
         max_num_batched_tokens: Most rows of a step, catching up included.
         max_num_seqs: Most sessions; more are left to decode without drafts.
     """
 
     width: int = 8
-    max_rows: int = 16
+    max_rows: int = 0
     max_rows_per_session: int = 4
+    max_levels: int = 16
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 256
+
+
+class DraftPace:
+    """What a level of guesses takes, and how often each verifier commits."""
+
+    def __init__(self) -> None:
+        self._level = MovingAverage(FIRST_LEVEL_S)
+        # By their streams: seconds between commits, and when the last one came.
+        self._rounds: dict[int, MovingAverage] = {}
+        self._committed_s: dict[int, float] = {}
+
+    @property
+    def num_verifiers(self) -> int:
+        """Those that commit."""
+        return len(self._rounds)
+
+    def took(self, seconds: float, num_levels: int) -> None:
+        """Takes in the time of a step."""
+        self._level.add(seconds / num_levels)
+
+    def committed(self, link: int, now_s: float) -> None:
+        """A verifier has committed; after a pause that says nothing of its rounds."""
+        before_s = self._committed_s.get(link)
+        self._committed_s[link] = now_s
+        if before_s is not None and now_s - before_s < QUIET_S:
+            self._rounds.setdefault(link, MovingAverage(now_s - before_s)).add(now_s - before_s)
+
+    def forget(self, link: int) -> None:
+        """A verifier has left."""
+        self._rounds.pop(link, None)
+        self._committed_s.pop(link, None)
+        if not self._rounds:
+            # The steps of a warm-up compile.
+            self._level = MovingAverage(FIRST_LEVEL_S)
+
+    def costs(self, links: Sequence[int]) -> Floats:
+        """Time of a level as a share of that between two commits of verifiers, float64 `[links]`."""
+        rounds_s = [
+            self._rounds[link].value if link in self._rounds else self._level.value / FIRST_COST for link in links
+        ]
+        shares: Floats = np.clip(self._level.value / np.maximum(rounds_s, 1e-9), LEAST_COST, 1.0)
+        return shares
 
 
 class DraftScheduler:
@@ -109,6 +164,8 @@ class DraftScheduler:
         # Commits that the trees do not know yet, and who catches up in the step under way.
         self._commits: list[FreshTokens] = []
         self._computing: list[DraftSession] = []
+        self._pace = DraftPace()
+        self._planned_s = 0.0
 
     @property
     def num_sessions(self) -> int:
@@ -132,6 +189,8 @@ class DraftScheduler:
             case VerifierLeft():
                 self._drop_link(event.link)
             case VerifierMessages():
+                if any(isinstance(message, Commits) for message in event.messages):
+                    self._pace.committed(event.link, now_s)
                 try:
                     for message in event.messages:
                         self._receive(event.link, message, now_s)
@@ -145,6 +204,7 @@ class DraftScheduler:
             self._close(key)
         self._refused = {key for key in self._refused if key[0] != link}
         self._outgoing.pop(link, None)
+        self._pace.forget(link)
 
     def _close(self, key: Key) -> None:
         """Frees a session; those that waited for its place may try again."""
@@ -251,11 +311,27 @@ class DraftScheduler:
 
     def plan(self, now_s: float) -> DraftPlan:
         """What the next step computes; nothing while messages wait that a verifier may be waiting for."""
+        self._planned_s = now_s
         if self._outgoing:
             return DraftPlan()
-        catching_up = self._plan_catching_up(now_s)
-        limits = self._limits
-        return DraftPlan(catching_up, self.trees.plan(most=limits.max_rows, most_each=limits.max_rows_per_session))
+        limits, catching_up = self._limits, self._plan_catching_up(now_s)
+        most = limits.max_rows or max(LEAST_ROWS, self.num_sessions)
+        growing = self.trees.plan(most=most, most_each=limits.max_rows_per_session)
+        return DraftPlan(catching_up, growing, self._plan_levels(catching_up, growing))
+
+    def _plan_levels(self, catching_up: Sequence[CatchingUp], growing: Growing | tuple[()]) -> Ints:
+        roots = [each.session for each in catching_up if each.expands]
+        rows, slots = rows_of(each.row for each in roots), np.full(len(roots), ROOT, np.int32)
+        links = [each.link for each in roots]
+        if growing:
+            rows, slots = np.concatenate((rows, growing.calls.rows)), np.concatenate((slots, growing.calls.slots))
+            links += [growing.sessions[row].link for row in growing.calls.rows.tolist()]
+        costs = self._pace.costs(links)
+        most = self._limits.max_levels
+        if self._pace.num_verifiers > 1:
+            # Other verifiers' commits wait for the end of this one's drafts.
+            most = max(1, min(most, int(SHARE_OF_OTHERS / costs.max(initial=LEAST_COST))))
+        return self.trees.plan_levels(Calls(rows, slots), most=most, costs=costs)
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp]:
         """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
@@ -301,8 +377,10 @@ class DraftScheduler:
         self.trees.clear(session)
         self.trees.place(session)
 
-    def end_step(self) -> None:
+    def end_step(self, plan: DraftPlan, now_s: float) -> None:
         """The step is over: collects the nodes that are due."""
+        if plan.num_rows and not plan.reads:
+            self._pace.took(now_s - self._planned_s, plan.num_levels)
         computing, self._computing = self._computing, []
         for session in computing:
             session.settle()

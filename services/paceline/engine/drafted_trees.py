@@ -14,7 +14,7 @@ from paceline.core.pages import SlotPool
 from paceline.core.params import DRAFT_MODEL
 from paceline.engine.draft_plan import Growing
 from paceline.engine.draft_session import DraftSession, Offer
-from paceline.forest import NONE, ROOT, Forest, Ints, rows_of
+from paceline.forest import NONE, ROOT, Calls, Floats, Forest, Ints, rows_of
 
 # What goes to verifiers, by their streams.
 Messages = list[tuple[int, Drafts]]
@@ -136,6 +136,27 @@ class DraftedTrees:
         self.forest.set_kv(calls, rows_of(self._scratch.take_many(len(calls.rows))))
         return Growing(self._sessions, calls, *self.forest.trace(*calls))
 
+    def plan_levels(self, starts: Calls, *, most: int, costs: Floats) -> Ints:
+        """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.
+
+        Args:
+            starts: Those whose children a step computes.
+            most: Of levels.
+            costs: float64 `[starts]`, see `Forest.levels`.
+        """
+        counts = self.forest.levels(*starts, most=most, costs=costs, context_len=self._context_len)
+        counts[[not self._sessions[row].by_logits for row in starts.rows.tolist()]] = 1
+        counts = np.minimum(counts, 1 + self._scratch.num_free // max(1, len(counts)))
+        kv = np.full((int(counts.max(initial=1)) - 1, len(counts)), NONE, np.int32)
+        taken = np.arange(len(kv))[:, None] < counts - 1
+        kv[taken] = self._scratch.take_many(int(taken.sum()))
+        return kv
+
+    def grow_levels(self, starts: Calls, token_ids: Ints, confidences: Floats, kv: Ints) -> None:
+        """Hangs levels of guesses below what a step has computed; see `Forest.grow`."""
+        self.forest.grow(*starts, token_ids, confidences, kv)
+        self._scratch.give_back(*kv[kv != NONE].tolist())
+
     def grow(self, offers: Sequence[Offer]) -> None:
         """Hangs guesses that are worth it below what a step has computed, and keeps the others back."""
         if not offers:
@@ -149,8 +170,8 @@ class DraftedTrees:
         self.forest.grow(
             rows_of(offer.session.row for offer in offers),
             rows_of(offer.slot for offer in offers),
-            np.array([_padded(offer.token_ids, width, NONE) for offer in offers], np.int32).reshape(-1, width),
-            np.array([_padded(offer.confidences, width, 0.0) for offer in offers]).reshape(-1, width),
+            np.array([_padded(offer.token_ids, width, NONE) for offer in offers], np.int32).reshape(1, -1, width),
+            np.array([_padded(offer.confidences, width, 0.0) for offer in offers]).reshape(1, -1, width),
         )
 
     def push(self, rows: Ints | None = None, *, at_once: bool = False) -> Messages:

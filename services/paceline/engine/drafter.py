@@ -21,11 +21,11 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_plan import DraftPlan, Expansion
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
-from paceline.engine.model import Model, Pending
+from paceline.engine.model import Burst, DraftModel, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
-from paceline.engine.pending import HostPending, Rankings, Ranks, choices_of
+from paceline.engine.pending import HostPending, Ranks, choices_of
 from paceline.engine.sampler import Logits
-from paceline.forest import ROOT, rows_of, warm_up
+from paceline.forest import NONE, ROOT, Calls, Floats, Ints, rows_of, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class DraftReport:
 
     seconds: float = 0.0
     num_rows: int = 0
+    num_levels: int = 1
     num_nodes: int = 0
     num_sessions: int = 0
     lag_tokens: int = 0
@@ -74,7 +75,7 @@ class DraftEngine:
     def __init__(
         self,
         *,
-        decoder: Model,
+        decoder: DraftModel,
         identity: ModelIdentity,
         num_blocks: int,
         limits: DraftLimits,
@@ -146,8 +147,8 @@ class DraftEngine:
         plan = self.scheduler.plan(started_s)
         if plan.num_rows:
             self._run(plan)
-        self.scheduler.end_step()
-        report.num_rows = plan.num_rows
+        self.scheduler.end_step(plan, self._clock())
+        report.num_rows, report.num_levels = plan.num_rows, plan.num_levels
         return self._output(report, started_s)
 
     def _run(self, plan: DraftPlan) -> None:
@@ -165,12 +166,13 @@ class DraftEngine:
             rows = builder.add_nodes([_row_of(each) for each in growing], self._features_of(growing))
             grown = zip(growing, rows, strict=True)
             computed += [_Computed(each.session, each.slot, each.path, row) for each, row in grown]
-        ranked = [each for each in computed if each.session.by_logits]
-        ranks = _ranks_of(ranked)
-        pending = self._decoder.launch(builder.build(), self._cache, ranks)
-        lost = self._grow_ranked(ranked, pending.rank(*ranks)) if ranked else set()
+        places = [place for place, each in enumerate(computed) if each.session.by_logits]
+        ranked, kv = [computed[place] for place in places], np.ascontiguousarray(plan.kv[:, places])
+        burst = Burst(_ranks_of(ranked), kv, self._limits.width)
+        drafted = self._decoder.draft(builder.build(), self._cache, burst)
+        lost = self._grow_ranked(ranked, drafted.token_ids, drafted.confidences, kv)
         if others := [each for each in computed if not each.session.by_logits]:
-            lost |= self._grow_others(others, pending)
+            lost |= self._grow_others(others, drafted.pending)
         for session in lost:
             logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
             self.scheduler.give_up(session)
@@ -190,7 +192,10 @@ class DraftEngine:
             each.session.change(row, each.path)
         changed = [each._replace(row=row) for row, each in enumerate(computed)]
         ranked = [each for each in changed if not each.session.chain]
-        lost = self._grow_ranked(ranked, HostPending(rows).rank(*_ranks_of(ranked)))
+        guesses = HostPending(rows).rank(*_ranks_of(ranked))
+        # One level each.
+        token_ids, confidences = (np.ascontiguousarray(each[None, :, : self._limits.width]) for each in guesses[:2])
+        lost = self._grow_ranked(ranked, token_ids, confidences, np.empty((0, len(ranked)), np.int32))
         return lost | self._grow_drawn([each for each in changed if each.session.chain], rows)
 
     def _grow_drawn(self, computed: Sequence[_Computed], rows: Logits) -> set[DraftSession]:
@@ -207,16 +212,17 @@ class DraftEngine:
         trees.grow([offer for offer in offers if offer.session not in lost])
         return lost
 
-    def _grow_ranked(self, computed: Sequence[_Computed], guesses: Rankings) -> set[DraftSession]:
-        """Hangs the best guesses below each node; returns sessions whose logits are unusable."""
-        lost = {computed[place].session for place in np.flatnonzero(~guesses.usable).tolist()}
-        kept = np.array([each.session not in lost for each in computed], np.bool_)
-        self.scheduler.trees.forest.grow(
-            rows_of(each.session.row for each in computed)[kept],
-            rows_of(each.slot for each in computed)[kept],
-            guesses.token_ids[kept, : self._limits.width],
-            guesses.confidences[kept, : self._limits.width],
-        )
+    def _grow_ranked(
+        self, computed: Sequence[_Computed], token_ids: Ints, confidences: Floats, kv: Ints
+    ) -> set[DraftSession]:
+        """Hangs levels of the best guesses below each node; returns sessions whose logits are unusable."""
+        if not computed:
+            return set()
+        lost = {computed[place].session for place in np.flatnonzero(token_ids[0, :, 0] < 0).tolist()}
+        # Nothing is hung below the other nodes of one that is lost, either.
+        token_ids[:, [each.session in lost for each in computed]] = NONE
+        starts = Calls(rows_of(each.session.row for each in computed), rows_of(each.slot for each in computed))
+        self.scheduler.trees.grow_levels(starts, token_ids, confidences, kv)
         return lost
 
     def _output(self, report: DraftReport, started_s: float) -> DraftOutput:

@@ -6,7 +6,7 @@ A `Decoder` is one; so is a simulated device, which needs no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from paceline.core.features import Features
 from paceline.engine.batch import Batch
 from paceline.engine.pending import Longs, Rankings, Ranks, Walked, Walks
 from paceline.engine.sampler import Logits
+from paceline.forest import Floats, Ints
 
 
 class Cache(Protocol):
@@ -48,6 +49,35 @@ class Pending(Protocol):
         ...
 
 
+class Burst(NamedTuple):
+    """Levels of guesses below some rows of a batch, each below the best of the level before.
+
+    Attributes:
+        ranks: The rows, and how sessions choose.
+        kv: int32 `[levels - 1, rows]`, where KV of the best guess of each level but the last goes; NONE: the level is
+            the row's last one.
+        width: Guesses at each.
+    """
+
+    ranks: Ranks
+    kv: Ints
+    width: int
+
+
+class Drafted(NamedTuple):
+    """What came of a burst.
+
+    Attributes:
+        pending: The step of the batch itself, for rows that are not in the burst.
+        token_ids: int32 `[levels, rows, width]`, best first; below 0: none.
+        confidences: float64 `[levels, rows, width]`, how sure they are.
+    """
+
+    pending: Pending
+    token_ids: Ints
+    confidences: Floats
+
+
 class Model(Protocol):
     """A model that computes steps; see `paceline.engine.decoder.Decoder`."""
 
@@ -76,4 +106,12 @@ class Model(Protocol):
 
     def rows_computed(self, rows: int) -> int:
         """Rows that a step of `rows` rows computes."""
+        ...
+
+
+class DraftModel(Model, Protocol):
+    """A model that drafts."""
+
+    def draft(self, batch: Batch, cache: Any, burst: Burst) -> Drafted:
+        """Computes a batch, and goes on from some of its rows by itself, a level after the other."""
         ...

@@ -24,6 +24,11 @@ AHEAD = 0.1
 MOST_HELD = 3
 # More nodes ahead than any verifier uses; a peer that asks for more does not get it.
 MAX_ROOM = 256
+# Weight of a new observation of how sure the best guess below a node is.
+SHARE_WEIGHT = 0.1
+# What is drafted ahead takes at most this share of the time between two commits in one call, since a commit that comes
+# meanwhile waits for its end.
+AHEAD_SHARE = 0.125
 
 
 @kernel
@@ -53,20 +58,73 @@ def name_worthy(tree: Any, nodes: Any) -> None:
 
 
 @kernel
-def grow(f: Arrays, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats) -> None:
-    """Hangs guesses below computed nodes, `[nodes, width]`, best first, tokens below 0: none; names what is worth it.
+def grow(f: Arrays, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats, kv: Ints) -> None:
+    """Hangs guesses below computed nodes, `[levels, nodes, width]`, and names what is worth it; see `Forest.grow`.
 
     Below a node of a chain that has a child nothing is added: its guess is drawn only once.
     """
     for index in range(len(rows)):
         row, parent = rows[index], parents[index]
         tree, nodes, judge = f.trees[row], f.nodes[row], f.judges[row, 0]
-        if not (tree.chain and has_child(nodes, tree.count, parent)):
-            for rank in range(tokens.shape[1]):
-                token, confidence = tokens[index, rank], confidences[index, rank]
-                if token < 0 or add_one(tree, nodes, judge, f.calibrations, parent, token, confidence, 0) == FULL:
+        for level in range(len(tokens)):
+            if tokens[level, index, 0] < 0 or (tree.chain and has_child(nodes, tree.count, parent)):
+                break
+            tree.share += SHARE_WEIGHT * (confidences[level, index, 0] - tree.share)
+            best = NONE
+            for rank in range(tokens.shape[2]):
+                token, confidence = tokens[level, index, rank], confidences[level, index, rank]
+                slot = FULL
+                if token >= 0:
+                    slot = add_one(tree, nodes, judge, f.calibrations, parent, token, confidence, 0)
+                if slot == FULL:
                     break
-        name_worthy(tree, nodes)
+                if rank == 0:
+                    best = slot
+            name_worthy(tree, nodes)
+            # The best one was the row of the next level; below what is kept back nothing is hung.
+            if best == NONE or level == len(kv) or tokens[level + 1, index, 0] < 0 or not nodes[best].id:
+                break
+            if nodes[best].kv == NONE:
+                nodes[best].kv, kv[level, index] = kv[level, index], NONE
+            parent = best
+
+
+@kernel
+def levels(f: Arrays, rows: Ints, slots: Ints, most: int, costs: Floats, context_len: int, counts: Ints) -> None:
+    """How many levels of guesses below nodes one call drafts, each below the best of the level before.
+
+    While a verifier waits, as many as a step of it gains by; what is drafted ahead delays the next commit but little.
+
+    Args:
+        rows: int32 `[nodes]`.
+        slots: int32 `[nodes]`, or ROOT.
+        most: Of levels.
+        costs: float64 `[nodes]`, time of a level as a share of that between two commits.
+        counts: int32 `[nodes]`, filled, at least 1.
+    """
+    for index in range(len(rows)):
+        tree, nodes, slot = f.trees[rows[index]], f.nodes[rows[index]], slots[index]
+        survival, position, expected = 1.0, tree.committed_len - 1, 1.0
+        if slot != ROOT:
+            survival, position = math.exp(nodes[slot].weight), nodes[slot].position
+        least = max(tree.price, 0.0)
+        cost = costs[index]
+        cap = min(most, context_len - 1 - position, tree.room - tree.named)
+        if tree.held:
+            # Its verifier has what it waited for.
+            cap, cost, least = min(cap, int(AHEAD_SHARE / cost)), 0.0, AHEAD * tree.price
+        else:
+            for each in range(tree.count):
+                if nodes[each].id:
+                    expected += math.exp(nodes[each].weight)
+        count = 0
+        while count < cap:
+            survival *= tree.share
+            if survival < least or survival < expected * cost:
+                break
+            expected += survival
+            count += 1
+        counts[index] = max(1, count)
 
 
 @kernel

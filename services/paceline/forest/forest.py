@@ -19,6 +19,7 @@ import numpy as np
 from paceline.forest import choosing, committing, drafting, growing
 from paceline.forest.calibrating import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
 from paceline.forest.columns import Calls, Committed, Gathered, Merged, Picked, Pushed
+from paceline.forest.linking import CHILD_SHARE
 from paceline.forest.links import Links
 from paceline.forest.records import (
     CALIBRATION,
@@ -46,6 +47,7 @@ FIRST_ROWS, FIRST_CALIBRATIONS = 8, 8
 UNLEARNED = (1.0, 0.0, SLOPE_VARIANCE, INTERCEPT_VARIANCE, 0.0)
 
 _NO_CHANCES = np.empty(0)
+_ONE_LEVEL = np.empty((0, 0), np.int32)
 
 
 class Forest:
@@ -112,7 +114,7 @@ class Forest:
         tree["committed_len"], tree["next_id"], tree["push_at"], tree["held"] = len(tokens), 1, 1, 0
         tree["chain"], tree["keeps_kv"] = chain, keeps_kv
         tree["ready"] = tree["lags"] = False
-        tree["price"], tree["room"] = price, min(room, drafting.MAX_ROOM)
+        tree["price"], tree["room"], tree["share"] = price, min(room, drafting.MAX_ROOM), CHILD_SHARE
         tree["offered"] = 0
         self.clear(row)
         self.arrays.names[row] = np.zeros((), NAME)
@@ -337,16 +339,33 @@ class Forest:
         order = np.argsort(-weights[:total], kind="stable")[:most]
         return Calls(found.rows[order], found.slots[order])
 
-    def grow(self, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats) -> None:
+    def levels(self, rows: Ints, slots: Ints, *, most: int, costs: Floats, context_len: int) -> Ints:
+        """How many levels of guesses one call drafts below nodes, `[nodes]`, each below the best of the one before.
+
+        Args:
+            rows: int32 `[nodes]`.
+            slots: int32 `[nodes]`, or ROOT.
+            most: Of levels.
+            costs: float64 `[nodes]`, time of a level as a share of that between two commits.
+            context_len: As in `frontier`.
+        """
+        counts = np.empty(len(rows), np.int32)
+        drafting.levels(self.arrays, rows, slots, most, costs, context_len, counts)
+        return counts
+
+    def grow(self, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats, kv: Ints = _ONE_LEVEL) -> None:
         """Hangs guesses below nodes or roots that were computed, and keeps back what is worth too little now.
 
         Args:
             rows: int32 `[nodes]`.
             parents: int32 `[nodes]`, slots or ROOT.
-            tokens: int32 `[nodes, width]`, best first, below 0 behind the last.
-            confidences: float64 `[nodes, width]`.
+            tokens: int32 `[levels, nodes, width]`, best first, below 0 behind the last; those of a level hang below
+                the best of the level before.
+            confidences: float64 `[levels, nodes, width]`.
+            kv: int32 `[levels - 1, nodes]`, rows of KV of the best of each level but the last; NONE where it has taken
+                them.
         """
-        drafting.grow(self.arrays, rows, parents, tokens, confidences)
+        drafting.grow(self.arrays, rows, parents, tokens, confidences, kv)
 
     def reprice(self, rows: Ints, prices: Floats, rooms: Ints) -> None:
         """Prices and rooms that came with commits; what has become worth it is pushed soon."""

@@ -59,6 +59,8 @@ TREE = np.dtype(
         ("offered", "i4"),
         # Least survival worth drafting for; 1: none is.
         ("price", "f8"),
+        # How sure a drafter's best guess below a node usually is here.
+        ("share", "f8"),
     ],
     align=True,
 )

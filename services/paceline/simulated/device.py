@@ -17,6 +17,8 @@ from paceline.core.calibration import GREEDY_SHARPNESS, NUM_RANKED
 from paceline.core.features import Features
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
+from paceline.engine.levels import draft_by_levels
+from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.simulated.guesses import RecordedGuesses
 from paceline.simulated.profile import DeviceFacts
@@ -127,9 +129,9 @@ class Pace:
         """Whether drafters work during the steps that follow."""
         self._factor = 1.0 + self._overhead * work
 
-    def keep(self, started_s: float, batch: Batch) -> None:
-        """Returns when a step that began at `started_s` is over."""
-        left_s = started_s + self.seconds(batch) - self._clock()
+    def keep(self, started_s: float, *batches: Batch) -> None:
+        """Returns when steps that began at `started_s`, one after the other, are over."""
+        left_s = started_s + sum(map(self.seconds, batches)) - self._clock()
         if left_s > 0:
             self._sleep(left_s)
 
@@ -234,6 +236,19 @@ class SimulatedDraft:
         logits = self._guesses(cache.write(batch)[batch.logit_rows])
         self._pace.keep(started_s, batch)
         return HostPending(logits)
+
+    def draft(self, batch: Batch, cache: DigestCache, burst: Burst) -> Drafted:
+        """Takes the time of all levels at once."""
+        started_s, computed = self._pace.now_s(), list[Batch]()
+
+        def launch(rows: Batch, wanted: Ranks) -> HostPending:
+            del wanted
+            computed.append(rows)
+            return HostPending(self._guesses(cache.write(rows)[rows.logit_rows]))
+
+        drafted = draft_by_levels(launch, batch, burst)
+        self._pace.keep(started_s, *computed)
+        return drafted
 
     def _guesses(self, digests: Digests) -> Logits:
         table, width = self._table, self._table.logits.shape[1]

@@ -69,7 +69,7 @@ class DrafterFacts(DeviceFacts):
     """A draft model on its device, and how it drafts."""
 
     draft_width: int = setting(3, help="As `paceline drafter --draft-width`.", low=1)
-    draft_rows: int = setting(16, help="As `paceline drafter --draft-rows`.", low=1)
+    draft_rows: int = setting(0, help="As `paceline drafter --draft-rows`.", low=0)
     draft_rows_per_session: int = setting(4, help="As `paceline drafter --draft-rows-per-session`.", low=1)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -87,6 +89,94 @@ def test_no_session_has_more_rows_of_a_step_than_its_share() -> None:
     drafter = Drafter(width=2, max_rows=16, max_rows_per_session=3)
     drafter.open("s", room=100)
     assert [len(drafter.step().growing) for _ in range(4)] == [0, 2, 3, 3]
+
+
+# Levels
+
+
+def rounds(loop: Drafter, *, seconds: float, level_s: float, links: Sequence[int] = (1,)) -> None:
+    """Verifiers commit a token that was not guessed in turn, so often that the drafter knows their pace by now."""
+    for link in links:
+        loop.open("s", room=64, link=link)
+    for _ in range(30):
+        for link in links:
+            begun_s = loop.clock.now_s
+            loop.commit("s", WRONG, room=64, link=link)
+            loop.step(level_s)
+            loop.clock.now_s = begun_s + seconds / len(links)
+
+
+def test_a_verifier_that_waits_gets_the_guesses_that_pay_in_one_message() -> None:
+    loop = Drafter(max_levels=16)
+    rounds(loop, seconds=0.1, level_s=0.001)
+    loop.said.clear()
+    loop.commit("s", WRONG, room=64)
+    assert loop.step(0.001).num_levels == 16
+    (message,) = loop.said[1]
+    assert message.num_nodes == 16
+    assert loop.guessed("s") == text(len(loop.session("s").tokens), 16)
+
+
+@pytest.mark.parametrize(("share_of_round", "levels"), [(1 / 200, 16), (1 / 20, 7), (1 / 5, 3), (1.0, 1)])
+def test_the_more_a_level_takes_of_a_round_the_fewer_a_verifier_waits_for(share_of_round: float, levels: int) -> None:
+    loop = Drafter(max_levels=16, sure=lambda _: 0.8)
+    rounds(loop, seconds=0.2, level_s=0.2 * share_of_round)
+    loop.commit("s", WRONG, room=64)
+    assert loop.step(0.0).num_levels == levels
+
+
+def test_what_is_drafted_ahead_lasts_a_small_part_of_a_round() -> None:
+    loop = Drafter(max_levels=16)
+    rounds(loop, seconds=0.032, level_s=0.002)
+    loop.commit("s", WRONG, room=64)
+    asked, *ahead = (loop.step(0.002).num_levels for _ in range(5))
+    assert asked > 4
+    assert set(ahead) == {2}, "an eighth of 32 ms are two levels of 2 ms"
+
+
+def test_a_price_bounds_the_levels() -> None:
+    loop = Drafter(max_levels=16, sure=lambda _: 0.5)
+    loop.open("s", room=64, price=0.2)
+    loop.scheduler.trees.forest.arrays.trees["share"][loop.session("s").row] = 0.5
+    assert loop.step(0.0).num_levels == 2, "a half to the third is not worth it"
+
+
+def test_where_several_verifiers_are_served_no_call_keeps_the_others_waiting_for_long() -> None:
+    loop = Drafter(max_levels=16)
+    rounds(loop, seconds=0.032, level_s=0.002, links=(1, 2))
+    loop.commit("s", WRONG, room=64)
+    assert loop.step(0.002).num_levels <= 4
+
+
+def test_levels_beyond_the_room_the_context_or_the_slots_are_not_drafted() -> None:
+    loop = Drafter(max_levels=16, context_len=12)
+    loop.open("s", prompt_len=5, room=64)
+    loop.run()
+    assert loop.guessed("s") == text(5, 7)
+    loop.commit("s", WRONG, room=3)
+    loop.run()
+    assert loop.guessed("s") == text(6, 3)
+    few = Drafter(max_levels=16, num_blocks=4)
+    few.open("s", room=64)
+    few.run()
+    assert few.scratch.num_free == 0
+    assert len(few.kv("s")) == few.scratch.num_used
+
+
+def test_a_session_that_is_served_alone_is_drafted_for_level_by_level() -> None:
+    loop = Drafter(max_levels=16)
+    loop.open("s", sampling=SamplingParams(max_tokens=50, temperature=0.0, presence_penalty=0.1))
+    assert loop.step().num_levels == 1
+    loop.run()
+    assert loop.guessed("s") == text(5, 4)
+
+
+def test_by_default_each_session_has_a_row_of_a_step() -> None:
+    loop = Drafter(max_rows=0, max_num_seqs=40, num_blocks=400)
+    for index in range(40):
+        loop.open(f"s{index}", room=20)
+    loop.step()
+    assert len(loop.step().growing) == 40
 
 
 # Commits

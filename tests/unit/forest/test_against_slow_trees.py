@@ -213,20 +213,35 @@ class Drafting:
         return self.rng.choice((0.0, 0.05, 0.3, 0.9, 1.0)), self.rng.choice((0, 4, 20, 200))
 
     def grow(self, nodes: list[SlowNode], slots: list[int]) -> None:
-        ranked = []
-        for _ in nodes:
-            left, found = 1.0, []
-            for token in self.rng.sample(range(5), self.rng.randint(1, 4)):
-                sure = left * self.rng.random()
-                left -= sure
-                found.append((token, sure))
-            ranked.append(sorted(found, key=lambda each: -each[1]))
-        tokens, confidences = np.full((len(nodes), 4), -1, np.int32), np.zeros((len(nodes), 4))
-        for place, (node, found) in enumerate(zip(nodes, ranked, strict=True)):
-            self.growth.offer(node, found)
-            tokens[place, : len(found)] = [token for token, _ in found]
-            confidences[place, : len(found)] = [sure for _, sure in found]
-        self.forest.grow(np.repeat(self.row, len(nodes)), rows_of(slots), tokens, confidences)
+        """Up to three levels below each node; what is kept back has nothing below it, and takes no row of KV."""
+        tokens, confidences = np.full((3, len(nodes), 4), -1, np.int32), np.zeros((3, len(nodes), 4))
+        kv, left = np.full((2, len(nodes)), -1, np.int32), []
+        for place, start in enumerate(nodes):
+            node: SlowNode | None = start
+            for level in range(3):
+                found = self._ranked()
+                tokens[level, place, : len(found)] = [token for token, _ in found]
+                confidences[level, place, : len(found)] = [sure for _, sure in found]
+                if node is not None:
+                    self.growth.offer(node, found)
+                    node = node.children.get(found[0][0])
+                if level == 2 or self.rng.random() < 0.4:
+                    break
+                kv[level, place] = next(self.kvs)
+                if node is None:
+                    left.append(kv[level, place])
+                else:
+                    node.kv = int(kv[level, place])
+        self.forest.grow(np.repeat(self.row, len(nodes)), rows_of(slots), tokens, confidences, kv)
+        assert sorted(kv[kv >= 0].tolist()) == left
+
+    def _ranked(self) -> list[tuple[int, float]]:
+        left, found = 1.0, []
+        for token in self.rng.sample(range(5), self.rng.randint(1, 4)):
+            sure = left * self.rng.random()
+            left -= sure
+            found.append((token, sure))
+        return sorted(found, key=lambda each: -each[1])
 
     def compute(self) -> None:
         """A draft step."""

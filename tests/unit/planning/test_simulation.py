@@ -181,7 +181,8 @@ def test_messages_take_their_time_to_a_drafter_and_back(monkeypatch: pytest.Monk
         prompt_len=3,
         sampling=SamplingParams(max_tokens=50),
         price=0.1,
-        room=8,
+        # For one guess, so that it is drafted in one step of the model.
+        room=1,
     )
     DrafterAtWork("drafter", facts, events, 0).send([opened], verifier)
     events.run(1.0)

@@ -53,7 +53,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, truth: DrawnGuesses
         ({"target__max_sessions": 2.5}, "target.max_sessions must be a whole number of at least 1, got '2.5'"),
         ({"target__rows": [4, 2]}, "target: step cost"),
         ({"target__speed": 3}, "target.speed is no setting; there are name, rows, seconds"),
-        ({"drafter__draft_rows": 0}, "drafter.draft_rows must be a whole number of at least 1, got '0'"),
+        ({"drafter__draft_rows": -1}, "drafter.draft_rows must be a whole number of at least 0, got '-1'"),
         ({"kind": "guessed"}, "kind must be one of measured, computed, got 'guessed'"),
         ({"link_s": -1}, "link_s must be a number of at least 0, got '-1'"),
         ({"most_nodes": 65}, "most_nodes must be a whole number from 0 to 64, got '65'"),
