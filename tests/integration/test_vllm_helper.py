@@ -66,7 +66,7 @@ def engines() -> Iterator[list[Engine]]:
     started: list[Engine] = []
     yield started
     for engine in started:
-        engine.proposer.close()
+        engine.proposer.client.close()
 
 
 async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines, tmp_path) -> None:
@@ -85,7 +85,7 @@ async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines,
         shown = await asyncio.to_thread(_metrics, metrics_socket(engine.instance_id, 0))
         assert "paceline:gamma_bucket" in shown
         assert 'paceline:draft_nodes_total{fate="accepted",source="draft_model"}' in shown
-        engine.proposer.close()
+        engine.proposer.client.close()
         # Its sessions end with its stream.
         await until(lambda: not host.num_sessions)
 
@@ -99,7 +99,7 @@ async def test_without_drafters_vllm_goes_on_and_they_are_found_when_they_come(t
     engines.append(engine)
     engine.batch.admit("a", [1, 2, 3])
     await asyncio.to_thread(engine.until, lambda _: len(engine.batch.texts["a"]) > 40)
-    assert not engine.proposer.failures
+    assert not engine.proposer.client.failures
     async with running_drafter(draft, port=port):
         await asyncio.to_thread(engine.until, all)
     end = len(engine.batch.texts["a"]) + 40

@@ -1,4 +1,4 @@
-"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --fd 5`.
+"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --fd 5 --board 6`.
 
 What it does stands in the environment variable `SCRIPTED_HELPER`.
 """
@@ -6,12 +6,15 @@ What it does stands in the environment variable `SCRIPTED_HELPER`.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 
+from paceline.forest import ROOT
+from paceline.vllm.board import BOARD_BYTES, BoardTree, TreeBoard
 from paceline.vllm.step_message import ChainsMessage, Frames, StepMessage, chains_bytes, step_from
 from tests.support.vllm_batch import HeldSessions
 
@@ -40,6 +43,36 @@ def answers(stream: socket.socket, delay_s: float = 0.0, first: int = 0) -> None
         time.sleep(delay_s)
         lasts = [held.tokens[row.session][-1] + first for row in step.rows]
         _tells(stream, step.step, *([last + guess for guess in range(1, NUM_GUESSES + 1)] for last in lasts))
+
+
+def shows_trees(stream: socket.socket, board: TreeBoard) -> None:
+    """The same guesses as `answers`, on the board; answers when it is asked nevertheless."""
+    held = HeldSessions()
+    for step in _steps(stream):
+        held.take(step.rows, step.closed)
+        texts = {row.session: held.tokens[row.session] for row in step.rows}
+        chains = [[text[-1] + guess for guess in range(1, NUM_GUESSES + 1)] for text in texts.values()]
+        _tells(stream, step.step, *(chains if step.awaited else ()))
+        for (session, text), chain in zip(texts.items(), chains, strict=True):
+            board.write(
+                session,
+                BoardTree(
+                    committed_len=len(text),
+                    least=0.1,
+                    price=0.1,
+                    child_share=0.5,
+                    wait_share=math.nan,
+                    weights=[-0.01 * (place + 1) for place in range(NUM_GUESSES)],
+                    token_ids=chain,
+                    parents=[ROOT, *range(NUM_GUESSES - 1)],
+                ),
+            )
+
+
+def scribbles(stream: socket.socket, board: TreeBoard) -> None:
+    """Answers, and fills the board with what is no tree."""
+    board._memory[:] = bytes([0xA5]) * BOARD_BYTES
+    answers(stream)
 
 
 def rests(stream: socket.socket) -> None:
@@ -113,15 +146,21 @@ SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
         dies,
     )
 }
+BOARD_SCRIPTS = {script.__name__: script for script in (shows_trees, scribbles)}
 
 
 def main() -> None:
     """Runs the script that the environment names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    stream = socket.socket(fileno=parser.parse_args().fd)
+    parser.add_argument("--board", type=int, required=True)
+    arguments = parser.parse_args()
+    stream, script = socket.socket(fileno=arguments.fd), os.environ[VARIABLE]
     try:
-        SCRIPTS[os.environ[VARIABLE]](stream)
+        if script in BOARD_SCRIPTS:
+            BOARD_SCRIPTS[script](stream, TreeBoard(arguments.board))
+        else:
+            SCRIPTS[script](stream)
     except (BrokenPipeError, ConnectionResetError):
         sys.exit(1)
 

@@ -3,9 +3,8 @@
 On a CPU the controller is right to let drafts be where they cost more than they bring, and a test would see none.
 """
 
-from paceline.vllm import proposer
+from paceline.vllm import Proposer, tier_client
 
-proposer.HELPER_MODULE = "tests.vllm.steady_helper"
-Proposer = proposer.Proposer
+tier_client.HELPER_MODULE = "tests.vllm.steady_helper"
 
 __all__ = ["Proposer"]

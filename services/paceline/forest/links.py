@@ -179,6 +179,14 @@ class Links:
             return np.full(len(rows), CHILD_SHARE)
         return np.where(drafters == NONE, CHILD_SHARE, self.arrays.drafters["child_share"][drafters])
 
+    def response_s(self, rows: Ints) -> Floats:
+        """Usual seconds from a commit to the first nodes that know it, `[sessions]`; NaN: none are to come."""
+        drafters = self.arrays.links["drafter"][rows]
+        if not len(self.arrays.drafters):
+            return np.full(len(rows), math.nan)
+        known = self.arrays.drafters[drafters]
+        return np.where((drafters == NONE) | (known["silent"] != 0), math.nan, known["response_s"])
+
     def prices(self, rows: Ints) -> Floats:
         """Least survival worth drafting for, `[sessions]`; 1: the drafter idles."""
         return np.asarray(self.arrays.links["price"][rows])

@@ -1,8 +1,8 @@
 """Which chains vLLM verifies next: sessions, drafters and the controller, as arithmetic.
 
 vLLM schedules, runs and judges; after every step it reports what each row has committed, and requests guesses. So a
-step here is `commit`, some waiting (`patience_s`), and `chains`. It reads no clock and sends nothing: its caller takes
-the messages for drafters by `take_outgoing`.
+step here is `commit`, some waiting (`patience_s`), and `chains`; or `take`, where the proposer has found them on the
+board. It reads no clock and sends nothing: its caller takes the messages for drafters by `take_outgoing`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
+
 from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
@@ -18,9 +20,10 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import NewTokens, commit
 from paceline.core.messages import ToDrafter
 from paceline.core.params import METHODS, TIER_METHODS
-from paceline.core.step_drafts import StepDrafts
+from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport, num_accepted_of
-from paceline.forest import Calls, Forest, Ints, rows_of, warm_up
+from paceline.forest import NONE, Calls, Forest, Gathered, Ints, rows_of, warm_up
+from paceline.vllm.board import MOST_NODES, BoardTree, TreeBoard
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
@@ -122,6 +125,8 @@ class ChainScheduler:
         roots, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
         tokens = sum(len(row.token_ids) for row in message.rows)
         counts = all(self._id(row.session) in decoding and row.base_len and not row.reads for row in message.rows)
+        # The proposer may have taken guesses from the board before it heard that drafting is over.
+        counts = counts and (self._policy.drafts or not guesses)
         seconds = self._clock.end(
             message.began_s, roots=roots, guesses=guesses, tokens=tokens, counts=counts and roots > 0
         )
@@ -146,6 +151,7 @@ class ChainScheduler:
         address = self._drafters.choose(methods)
         session = self._sessions[self._id(row.session)] = ChainSession(
             self._id(row.session),
+            row.session,
             row.token_ids,
             max_model_len=self._max_model_len,
             max_chain=self._max_chain,
@@ -224,19 +230,69 @@ class ChainScheduler:
         """Returns guesses for the next step, a list for each row; also decides which sessions are drafted for."""
         if not self._clock.knows:
             return [[] for _ in self._rows]
+        decoding, choice = self._decide()
+        self._verify(decoding, choice.counts, choice.taken)
+        return [session.verifies for session in self._rows]
+
+    def take(self, chains: Sequence[Sequence[int]]) -> None:
+        """The proposer has taken guesses from the board, a list for each row; else as `chains`."""
+        if not self._clock.knows:
+            return
+        decoding, _ = self._decide()
+        rows = _forest_rows(decoding)
+        told = [list(chain) for session, chain in zip(self._rows, chains, strict=True) if not session.reads]
+        picked = self._forest.best(rows, rows_of(map(len, told)), np.ones(len(rows), np.bool_))
+        counts = (picked.slots != NONE).sum(axis=1, dtype=np.int32)
+        self._verify(decoding, counts, self._forest.gather(rows, picked.slots, counts))
+        # As they were when it looked; the tree may have grown since.
+        for session, chain in zip(decoding, told, strict=True):
+            session.verifies = chain
+
+    def _decide(self) -> tuple[list[ChainSession], Choice]:
+        """Sessions that decode in the next step, and what it verifies of their guesses."""
         decoding = [session for session in self._rows if not session.reads]
         joining = [session for session in self._rows if session.reads]
         choice = self._drafts.choose(_forest_rows(decoding), _forest_rows(joining))
         self.report.price = self._policy.price
-        taken = choice.taken
+        return decoding, choice
+
+    def _verify(self, decoding: Sequence[ChainSession], counts: Ints, taken: Gathered) -> None:
         # vLLM may have asked before and verified nothing since.
         for session in decoding:
             self._forest.drop_kv(session.tree.row)
-        self._forest.set_kv(Calls(choice.rows, taken.slots), taken.positions)
+        self._forest.set_kv(Calls(_forest_rows(decoding).repeat(counts), taken.slots), taken.positions)
         tokens = iter(taken.tokens.tolist())
-        for session, count in zip(decoding, choice.counts.tolist(), strict=True):
+        for session, count in zip(decoding, counts.tolist(), strict=True):
             session.verifies = [*islice(tokens, count)]
-        return [session.verifies for session in self._rows]
+
+    def show(self, board: TreeBoard) -> None:
+        """Writes what sessions have at hand, as far as it has changed."""
+        if not self.drafts or not self._clock.knows:
+            return
+        decoding = [session for session in self._rows if not session.reads]
+        rows, links = _forest_rows(decoding), self._forest.links
+        shares, waits = links.child_shares(rows), links.response_s(rows) / self._drafts.step_s
+        terms = zip(links.prices(rows).tolist(), shares.tolist(), waits.tolist(), strict=True)
+        for session, (price, share, wait) in zip(decoding, terms, strict=True):
+            tree = self._forest.arrays.trees[session.tree.row]
+            version = int(tree["committed_len"]), int(tree["count"]), int(tree["offered"])
+            if version == session.shown:
+                continue
+            session.shown = version
+            nodes = self._forest.arrays.nodes[session.tree.row, : min(version[1], MOST_NODES)]
+            board.write(
+                session.number,
+                BoardTree(
+                    committed_len=version[0],
+                    least=self._policy.price,
+                    price=price,
+                    child_share=share,
+                    wait_share=wait,
+                    weights=nodes["weight"],
+                    token_ids=nodes["token"],
+                    parents=nodes["parent"],
+                ),
+            )
 
     def take_outgoing(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
         """Returns the messages for drafters, and the links to reset."""

@@ -20,6 +20,7 @@ class ChainSession:
 
     Args:
         session_id: Its name at drafters.
+        number: Its name at the proposer.
         token_ids: Its tokens so far.
         max_model_len: Most tokens, prompt and output.
         max_chain: Most guesses in a step.
@@ -32,11 +33,13 @@ class ChainSession:
     Attributes:
         verifies: The guesses that the step under way verifies.
         reads: Its prompt is being read.
+        shown: Version of the tree that stands on the board: committed tokens, nodes, guesses since the last commit.
     """
 
     def __init__(
         self,
         session_id: str,
+        number: int,
         token_ids: Sequence[int],
         *,
         max_model_len: int,
@@ -61,6 +64,8 @@ class ChainSession:
         self.tally = SpeculationTally()
         self.verifies: list[int] = []
         self.reads = False
+        self.number = number
+        self.shown = (0, 0, 0)
         self.methods = methods
         # Its end is not known, and vLLM verifies no trees.
         forest.links.bound(

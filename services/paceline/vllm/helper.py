@@ -1,7 +1,8 @@
 """The helper process of a proposer: drafters, sessions and controller, outside vLLM's process.
 
-`python -m paceline.vllm.helper --fd N`: N is its end of a socket pair, and its environment holds the job. It ends when
-the other end is closed, so it never outlives its vLLM. A failure in here costs guesses, never a token.
+`python -m paceline.vllm.helper --fd N --board M`: its end of a socket pair, and memory that it shares with the
+proposer; its environment holds the job. It ends when the other end is closed, so it never outlives its vLLM. A failure
+in here costs guesses, never a token.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
 from paceline.tier.drafters import Drafters
+from paceline.vllm.board import TreeBoard
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
@@ -58,12 +60,16 @@ class Helper:
     Args:
         job: Settings and target.
         to_proposer: The helper's end of the socket pair, not blocking.
+        board: Where the proposer finds guesses by itself.
         registry: Of its metrics.
     """
 
-    def __init__(self, job: HelperJob, to_proposer: socket.socket, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, job: HelperJob, to_proposer: socket.socket, board: TreeBoard, registry: CollectorRegistry
+    ) -> None:
         self._job = job
         self._socket = to_proposer
+        self._board = board
         self._frames = Frames()
         identity = _identity(job)
         self._metrics = VerifierMetrics(registry, identity.name)
@@ -141,8 +147,12 @@ class Helper:
             self._awaited = message.step
             self._answer_or_wait()
         else:
-            self._scheduler.chains()
+            if message.taken:
+                self._scheduler.take(message.taken)
+            else:
+                self._scheduler.chains()
             self._send_if_awaits_changes(message.step)
+        self._scheduler.show(self._board)
         self._count()
 
     def _answer_or_wait(self) -> None:
@@ -198,6 +208,7 @@ class Helper:
         self._scheduler.receive(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
         self._send_to_drafters()
         self._answer_or_wait()
+        self._scheduler.show(self._board)
 
     def _send_to_drafters(self) -> None:
         to_drafters, broken = self._scheduler.take_outgoing()
@@ -210,14 +221,14 @@ class Helper:
         asyncio.get_running_loop().call_soon(record_step, self._metrics, self._scheduler.take_report())
 
 
-async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
+async def serve(job: HelperJob, to_proposer: socket.socket, board: TreeBoard) -> None:
     """Answers a proposer until it closes its end.
 
     Raises:
         ConfigError: The target has no tokenizer, or a certificate is missing.
     """
     registry = service_registry(VERIFIER)
-    helper = Helper(job, to_proposer, registry)
+    helper = Helper(job, to_proposer, board, registry)
     store = open_store(job.settings.registry, "registry") if job.settings.registry else None
     async with contextlib.AsyncExitStack() as stack:
         if store is not None:
@@ -275,11 +286,12 @@ def main() -> None:
     """Entry point of the helper process."""
     parser = argparse.ArgumentParser(PROG)
     parser.add_argument("--fd", required=True, type=int)
+    parser.add_argument("--board", required=True, type=int)
     arguments = parser.parse_args()
     setup_logging("vllm-helper")
     to_proposer = socket.socket(fileno=arguments.fd)
     to_proposer.setblocking(False)
-    run(serve(HelperJob.from_json(os.environ[JOB_VARIABLE]), to_proposer), prog=PROG)
+    run(serve(HelperJob.from_json(os.environ[JOB_VARIABLE]), to_proposer, TreeBoard(arguments.board)), prog=PROG)
 
 
 if __name__ == "__main__":

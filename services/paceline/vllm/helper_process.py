@@ -17,6 +17,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse_cpus
+from paceline.vllm.board import TreeBoard, make_board
 from paceline.vllm.helper_socket import HelperLostError, HelperSocket
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, StepMessage, step_bytes
 
@@ -29,6 +30,8 @@ MOST_MISSES = 8
 END_S = 1.0
 UNREAD_BYTES = 1 << 24
 ANSWER_BYTES = 1 << 20
+# No step has this number.
+NO_STEP = -1
 
 # Where vLLM's CPU backend is given the CPUs of each rank, such as 0-3|4-7; or auto, or nobind.
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
@@ -41,7 +44,7 @@ class HelperProcess:
     """The client's end, used only by the thread of vLLM's steps.
 
     Args:
-        command: The helper's command line, given the number of its socket.
+        command: The helper's command line, given the numbers of its socket and of its board.
         cpus: Returns the CPUs for it, at each start; none: all.
         environ: The helper's whole environment; None: this process's.
         most_unread_bytes: It is killed when it leaves more unread.
@@ -50,7 +53,7 @@ class HelperProcess:
 
     def __init__(
         self,
-        command: Callable[[int], Sequence[str]],
+        command: Callable[[int, int], Sequence[str]],
         cpus: Callable[[], Collection[int]] = frozenset,
         most_unread_bytes: int = UNREAD_BYTES,
         most_answer_bytes: int = ANSWER_BYTES,
@@ -82,6 +85,11 @@ class HelperProcess:
         return self._life is not None
 
     @property
+    def board(self) -> TreeBoard | None:
+        """What the helper has at hand; None without a helper."""
+        return self._life.board if self._life else None
+
+    @property
     def room_bytes(self) -> int:
         """Room for optional content: half of what may lie unread."""
         return self._most_unread_bytes // 2 - self._life.stream.unsent_bytes if self._life else 0
@@ -98,9 +106,17 @@ class HelperProcess:
         if self._fresh is None or (fresh := self._taken_over()) is None:
             return False
         if self._life is not None:
-            self._life.stream.close()
+            self._life.close()
         self._life, self._misses, self._awaits = fresh, 0, False
         return True
+
+    def listen(self) -> None:
+        """Takes in what the helper has said since the last step, such as that nobody need wait any more."""
+        try:
+            if self._life is not None:
+                self._read(self._life.stream, NO_STEP)
+        except (BrokenMessageError, HelperLostError, OSError) as error:
+            self.abandon(str(error))
 
     def exchange(self, message: StepMessage, deadline_s: float) -> ChainsMessage | None:
         """Sends a step, and waits for its answer if the step is awaited.
@@ -127,7 +143,7 @@ class HelperProcess:
         life, self._life, self._awaits = self._life, None, False
         if life is not None:
             life.given_up = reason
-            life.stream.close()
+            life.close()
             life.process.kill()
 
     def close(self) -> None:
@@ -138,7 +154,7 @@ class HelperProcess:
         self.renewed()
         process = None
         if self._life is not None:
-            self._life.stream.close()
+            self._life.close()
             process, self._life = self._life.process, None
         self._thread.join(END_S)
         if process is not None and self._thread.is_alive():
@@ -202,41 +218,51 @@ class HelperProcess:
         with self._lock:
             if self._fresh is life:
                 self._fresh = None
-                life.stream.close()
+                life.close()
         return f"was given up: {life.given_up}" if life.given_up else f"ended with status {status}"
 
     def _started(self) -> _Life:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = subprocess.Popen(
-                    self._command(theirs.fileno()),
-                    env=self._environ,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    process_group=0,
-                )
-            except OSError:
-                ours.close()
-                raise
+        file = make_board()
+        try:
+            board, (ours, theirs) = TreeBoard(file), socket.socketpair()
+            with theirs:
+                process = self._process(theirs.fileno(), file)
+        finally:
+            os.close(file)
+        stream = HelperSocket(ours, self._most_unread_bytes, self._most_answer_bytes)
         try:
             if cpus := self._cpus():
                 os.sched_setaffinity(process.pid, cpus)
         except OSError as error:
             _log.warning("the CPUs of the helper process cannot be chosen, it runs on all: %s", error)
-        return _Life(process, HelperSocket(ours, self._most_unread_bytes, self._most_answer_bytes))
+        return _Life(process, stream, board)
+
+    def _process(self, stream: int, board: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command(stream, board),
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(stream, board),
+            process_group=0,
+        )
 
 
 class _Life:
-    """One helper process, and our end of its socket."""
+    """One helper process, our end of its socket, and its board."""
 
-    __slots__ = ("given_up", "process", "stream")
+    __slots__ = ("board", "given_up", "process", "stream")
 
-    def __init__(self, process: subprocess.Popen[bytes], stream: HelperSocket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], stream: HelperSocket, board: TreeBoard) -> None:
         self.process = process
         self.stream = stream
+        self.board = board
         # The reason, if we killed it.
         self.given_up = ""
+
+    def close(self) -> None:
+        """Closes the connection, which ends the helper."""
+        self.stream.close()
+        self.board.close()
 
 
 def free_cpus(environ: Mapping[str, str]) -> frozenset[int]:

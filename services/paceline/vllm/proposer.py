@@ -1,49 +1,14 @@
-"""The class that vLLM's worker asks for guesses: `paceline.vllm.Proposer`.
-
-It knows vLLM and the helper process, and nothing of sessions, trees or drafters. Once it has started, no failure here
-ends the engine: the guesses are empty lists then.
-"""
+"""The class that vLLM's V1 model runner asks for guesses: `paceline.vllm.Proposer`."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import time
-import weakref
-from collections import Counter, deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.service.config import parse_cpus
-from paceline.vllm.expansion import mend_expansion
-from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess, free_cpus
-from paceline.vllm.places import metrics_socket, tokenizer_folder
-from paceline.vllm.rows import Observed, RowSessions
-from paceline.vllm.settings import (
-    JOB_VARIABLE,
-    SECTION,
-    HelperJob,
-    TierSettings,
-    check_version,
-    installed_version,
-    settings_of,
-)
-from paceline.vllm.step_message import ChainsMessage, StepMessage
-
-HELPER_MODULE = "paceline.vllm.helper"
-# As they travel to the helper.
-TOKEN_BYTES = 8
-LEAST_WAIT_S = 0.002
-MOST_WAIT_S = 0.25
-# The helper itself ends waits that do not pay; this bound is for one that does not answer.
-WAIT_PER_STEP = 2.0
-STEPS_REMEMBERED = 15
-
-_log = logging.getLogger(__name__)
+from paceline.vllm.rows import RowSessions
+from paceline.vllm.tier_client import TierClient
 
 
 class Proposer:
@@ -52,33 +17,17 @@ class Proposer:
     Args:
         vllm_config: vLLM's whole configuration.
 
-    Attributes:
-        failures: How often each kind of exception was caught.
-
     Raises:
         ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        settings = settings_of(vllm_config.additional_config)
-        check_version(installed_version(), settings.untested)
-        self.failures: Counter[str] = Counter()
-        job = _job(vllm_config, settings)
-        self._vocab_size = job.vocab_size
-        self._max_model_len = job.max_model_len
-        self._max_chain = job.max_chain
         self._sessions = RowSessions()
-        self._pace = _Pace()
-        self._step = 0
-        self._helper = _helper(job) if _is_first_rank(vllm_config.parallel_config) else None
-        if self._helper is not None:
-            self._end_helper = weakref.finalize(self, self._helper.close)
+        self.client = TierClient(vllm_config, self._sessions)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Starts the helper, now that the target is loaded and vLLM's threads are bound to their CPUs."""
-        mend_expansion()
-        if self._helper is not None:
-            self._helper.start()
+        self.client.start()
 
     def propose(
         self,
@@ -98,119 +47,9 @@ class Proposer:
         Returns:
             A list for each row, possibly empty.
         """
-        began_s = time.monotonic()
-        self._pace.begins(began_s)
-        try:
-            return self._guesses(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, began_s)
-        except Exception as error:  # noqa: BLE001 - an exception would end vLLM's engine
-            self._failed(error)
-            return [[] for _ in sampled_token_ids]
-        finally:
-            self._pace.ends(time.monotonic())
-
-    def close(self) -> None:
-        """Ends the helper; it also ends with this object, and with the process."""
-        if self._helper is not None:
-            self._end_helper()
-
-    def _guesses(
-        self,
-        sampled: Sequence[Sequence[int]],
-        num_tokens: NDArray[np.int32],
-        token_ids: NDArray[np.int32],
-        began_s: float,
-    ) -> list[list[int]]:
-        guesses: list[list[int]] = [[] for _ in sampled]
-        helper = self._helper
-        if helper is None:
-            return guesses
-        helper.start()
-        if helper.renewed():
-            self._sessions.forget()
-        if not helper.connected:
-            return guesses
-        observed = self._sessions.observe(sampled, num_tokens, token_ids, began_s, helper.room_bytes // TOKEN_BYTES)
-        awaited = helper.awaits and not all(row.reads for row in observed.rows)
-        self._step += 1
-        message = StepMessage(self._step, began_s, awaited, observed.rows, observed.closed)
-        answer = helper.exchange(message, began_s + self._pace.most_wait_s)
-        if answer is not None and answer.chains:
-            self._fill(guesses, observed, answer, num_tokens)
-        return guesses
-
-    def _fill(
-        self, guesses: list[list[int]], observed: Observed, answer: ChainsMessage, num_tokens: NDArray[np.int32]
-    ) -> None:
-        """Puts the chains of an answer in their places, as far as vLLM can take them."""
-        if len(answer.chains) != len(observed.rows):
-            raise ValueError(f"{len(answer.chains)} chains for {len(observed.rows)} rows")
-        for row, place, chain in zip(observed.rows, observed.places, answer.chains, strict=True):
-            if not row.reads and len(chain):
-                # A step commits one token more than it verifies.
-                room = self._max_model_len - int(num_tokens[place]) - 1
-                guesses[place] = self._checked(chain)[: max(0, min(self._max_chain, room))]
-        self._sessions.handed_out(observed.rows, [len(guesses[place]) for place in observed.places])
-
-    def _checked(self, chain: Sequence[int]) -> list[int]:
-        if min(chain) < 0 or max(chain) >= self._vocab_size:
-            raise ValueError(f"a guess beyond the vocabulary of {self._vocab_size} tokens")
-        return list(chain)
-
-    def _failed(self, error: Exception) -> None:
-        """Counts an exception, logs the first of its kind, and continues with another helper."""
-        kind = type(error).__name__
-        self.failures[kind] += 1
-        if self.failures[kind] == 1:
-            _log.warning("vLLM goes on without guesses for a while; told once: %s", kind, exc_info=error)
-        if self._helper is not None:
-            self._helper.abandon(f"{kind}: {error}")
-
-
-class _Pace:
-    """How long vLLM's steps take without the time spent here, and how long to wait for guesses at most."""
-
-    def __init__(self) -> None:
-        self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._ended_s: float | None = None
-        self.most_wait_s = LEAST_WAIT_S
-
-    def begins(self, now_s: float) -> None:
-        """A call of vLLM begins."""
-        if self._ended_s is not None:
-            self._steps_s.append(now_s - self._ended_s)
-            # The median: a pause without requests, or a long prompt, is no usual step.
-            usual_s = sorted(self._steps_s)[len(self._steps_s) // 2]
-            self.most_wait_s = min(max(LEAST_WAIT_S, WAIT_PER_STEP * usual_s), MOST_WAIT_S)
-
-    def ends(self, now_s: float) -> None:
-        self._ended_s = now_s
-
-
-def _job(vllm_config: Any, settings: TierSettings) -> HelperJob:
-    model = vllm_config.model_config
-    return HelperJob(
-        settings=settings,
-        model=tokenizer_folder(str(model.tokenizer or model.model), model.tokenizer_revision or model.revision),
-        vocab_size=model.get_vocab_size(),
-        max_model_len=model.max_model_len,
-        max_chain=vllm_config.speculative_config.num_speculative_tokens,
-        metrics_socket=metrics_socket(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_rank),
-    )
-
-
-def _helper(job: HelperJob) -> HelperProcess:
-    chosen = parse_cpus(f"{SECTION}.cpus", job.settings.cpus) if job.settings.cpus else None
-    return HelperProcess(
-        lambda file: (sys.executable, "-m", HELPER_MODULE, "--fd", str(file)),
-        lambda: free_cpus(os.environ) if chosen is None else chosen,
-        # Room to open the longest session twice over.
-        max(UNREAD_BYTES, 4 * TOKEN_BYTES * job.max_model_len),
-        # The registry's URL may hold a password, and all users can read command lines.
-        environ={**os.environ, JOB_VARIABLE: job.to_json()},
-    )
-
-
-def _is_first_rank(parallel_config: Any) -> bool:
-    """Whether vLLM takes the guesses of this rank: the first of those that hold the last layers."""
-    ranks = parallel_config.tensor_parallel_size * parallel_config.prefill_context_parallel_size
-    return bool(parallel_config.rank % ranks == 0)
+        return self.client.guesses(
+            len(sampled_token_ids),
+            lambda now_s, most_tokens: self._sessions.observe(
+                sampled_token_ids, num_tokens_no_spec, token_ids_cpu, now_s, most_tokens
+            ),
+        )

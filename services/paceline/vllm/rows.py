@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.vllm.step_message import RowTokens
+from paceline.vllm.step_message import Observed, RowTokens
 
 # The last tokens that identify a row's session from call to call; comparing all of them each time is too slow.
 TAIL_TOKENS = 64
@@ -24,21 +23,6 @@ KEPT_PER_ROW = 4
 LEAST_ROWS_KEPT_FOR = 16
 SWEEP_EVERY_S = 1.0
 UNLIMITED_TOKENS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What a call of vLLM means to the helper.
-
-    Attributes:
-        rows: Those that have a session, in vLLM's order.
-        places: Index of each of them in vLLM's batch.
-        closed: Sessions that have ended.
-    """
-
-    rows: Sequence[RowTokens]
-    places: Sequence[int]
-    closed: Sequence[int]
 
 
 class _Session:
@@ -119,6 +103,12 @@ class RowSessions:
                 rows.append(self._row(session, token_ids[place], lengths[place], sampled_token_ids[place], now_s))
                 places.append(place)
         return Observed(rows, places, self._sweep(len(found), now_s))
+
+    def since(self, number: int, length: int) -> Sequence[int]:
+        """Tokens of a session after its first `length`."""
+        session = self._sessions[number]
+        tokens: list[int] = session.tokens[length : session.length].tolist()
+        return tokens
 
     def handed_out(self, rows: Sequence[RowTokens], num_guesses: Sequence[int]) -> None:
         """Notes how many guesses vLLM got for the rows of the last call, to be verified in its next step."""

@@ -2,7 +2,7 @@
 
 Both run the same release on one host: a message is its length and an array of native 64-bit numbers. The proposer sends
 one message for each step of vLLM. The helper answers the awaited ones, and reports when the proposer should start or
-stop waiting.
+stop waiting. Most steps are not awaited: the proposer finds its guesses on the helper's board.
 """
 
 from __future__ import annotations
@@ -40,6 +40,26 @@ class RowTokens:
     reads: bool = False
     num_verified: int = 0
 
+    @property
+    def length(self) -> int:
+        """Tokens of the session after the step."""
+        return self.base_len + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a step of vLLM means to the helper.
+
+    Attributes:
+        rows: Those that have a session, in vLLM's order.
+        places: Index of each of them in vLLM's batch.
+        closed: Sessions that have ended.
+    """
+
+    rows: Sequence[RowTokens]
+    places: Sequence[int]
+    closed: Sequence[int]
+
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
@@ -51,6 +71,8 @@ class StepMessage:
         awaited: The proposer waits for a `ChainsMessage` of this step.
         rows: In the order of vLLM's rows.
         closed: Sessions that have ended.
+        taken: The guesses of each row that the proposer has found on the board, for the next step; of a step that is
+            not awaited. No lists if it has not looked.
     """
 
     step: int
@@ -58,6 +80,7 @@ class StepMessage:
     awaited: bool
     rows: Sequence[RowTokens] = ()
     closed: Sequence[int] = ()
+    taken: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +101,20 @@ class ChainsMessage:
 def step_bytes(message: StepMessage) -> bytes:
     """Encodes a step, with its length in front."""
     numbers = array(_INTEGERS, (message.step, round(message.began_s * NS_PER_S), message.awaited))
-    numbers.extend((len(message.rows), len(message.closed)))
+    numbers.extend((len(message.rows), len(message.closed), len(message.taken)))
     for row in message.rows:
         numbers.extend((row.session, row.base_len, row.reads, row.num_verified, len(row.token_ids)))
     for row in message.rows:
         numbers.extend(row.token_ids)
     numbers.extend(message.closed)
+    _add_chains(numbers, message.taken)
     return _framed(numbers)
 
 
 def chains_bytes(message: ChainsMessage) -> bytes:
     """Encodes a helper's message, with its length in front."""
     numbers = array(_INTEGERS, (message.step, message.awaits, len(message.chains)))
-    numbers.extend(map(len, message.chains))
-    for chain in message.chains:
-        numbers.extend(chain)
+    _add_chains(numbers, message.chains)
     return _framed(numbers)
 
 
@@ -103,13 +125,16 @@ def step_from(content: bytes) -> StepMessage:
         BrokenMessageError: It is malformed.
     """
     numbers = _Numbers(content)
-    step, began_ns, awaited, num_rows, num_closed = numbers.take(5)
+    step, began_ns, awaited, num_rows, num_closed, num_taken = numbers.take(6)
     heads = [numbers.take(5) for _ in range(num_rows)]
     rows = [
         RowTokens(session, base_len, numbers.take(count), bool(reads), num_verified)
         for session, base_len, reads, num_verified, count in heads
     ]
-    return StepMessage(step, began_ns / NS_PER_S, bool(awaited), rows, numbers.take(num_closed))
+    closed, taken = numbers.take(num_closed), numbers.take_chains(num_taken)
+    if num_taken not in (0, num_rows):
+        raise BrokenMessageError(f"guesses of {num_taken} rows out of {num_rows}")
+    return StepMessage(step, began_ns / NS_PER_S, bool(awaited), rows, closed, taken)
 
 
 def chains_from(content: bytes) -> ChainsMessage:
@@ -120,7 +145,7 @@ def chains_from(content: bytes) -> ChainsMessage:
     """
     numbers = _Numbers(content)
     step, awaits, num_rows = numbers.take(3)
-    return ChainsMessage(step, bool(awaits), [numbers.take(count) for count in numbers.take(num_rows)])
+    return ChainsMessage(step, bool(awaits), numbers.take_chains(num_rows))
 
 
 class Frames:
@@ -168,6 +193,16 @@ class _Numbers:
             raise BrokenMessageError("a message ends within itself")
         self._at += count
         return taken
+
+    def take_chains(self, count: int) -> list[Sequence[int]]:
+        """Returns the next `count` lists, whose lengths stand in front of them all."""
+        return [self.take(length) for length in self.take(count)]
+
+
+def _add_chains(numbers: array[int], chains: Sequence[Sequence[int]]) -> None:
+    numbers.extend(map(len, chains))
+    for chain in chains:
+        numbers.extend(chain)
 
 
 def _framed(numbers: array[int]) -> bytes:

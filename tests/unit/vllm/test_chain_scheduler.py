@@ -12,6 +12,7 @@ from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.target_events import DraftsArrived, LinkChanged
+from paceline.vllm.board import TreeBoard, make_board
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.helper import MOST_ON_LOAN, most_on_loan
 from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
@@ -35,6 +36,7 @@ class Vllm:
         drafter: ToldDrafter | None = None,
         plain_s: float = 0.010,
         guess_s: float = 0.0002,
+        board: TreeBoard | None = None,
     ) -> None:
         self.pairing = Pairing()
         self.pairing.know([DrafterCandidate(address=DRAFTER)])
@@ -54,6 +56,8 @@ class Vllm:
         self._plain_s, self._guess_s = plain_s, guess_s
         self._known: dict[int, int] = {}
         self._num_steps = 0
+        self._board = board
+        self.num_taken = 0
 
     def reach_drafter(self, *, up: bool = True) -> None:
         self.tier.change_link(LinkChanged(address=DRAFTER, up=up), self.now_s)
@@ -80,8 +84,25 @@ class Vllm:
         self._num_steps += 1
         self.tier.commit(StepMessage(self._num_steps, self.now_s, True, rows, closed), self.now_s)
         self.carry()
-        self.chains = dict(zip(self.lengths, self.tier.chains(), strict=True))
+        self.chains = dict(zip(self.lengths, self._taken() or self.tier.chains(), strict=True))
         return self.chains
+
+    def _taken(self) -> list[list[int]]:
+        """What is at hand on the board, if there is one and all sessions are on it; the scheduler is told."""
+        if self._board is None:
+            return []
+        self.tier.show(self._board)
+        trees = {session: self._board.read(session) for session in self.lengths}
+        chains = [
+            [*tree.at_hand(TEXT[tree.committed_len : self.lengths[session]], MAX_CHAIN).token_ids]
+            for session, tree in trees.items()
+            if tree is not None
+        ]
+        if len(chains) < len(trees):
+            return []
+        self.num_taken += 1
+        self.tier.take(chains)
+        return chains
 
     def _row(self, session: int, *, reads: bool) -> RowTokens:
         chain, length = self.chains.get(session, []), self.lengths[session]
@@ -222,6 +243,38 @@ def test_a_session_is_opened_with_room_so_that_its_first_round_drafts(vllm: Vllm
 )
 def test_drafters_on_other_hosts_are_tried_at_any_load(drafters: tuple[str, ...], most: float) -> None:
     assert most_on_loan(drafters) == most
+
+
+def test_what_the_board_shows_is_what_the_scheduler_would_answer_and_taking_it_counts_the_same() -> None:
+    asked, looked = (
+        Vllm(Goodput(max_nodes=MAX_CHAIN)),
+        Vllm(Goodput(max_nodes=MAX_CHAIN), board=TreeBoard(make_board())),
+    )
+    for vllm in (asked, looked):
+        vllm.begin(1)
+        vllm.begin(2, prompt_len=30)
+        vllm.reach_drafter()
+        vllm.run(60)
+    assert looked.num_taken > 40
+    assert looked.lengths == asked.lengths
+    assert looked.now_s == asked.now_s
+    one, other = (vllm.tier.take_report() for vllm in (asked, looked))
+    assert (one.gammas, one.accepted, one.num_hits) == (other.gammas, other.accepted, other.num_hits)
+    assert (one.verified_by, one.accepted_by) == (other.verified_by, other.accepted_by)
+
+
+def test_a_step_that_verified_guesses_after_drafting_was_given_up_teaches_nothing() -> None:
+    policy = Goodput(max_nodes=MAX_CHAIN)
+    vllm = Vllm(policy)
+    vllm.begin(1)
+    vllm.reach_drafter()
+    vllm.run(MEASURED + 4)
+    assert vllm.chains[1]
+    vllm.tier.take_report()
+    # The proposer has taken these from the board before it heard of that.
+    policy.enter(0)
+    vllm.step()
+    assert vllm.tier.take_report().seconds == 0.0
 
 
 def test_a_session_that_is_over_is_closed_at_its_drafter(vllm: Vllm) -> None:

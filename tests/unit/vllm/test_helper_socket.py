@@ -9,7 +9,16 @@ import pytest
 
 from paceline.vllm import helper_socket
 from paceline.vllm.helper_socket import HelperLostError, HelperSocket
-from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, chains_bytes
+from paceline.vllm.step_message import (
+    BrokenMessageError,
+    ChainsMessage,
+    Frames,
+    RowTokens,
+    StepMessage,
+    chains_bytes,
+    step_bytes,
+    step_from,
+)
 from tests.support.clock import Clock
 
 LARGE = bytes(range(256)) * 8192
@@ -102,3 +111,16 @@ def test_a_wait_ends_with_what_comes_or_at_its_deadline(
     assert not stream.wait(clock.now_s + 0.0005)
     theirs.sendall(b"x")
     assert stream.wait(clock.now_s + 60)
+
+
+def test_a_step_arrives_as_it_was_told_and_guesses_for_other_rows_than_it_has_are_refused() -> None:
+    rows = [RowTokens(3, 0, [1, 2, 3], True), RowTokens(4, 7, [8], False, 2)]
+    for taken in ([], [[], [9, 10]]):
+        (content,) = Frames().feed(step_bytes(StepMessage(5, 1.5, False, rows, [2], taken)))
+        told = step_from(content)
+        assert (told.step, told.began_s, [*told.closed]) == (5, 1.5, [2])
+        assert [[*chain] for chain in told.taken] == taken
+        assert [(row.session, row.length, row.reads) for row in told.rows] == [(3, 3, True), (4, 8, False)]
+    (content,) = Frames().feed(step_bytes(StepMessage(5, 1.5, False, rows, [2], [[9]])))
+    with pytest.raises(BrokenMessageError, match="guesses of 1 rows out of 2"):
+        step_from(content)

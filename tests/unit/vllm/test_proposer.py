@@ -13,13 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.vllm import Proposer, proposer
+from paceline.vllm import Proposer
 from paceline.vllm.helper_process import MOST_MISSES, HelperProcess
-from paceline.vllm.proposer import MOST_WAIT_S
+from paceline.vllm.step_message import ChainsMessage, StepMessage
+from paceline.vllm.tier_client import MOST_WAIT_S
 from tests.support.scripted_helper import VARIABLE
 from tests.support.vllm_batch import VllmBatch, vllm_config
 
-ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("scripted_helpers")
+
 PATIENCE_S = 60.0
 # A busy machine may take us off the CPU for so long; what blocks is far longer.
 SLACK_S = 5.0
@@ -37,8 +39,8 @@ class Engine:
 
     @property
     def helper(self) -> HelperProcess:
-        assert self.proposer._helper is not None
-        return self.proposer._helper
+        assert self.proposer.client._helper is not None
+        return self.proposer.client._helper
 
     @property
     def pid(self) -> int:
@@ -62,14 +64,6 @@ class Engine:
         return guesses
 
 
-@pytest.fixture(autouse=True)
-def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(proposer, "HELPER_MODULE", "tests.support.scripted_helper")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "services"), str(ROOT)]))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0+cpu"))
-
-
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
@@ -82,7 +76,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
     yield start_engine
     for engine in started:
-        engine.proposer.close()
+        engine.proposer.client.close()
 
 
 def test_guesses_go_to_the_rows_they_are_for_and_are_no_longer_than_vllm_takes(start: Callable[[str], Engine]) -> None:
@@ -94,6 +88,36 @@ def test_guesses_go_to_the_rows_they_are_for_and_are_no_longer_than_vllm_takes(s
     assert first == [last + 1, last + 2, last + 3, last + 4]
     assert second == []
     assert third == [other + 1, other + 2, other + 3, other + 4]
+
+
+def test_guesses_on_the_board_are_taken_without_asking_and_the_helper_is_told(
+    start: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[StepMessage] = []
+    exchange = HelperProcess.exchange
+
+    def recorded(self: HelperProcess, message: StepMessage, deadline_s: float) -> ChainsMessage | None:
+        told.append(message)
+        return exchange(self, message, deadline_s)
+
+    monkeypatch.setattr(HelperProcess, "exchange", recorded)
+    engine = start("shows_trees")
+    engine.batch.admit("b", [500])
+    guesses = engine.until(lambda guesses: told and told[-1].taken and all(map(len, guesses)))
+    assert not told[-1].awaited
+    assert [*told[-1].taken] == guesses == [[engine.batch.texts[name][-1] + n for n in (1, 2, 3, 4)] for name in "ab"]
+    # What a row is shown for the first time is asked for.
+    engine.batch.admit("c", [900])
+    engine.until(all)
+    assert any(message.awaited and message.rows[-1].base_len == 0 for message in told)
+
+
+def test_a_board_full_of_rubbish_gives_no_guess_and_the_helper_is_asked(start: Callable[[str], Engine]) -> None:
+    engine = start("scribbles")
+    (guesses,) = engine.until(any)
+    last = engine.batch.texts["a"][-1]
+    assert guesses == [last + 1, last + 2, last + 3, last + 4]
+    assert not engine.proposer.client.failures
 
 
 def test_near_the_largest_length_chains_are_cut(start: Callable[[str], Engine]) -> None:
@@ -164,7 +188,7 @@ def test_what_vllm_hands_over_wrongly_is_counted_and_told_once(
     for _ in range(2):
         assert engine.proposer.propose([[1]], None, None) == [[]]  # type: ignore[arg-type]
         engine.until(any)
-    assert engine.proposer.failures == {"TypeError": 2}
+    assert engine.proposer.client.failures == {"TypeError": 2}
     assert sum("without guesses" in record.message for record in caplog.records) == 1
 
 
@@ -188,12 +212,12 @@ def test_other_ranks_have_no_helper_and_no_guesses(tmp_path: Path) -> None:
     batch = VllmBatch()
     batch.admit("a", [1, 2])
     assert other.propose(batch.step(), batch.lengths, batch.token_ids) == [[]]
-    assert other._helper is None
-    other.close()
+    assert other.client._helper is None
+    other.client.close()
 
 
 def test_the_first_rank_of_the_last_stage_has_the_helper(tmp_path: Path) -> None:
-    assert Proposer(vllm_config(str(tmp_path), rank=2, tensor_parallel_size=2))._helper is not None
+    assert Proposer(vllm_config(str(tmp_path), rank=2, tensor_parallel_size=2)).client._helper is not None
 
 
 def test_a_helper_ends_with_its_proposer(start: Callable[[str], Engine]) -> None:
@@ -201,7 +225,7 @@ def test_a_helper_ends_with_its_proposer(start: Callable[[str], Engine]) -> None
     engine.until(lambda _: engine.helper.connected)
     assert engine.helper._life is not None
     process = engine.helper._life.process
-    engine.proposer.close()
+    engine.proposer.client.close()
     assert process.returncode is not None
     assert engine.step() == [[]]
 
