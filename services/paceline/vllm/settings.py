@@ -14,8 +14,12 @@ from paceline.core.errors import ConfigError
 from paceline.service.config import from_mapping, setting
 
 SECTION = "paceline"
+# The method of speculation by which vLLM takes us.
+METHOD = "custom_class"
 # Versions of vLLM that were tested: the interface of proposers is marked experimental there.
 TESTED = ("0.32.0",)
+# Chooses vLLM's model runner: 0 for V1, 1 for V2.
+V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # Holds the `HelperJob` of a helper process.
 JOB_VARIABLE = "PACELINE_VLLM_JOB"
 
@@ -111,4 +115,15 @@ def check_version(version: str, untested: bool) -> None:
     raise ConfigError(
         f"vLLM {version} was not tested with this release; tested: {', '.join(TESTED)}; to go on with it, set "
         f'"untested": true in the section {SECTION} of --additional-config'
+    )
+
+
+def uses_tier(vllm_config: Any) -> bool:
+    """Whether a vLLM was started with our proposer or a subclass; both need our section of settings."""
+    speculation, settings = vllm_config.speculative_config, vllm_config.additional_config
+    return (
+        speculation is not None
+        and speculation.method == METHOD
+        and isinstance(settings, Mapping)
+        and SECTION in settings
     )

@@ -19,10 +19,9 @@ from prometheus_client.registry import Collector
 
 from paceline.core.errors import ConfigError
 from paceline.vllm.places import metrics_sockets
-from paceline.vllm.settings import SECTION
+from paceline.vllm.settings import uses_tier
 
 PREFIX = "paceline:"
-METHOD = "custom_class"
 DEADLINE_S = 0.2
 READ_BYTES = 1 << 16
 # Far more than a helper sends.
@@ -81,17 +80,6 @@ def read_metrics(path: Path) -> str:
                 raise TimeoutError(f"{path} has no end")
             stream.settimeout(left_s)
     return content.decode()
-
-
-def uses_tier(vllm_config: Any) -> bool:
-    """Whether a vLLM was started with our proposer or a subclass; both need our section of settings."""
-    speculation, settings = vllm_config.speculative_config, vllm_config.additional_config
-    return (
-        speculation is not None
-        and speculation.method == METHOD
-        and isinstance(settings, Mapping)
-        and SECTION in settings
-    )
 
 
 def register(instance_id: str) -> None:

@@ -103,8 +103,14 @@ def test_vllms_threads_keep_to_the_cpus_of_the_verifier(cpus: str, num_ranks: in
 def test_without_cpus_vllm_has_as_many_threads_and_what_users_say_stays() -> None:
     environment = process_environment(replace(CONFIG, threads=4), {}, 2)
     assert (environment["VLLM_CPU_OMP_THREADS_BIND"], environment["OMP_NUM_THREADS"]) == ("nobind", "2")
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    own = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert not own.keys() & process_environment(CONFIG, own, 1).keys()
+
+
+def test_vllms_model_runner_is_named_where_the_tier_drafts_and_left_to_vllm_elsewhere() -> None:
+    assert process_environment(CONFIG, {}, 1)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    plain = replace(CONFIG, speculative_config='{"num_speculative_tokens": 0}')
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in process_environment(plain, {}, 1)
 
 
 @pytest.fixture

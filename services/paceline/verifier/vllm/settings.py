@@ -16,7 +16,7 @@ from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
 from paceline.model_service import refuse_settings
 from paceline.service.config import from_mapping, parse_cpus, setting
 from paceline.verifier.config import NAME, VLLM, VerifierConfig
-from paceline.vllm.settings import SECTION
+from paceline.vllm.settings import METHOD, SECTION, V2_VARIABLE
 
 DEFAULT_DRAFT_TOKENS = 7
 PROPOSER = "paceline.vllm.Proposer"
@@ -109,7 +109,7 @@ def _tier(config: VerifierConfig, num_tokens: int) -> dict[str, Any]:
         "learned_dir": config.learned_dir,
         "zone": config.zone,
     }
-    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
+    speculative = {"method": METHOD, "model": PROPOSER, "num_speculative_tokens": num_tokens}
     return {
         "speculative_config": speculative,
         "additional_config": {SECTION: tier},
@@ -135,6 +135,9 @@ def process_environment(config: VerifierConfig, environ: Mapping[str, str], num_
     if "VLLM_LOGGING_LEVEL" not in environ:
         # At INFO it logs its whole configuration, with the registry's password.
         ours["VLLM_LOGGING_LEVEL"] = "WARNING"
+    if V2_VARIABLE not in environ and num_draft_tokens(config):
+        # The runner that knows the tier by itself, whatever vLLM's default is.
+        ours[V2_VARIABLE] = "0"
     if config.cpus:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_shared(sorted(parse_cpus("--cpus", config.cpus)), num_ranks))
     elif "VLLM_CPU_OMP_THREADS_BIND" not in environ:

@@ -1,0 +1,81 @@
+"""The plug-in of vLLM by which its V2 model runner takes our speculator.
+
+V2 has no entry for custom speculators, so this adds one where `VLLM_USE_V2_MODEL_RUNNER=1` asks for V2, and leaves
+every other vLLM alone. vLLM loads it in all its processes before their workers start, so it must not import numba: on
+a CPU vLLM 0.32.0 searches all modules for kernels, and fails at llvmlite's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from paceline.vllm.settings import METHOD, V2_VARIABLE, uses_tier
+
+# Where vLLM keeps what this changes.
+RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """The plug-in: vLLM calls it in each of its processes, perhaps several times."""
+    try:
+        from vllm.config import VllmConfig  # type: ignore[import-not-found]
+        from vllm.v1.worker.gpu import spec_decode  # type: ignore[import-not-found]
+
+        _replace(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported)
+        _replace(spec_decode, "init_speculator", _made)
+    except (ImportError, AttributeError) as error:
+        _log.warning("the drafter tier has no place in this vLLM's V2 model runner: %r", error)
+
+
+def _unsupported(theirs: Callable[..., list[str]], vllm_config: Any) -> list[str]:
+    """What V2 lacks; the tier where nobody has asked for it there, and by our name."""
+    ours = f"speculative method '{METHOD}'"
+    features = theirs(vllm_config)
+    if not uses_tier(vllm_config):
+        return features
+    asked = os.environ.get(V2_VARIABLE) == "1"
+    named = [] if asked else [f"Paceline's drafter tier (docs/vllm.md: it takes {V2_VARIABLE}=1)"]
+    return [each for feature in features for each in (named if feature == ours else [feature])]
+
+
+def _made(theirs: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    """A speculator: ours where the tier is asked for."""
+    if not uses_tier(vllm_config):
+        return theirs(vllm_config, device, req_states)
+    from paceline.vllm.speculator import Speculator
+
+    _replace(sys.modules[RUNNER_MODULE].GPUModelRunner, "take_draft_token_ids", _taken)
+    return Speculator(vllm_config, req_states)
+
+
+def _taken(theirs: Callable[..., Any], runner: Any) -> Any:
+    """What vLLM's scheduler is told of the guesses: with ours, as many of each request as there are."""
+    from vllm.v1.outputs import DraftTokenIds  # type: ignore[import-not-found]
+
+    from paceline.vllm.speculator import Speculator
+
+    if not isinstance(runner.speculator, Speculator):
+        return theirs(runner)
+
+    return DraftTokenIds(*runner.speculator.handed_out)
+
+
+def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Puts a function of ours before one of vLLM's, once."""
+    theirs = getattr(owner, name)
+    if getattr(theirs, "ours", None) is ours:
+        return
+
+    @wraps(theirs)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    replaced.ours = ours  # type: ignore[attr-defined]
+    setattr(owner, name, replaced)

@@ -1,0 +1,209 @@
+"""The speculator for vLLM's V2 runner beside a scripted helper, and what the plug-in changes of vLLM: no vLLM here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.vllm import plugin
+from paceline.vllm.plugin import register
+from paceline.vllm.settings import V2_VARIABLE
+from paceline.vllm.speculator import FILLER, Speculator
+from tests.support.scripted_helper import VARIABLE
+from tests.support.vllm_batch import vllm_config
+
+PATIENCE_S = 60.0
+# Of texts that grow by a token a step, until the helper process is there.
+MAX_LEN, MOST = 60_000, 4
+LACKED = ["speculative method 'custom_class'", "something else"]
+
+
+class Runner:
+    """What a speculator sees of vLLM's V2 runner: requests in slots, with their tokens on the device."""
+
+    def __init__(self, config: Any) -> None:
+        self.states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=torch.full((4, MAX_LEN), 7, dtype=torch.int32)),
+            total_len=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)),
+            draft_tokens=torch.zeros((4, MOST), dtype=torch.int64),
+            req_id_to_index=dict[str, int](),
+            max_model_len=MAX_LEN,
+        )
+        self.speculator = Speculator(config, self.states)
+        self.speculator.init_cudagraph_manager("none")
+        self._reading: set[str] = set()
+
+    def admit(self, name: str, slot: int, prompt: list[int], *, reads: bool = False) -> None:
+        self.states.req_id_to_index[name] = slot
+        self.states.all_token_ids.gpu[slot, : len(prompt)] = torch.tensor(prompt)
+        self.states.total_len.gpu[slot] = len(prompt)
+        if reads:
+            self._reading.add(name)
+
+    def last(self, name: str) -> int:
+        slot = self.states.req_id_to_index[name]
+        return int(self.states.all_token_ids.gpu[slot, self.states.total_len.gpu[slot] - 1])
+
+    def step(self, *names: str, **settings: Any) -> torch.Tensor:
+        """Each request commits the token after its last one; returns the guesses as the runner gets them."""
+        slots = [self.states.req_id_to_index[name] for name in names]
+        for name, slot in zip(names, slots, strict=True):
+            if name not in self._reading:
+                length = int(self.states.total_len.gpu[slot])
+                self.states.all_token_ids.gpu[slot, length] = self.last(name) + 1
+                self.states.total_len.gpu[slot] = length + 1
+        batch = SimpleNamespace(
+            num_reqs=len(names),
+            req_ids=[*names],
+            idx_mapping=torch.tensor(slots),
+            num_draft_tokens_per_req=np.zeros(len(names), np.int32),
+        )
+        num_sampled = torch.tensor([0 if name in self._reading else 1 for name in names], dtype=torch.int32)
+        found = self.speculator.propose(batch, None, {}, None, None, num_sampled, *[None] * 5, **settings)
+        assert found.dtype == torch.int64
+        assert found.shape == (len(names), MOST)
+        return torch.as_tensor(found)
+
+    def until_drafted(self, *names: str) -> torch.Tensor:
+        end_s = time.monotonic() + PATIENCE_S
+        while not any(self.speculator.handed_out[1]):
+            self.step(*names)
+            assert time.monotonic() < end_s
+            time.sleep(0.002)
+        return self.step(*names)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted_helpers: None) -> Any:
+    del scripted_helpers
+    monkeypatch.setenv(VARIABLE, "answers")
+    return vllm_config(str(tmp_path), vocab_size=100_000, max_model_len=MAX_LEN)
+
+
+@pytest.fixture
+def runner(config: Any) -> Iterator[Runner]:
+    made = Runner(config)
+    yield made
+    made.speculator.client.close()
+
+
+def test_guesses_are_on_the_device_by_request_and_vllm_is_told_how_many_each_has(runner: Runner) -> None:
+    runner.admit("a", 2, [10, 11, 12])
+    runner.admit("b", 0, [500], reads=True)
+    drafts = runner.until_drafted("b", "a")
+    last = runner.last("a")
+    assert drafts.tolist() == [[FILLER] * MOST, [last + 1, last + 2, last + 3, last + 4]]
+    assert runner.speculator.handed_out == (["b", "a"], [[], [last + 1, last + 2, last + 3, last + 4]])
+
+
+def test_of_fewer_guesses_a_step_the_first_are_handed_out(runner: Runner) -> None:
+    runner.admit("a", 1, [10])
+    runner.until_drafted("a")
+    last = runner.last("a") + 1
+    assert runner.step("a", num_speculative_tokens=2).tolist() == [[last + 1, last + 2, FILLER, FILLER]]
+
+
+def test_a_run_that_computes_nothing_is_told_to_nobody(runner: Runner) -> None:
+    runner.admit("a", 1, [10])
+    assert runner.step("a", dummy_run=True).tolist() == [[FILLER] * MOST]
+    assert runner.speculator.handed_out == ((), [])
+
+
+def test_what_goes_wrong_costs_guesses_and_is_counted(runner: Runner) -> None:
+    runner.admit("a", 1, [10])
+    runner.until_drafted("a")
+    runner.states.total_len.gpu = None
+    runner.states.req_id_to_index["a"] = 1
+    batch = SimpleNamespace(num_reqs=1, req_ids=["a"], idx_mapping=torch.tensor([1]), num_draft_tokens_per_req=None)
+    found = runner.speculator.propose(batch, None, {}, None, None, torch.tensor([1]))
+    assert found.tolist() == [[FILLER] * MOST]
+    assert runner.speculator.client.failures == {"TypeError": 1}
+
+
+def test_context_parallel_prefill_is_refused_by_name(config: Any) -> None:
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match=f"{V2_VARIABLE}=1 .* prefill context parallelism is not supported"):
+        Speculator(config, None)
+
+
+class TheirRunner:
+    """vLLM's, as far as the plug-in changes it."""
+
+    speculator: Any = None
+
+    def take_draft_token_ids(self) -> str:
+        return "theirs"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, config: Any) -> Any:
+    """The names in vLLM that the plug-in replaces, and those it uses."""
+
+    class VllmConfig(SimpleNamespace):
+        def _get_v2_model_runner_unsupported_features(self) -> list[str]:
+            return [*LACKED]
+
+    spec_decode = ModuleType("spec_decode")
+    spec_decode.init_speculator = lambda *_: "theirs"  # type: ignore[attr-defined]
+    runner = type("GPUModelRunner", (TheirRunner,), {"take_draft_token_ids": TheirRunner.take_draft_token_ids})
+    for name, contents in {
+        "vllm.config": {"VllmConfig": VllmConfig},
+        "vllm.v1.worker.gpu": {"spec_decode": spec_decode},
+        "vllm.v1.outputs": {"DraftTokenIds": lambda *lists: lists},
+        plugin.RUNNER_MODULE: {"GPUModelRunner": runner},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(config=VllmConfig(**vars(config)), spec_decode=spec_decode, runner=runner)
+
+
+def test_the_plug_in_puts_the_speculator_in_where_the_tier_is_asked_for(vllm: Any, config: Any) -> None:
+    for _ in range(2):
+        register()
+    made = vllm.spec_decode.init_speculator(vllm.config, "cpu", SimpleNamespace(draft_tokens=None))
+    assert isinstance(made, Speculator)
+    runner = vllm.runner()
+    runner.speculator = made
+    assert runner.take_draft_token_ids() == made.handed_out
+    made.client.close()
+    # Another method of speculation, or none of our settings: all is as it was.
+    runner.speculator = object()
+    assert runner.take_draft_token_ids() == "theirs"
+    vllm.config.additional_config = {}
+    assert vllm.spec_decode.init_speculator(vllm.config, "cpu", None) == "theirs"
+    assert vllm.config._get_v2_model_runner_unsupported_features() == LACKED
+
+
+@pytest.mark.parametrize("asked", ["1", "0", None])
+def test_v2_takes_the_tier_where_it_is_asked_for_and_else_the_refusal_names_us(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    register()
+    if asked is None:
+        monkeypatch.delenv(V2_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(V2_VARIABLE, asked)
+    named = [] if asked == "1" else ["Paceline's drafter tier (docs/vllm.md: it takes VLLM_USE_V2_MODEL_RUNNER=1)"]
+    assert vllm.config._get_v2_model_runner_unsupported_features() == [*named, LACKED[1]]
+
+
+def test_a_vllm_without_these_names_is_left_alone(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    del vllm.spec_decode.init_speculator
+    register()
+    assert "no place in this vLLM's V2 model runner" in caplog.text
+
+
+def test_the_plug_in_brings_nothing_along_that_vllms_workers_fail_at() -> None:
+    code = "import sys, paceline.vllm.plugin; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
