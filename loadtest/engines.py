@@ -1,6 +1,7 @@
 """vLLM plain, with its own draft model, and with the drafter tier: `make bench NAME=engines`.
 
-vLLM's CPU build serves the demo target, widened, in bf16 on this machine's cores, in turn
+`vllm serve` of vLLM's CPU build has the demo target, widened, in bf16 on this machine's cores and is asked over HTTP,
+its three processes on the cores of its side, in turn
 
   plain         on all cores, and on all but the drafter's
   own, k = 3    with its own draft model on all cores, 3 guesses a step (5, 7), as many at any load
@@ -10,13 +11,14 @@ vLLM's CPU build serves the demo target, widened, in bf16 on this machine's core
 at 1, 8 and 32 streams, greedily and at temperature 0.8. Every round measures every side, each in a process of its own,
 every other round in the opposite order; ratios are made within a round and their median counts. The tier's goals:
 
-  greedy, 1 stream     1.0 of the best of vLLM's own drafts, and 2.5 times plain on vLLM's cores
-  greedy, 8 streams    0.9 of the best of all others
+  greedy, 1 stream     0.95 of the best of vLLM's own drafts
+  greedy, 8 streams    1.0 of the best of vLLM's own drafts
   greedy, 32 streams   0.98 of plain on vLLM's cores
-  temperature 0.8      0.97 of plain on vLLM's cores
+  temperature 0.8      0.95 of plain on vLLM's cores
 
-A ratio is met within its standard error. The first run sets vLLM up in the user's cache folder (minutes). A part, in 3
-minutes: --streams 1 --temperature 0 --draft-lengths 7 --rounds 1.
+A ratio is met within its standard error. The first run sets vLLM up in the user's cache folder, and every start of a
+server takes a minute or two. A part, in 10 minutes: --streams 1 --temperature 0 --draft-lengths 7 --rounds 1. With
+--in-process the engine runs in one process and is driven step by step, to take a round apart.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,10 @@ from loadtest.fleet import lone_drafter, say, widened_target
 from loadtest.peers.inside.protocol import Job
 from loadtest.peers.run import VLLM, PeerFigure, case_of, encoded_prompts, run_job
 from loadtest.trial import Trial, rounded_error, take_turns
+from loadtest.vllm_server import served_figures
 from paceline.cluster.checkpoints import DEMO_DRAFTER, WIDENED_SIZES
 from paceline.cluster.spec import available_cpus
+from paceline.core.errors import ConfigError, UnavailableError
 from tools.environments import environment
 from tools.processes import CommandFailedError
 
@@ -97,6 +101,7 @@ def main() -> None:
     )
     parser.add_argument("--passes", type=int, default=1, help="over the prompts, the median counts (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
+    parser.add_argument("--in-process", action="store_true", help="without a server")
     # Through the clean-ups that stop vLLM and the drafter.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run(parser, measure)
@@ -110,7 +115,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     try:
         python = environment(ENVIRONMENT, os.environ, say)
         results = await _results(python, sides_of(cores, arguments.draft_lengths), arguments)
-    except CommandFailedError as error:
+    except (CommandFailedError, ConfigError, UnavailableError, RuntimeError) as error:
         raise SystemExit(f"engines: {error}") from None
     loads = [Load(streams, temperature) for temperature in arguments.temperature for streams in arguments.streams]
     rows = [row_of(load, speeds_at(load, results)) for load in loads]
@@ -145,31 +150,30 @@ async def _results(
     prompts = encoded_prompts(DEMO_DRAFTER, max(case_of(each).num_prompts for each in arguments.streams))
     with tempfile.TemporaryDirectory() as learned_dir:
 
-        def figures_of(side: Side, drafters: Sequence[str]) -> list[PeerFigure]:
-            jobs = [
-                Job(
-                    target=target,
-                    draft=str(DEMO_DRAFTER),
-                    draft_length=side.draft_length,
-                    prompts=prompts,
-                    max_new_tokens=MAX_TOKENS,
-                    passes=arguments.passes,
-                    cores=side.cores,
-                    cases=[case_of(each) for each in arguments.streams],
-                    drafters=drafters,
-                    drafter_cores=side.drafter_cores,
-                    learned_dir=learned_dir,
-                    temperature=temperature,
-                )
-                for temperature in arguments.temperature
-            ]
-            return [figure for job in jobs for figure in _figures(python, job)]
+        async def figures_of(side: Side, drafters: Sequence[str]) -> list[PeerFigure]:
+            job = Job(
+                target=target,
+                draft=str(DEMO_DRAFTER),
+                draft_length=side.draft_length,
+                prompts=prompts,
+                max_new_tokens=MAX_TOKENS,
+                passes=arguments.passes,
+                cores=side.cores,
+                cases=[case_of(each) for each in arguments.streams],
+                drafters=drafters,
+                drafter_cores=side.drafter_cores,
+                learned_dir=learned_dir,
+            )
+            if not arguments.in_process:
+                return await served_figures(python, job, arguments.temperature)
+            jobs = [replace(job, temperature=temperature) for temperature in arguments.temperature]
+            return [figure for each in jobs for figure in _figures(python, each)]
 
         async def measure_side(side: Side) -> list[PeerFigure]:
             if not side.drafter_cores:
-                return figures_of(side, [])
+                return await figures_of(side, [])
             async with lone_drafter(DEMO_DRAFTER, side.drafter_cores) as address:
-                return figures_of(side, [address])
+                return await figures_of(side, [address])
 
         return await take_turns(sides, measure_side, rounds=arguments.rounds, title="engines")
 
@@ -199,13 +203,10 @@ def speeds_at(load: Load, results: Mapping[Side, Sequence[Sequence[PeerFigure]]]
 def goals_of(load: Load, names: Sequence[str]) -> list[Goal]:
     """The tier's goals at a load, by the names of all sides."""
     own = [name for name in names if name.startswith("own")]
-    others = [name for name in names if name != TIER]
     if load.temperature > 0:
-        return [Goal(least=0.97, base="plain", sides=[PLAIN_SAME])]
-    if load.streams == 1:
-        return [Goal(least=1.0, base="own drafts", sides=own), Goal(least=2.5, base="plain", sides=[PLAIN_SAME])]
+        return [Goal(least=0.95, base="plain", sides=[PLAIN_SAME])]
     if load.streams < 32:
-        return [Goal(least=0.9, base="the best other", sides=others)]
+        return [Goal(least=0.95 if load.streams == 1 else 1.0, base="own drafts", sides=own)]
     return [Goal(least=0.98, base="plain", sides=[PLAIN_SAME])]
 
 
