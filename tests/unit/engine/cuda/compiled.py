@@ -132,7 +132,10 @@ def source_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
     names = dict(zip(kernel.arg_names, arguments, strict=False))
     fixed = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = {name: kind_of(value) for name, value in names.items()} | dict.fromkeys(fixed, "constexpr")
-    aligned = [name for name, value in names.items() if isinstance(value, Meta) or value % 16 == 0]
+    changing = {each.name for each in kernel.params if each.do_not_specialize}
+    aligned = [
+        name for name, value in names.items() if isinstance(value, Meta) or (value % 16 == 0 and name not in changing)
+    ]
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     options = {name: value for name, value in constants.items() if name not in fixed}
     return ASTSource(kernel, kinds, constexprs=fixed, attrs=attrs), options

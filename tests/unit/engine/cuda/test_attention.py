@@ -7,13 +7,25 @@ import pytest
 import torch
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.engine.backends.cuda import attention
+from paceline.engine.backends.cuda import attention, plan
 from paceline.engine.batch import Batch
 from tests.unit.engine.cuda.interpreted import DEVICE
-from tests.unit.engine.cuda.lanes import attended_slots, lanes_of
 from tests.unit.engine.traffic import ALL_BLOCKS, Traffic
 
 KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def lanes_of(batch: Batch, kv_heads: int, rows: int) -> attention.Lanes:
+    arrays = plan.field_arrays(batch, rows, kv_heads, trash=0)
+    return plan.Fields.of({name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}).lanes
+
+
+def attended_slots(batch: Batch, row: int) -> np.ndarray:
+    """Slots that a row attends, int64 [n]."""
+    positions = np.arange(batch.context_lens[row])
+    blocks = batch.block_tables[batch.sequences[row]][positions // BLOCK_SIZE].astype(np.int64)
+    ancestors = batch.ancestors[row, : batch.num_ancestors[row]].astype(np.int64)
+    return np.concatenate([blocks * BLOCK_SIZE + positions % BLOCK_SIZE, ancestors])
 
 
 def in_float64(
@@ -53,13 +65,14 @@ def test_rows_attend_their_pages_and_ancestors_and_nothing_else(
     heads: int, kv_heads: int, dim: int, kind: torch.dtype, width: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", programs)
+    monkeypatch.setattr(plan, "lane_width", lambda rows: width)
     torch.manual_seed(width)
     traffic = Traffic(heads + dim)
     for _ in range(3):
         batch = traffic.step(12)
         keys, values = torch.randn((2, ALL_BLOCKS, kv_heads, BLOCK_SIZE, dim)).to(DEVICE, kind)
         query = torch.randn((batch.num_rows + 3, heads, dim)).to(DEVICE, kind)
-        lanes = lanes_of(batch, width, kv_heads, len(query))
+        lanes = lanes_of(batch, kv_heads, len(query))
         found = attention.attend(lanes, query, spoiled(batch, keys), spoiled(batch, values), dim**-0.5)
         expected = in_float64(batch, query, keys, values, dim**-0.5)
         off = (found[: batch.num_rows].double().cpu() - expected).norm() / expected.norm()
@@ -100,5 +113,5 @@ def test_attention_takes_two_launches(launches: list[str]) -> None:
     batch = Traffic(1).step(5)
     keys, values = torch.zeros((2, ALL_BLOCKS, 1, BLOCK_SIZE, 16), device=DEVICE)
     query = torch.zeros((batch.num_rows, 1, 16), device=DEVICE)
-    attention.attend(lanes_of(batch, 4, 1, batch.num_rows), query, keys, values, 1.0)
+    attention.attend(lanes_of(batch, 1, batch.num_rows), query, keys, values, 1.0)
     assert launches == ["_attend", "_join"]

@@ -16,9 +16,14 @@ import triton
 PROGRAMS: Final = 264
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a function by Triton where it is launched, or called by another one that is."""
-    return triton.jit(function)
+def kernel(function: Callable[..., Any], changing: tuple[str, ...] = ()) -> Any:
+    """Compiles a function by Triton where it is launched, or called by another one that is.
+
+    Args:
+        changing: Names of whole numbers that differ from launch to launch. The compiler makes use of others that are 1
+            or divisible by 16, and so compiles anew for the first that is not.
+    """
+    return triton.jit(function, do_not_specialize=changing)
 
 
 def launch(compiled: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import torch
@@ -12,7 +13,8 @@ from paceline.engine.backends.cuda.launch import kernel, launch, power_of_two, r
 
 _BLOCK_SIZE: Final = tl.constexpr(pages.BLOCK_SIZE)
 _TILE: Final = 1024
-# Numbers that a program of `move` holds between reading and writing.
+# Slots that are moved at once, in few sizes, since each is compiled; and what a program holds of them.
+_MOVES: Final = (256, 1024, 4096, 16384)
 _HELD: Final = 16384
 
 
@@ -140,12 +142,12 @@ def move(keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, target
 
     Args:
         keys: [layers, blocks, G, BLOCK_SIZE, D]; and values.
-        sources: int64 [n], from 1 to 16,384 of them.
+        sources: int64 [n], at most 16,384.
         targets: int64 [n], distinct.
     """
     require_contiguous(keys=keys, values=values)
     layers, blocks, kv_heads, _, dim = keys.shape
-    padded = power_of_two(len(sources))
+    padded = next(size for size in _MOVES if size >= len(sources))
     tile = min(power_of_two(dim), _HELD // padded)
     launch(
         _move, (layers * kv_heads, -(-dim // tile), 2), keys, values, sources, targets, len(sources), blocks,
@@ -153,7 +155,7 @@ def move(keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, target
     )  # fmt: skip
 
 
-@kernel
+@partial(kernel, changing=("count",))
 def _move(
     keys, values, sources, targets, count, blocks,
     KV: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
