@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -51,6 +50,10 @@ class LazyStream(Stream):
         self._host.add(buffer.untyped_storage().data_ptr())
         return buffer
 
+    @property
+    def num_launched(self) -> int:
+        return self.num_done + len(self._work)
+
     def run(self, work: Work) -> None:
         self._work.append(work)
 
@@ -68,7 +71,7 @@ class LazyStream(Stream):
         self._work.append(copy)
 
     def mark(self) -> Mark:
-        return LazyMark(self, self.num_done + len(self._work))
+        return LazyMark(self, self.num_launched)
 
     def work_until(self, place: int) -> None:
         with torch.inference_mode():
@@ -81,7 +84,7 @@ class LazyStream(Stream):
 
     def _recorded(self, work: Work) -> Work:
         self.run(work)
-        self.work_until(self.num_done + len(self._work))
+        self.work_until(self.num_launched)
 
         def replay() -> None:
             self.num_replayed += 1
@@ -94,10 +97,3 @@ class LazyStream(Stream):
         self.num_waits = self.num_replayed = 0
         self.sent.clear()
         self.fetched.clear()
-
-
-def lazy(decoder: Any) -> LazyStream:
-    """The stream of a decoder's back end."""
-    stream = decoder.backend.stream
-    assert isinstance(stream, LazyStream)
-    return stream

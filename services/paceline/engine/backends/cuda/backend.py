@@ -1,12 +1,13 @@
 """The Llama family on CUDA: steps of up to 512 rows are recorded when the model loads; others run the same kernels.
 
-A step is one copy to the device, a graph, and the head.
+A step is one copy to the device, a graph, the head, the choice of tokens or guesses, and a copy back: the host waits
+when it asks for them (`pending`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from paceline.engine.backends.cuda.kv import CudaKVCache
+from paceline.engine.backends.cuda.pending import Asked, CudaPending
 from paceline.engine.backends.cuda.plan import (
     ROWS,
     TABLE_BYTES,
@@ -32,6 +34,7 @@ from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.llama import LlamaWeights
+from paceline.engine.pending import Ranks, Walks
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +70,26 @@ class CudaBackend(LlamaBackend):
         self._steps_over(cache).record(max_rows, kept)
 
     @override
+    def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> CudaPending:
+        asked = Asked.of(batch, wanted)
+        logits, sent = self._launch(batch, cache, kept, None, asked.arrays)
+        return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
+
+    @override
     def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
-        final, sent = self._steps_over(cache).launch(batch, kept, layers, {"logit_rows": batch.logit_rows})
+        logits, _ = self._launch(batch, cache, kept, layers, {})
+        self.stream.mark().wait()
+        return logits()
+
+    def _launch(
+        self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers, arrays: Mapping[str, Array]
+    ) -> tuple[Callable[[], torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Launches layers and head; returns the logits, once their turn has come, and the arrays on the device."""
+        final, sent = self._steps_over(cache).launch(batch, kept, layers, {**arrays, "logit_rows": batch.logit_rows})
         made: list[torch.Tensor] = []
         # The head takes float32 and rounds to its own kind, which is that of these rows.
         self.stream.run(lambda: made.append(self.weights.head(final[sent["logit_rows"]].float())))
-        self.stream.mark().wait()
-        return made[0]
+        return (lambda: made[0]), sent
 
     def _steps_over(self, cache: KVCache) -> _Steps:
         """Graphs belong to one cache: those of another one go when it is used for the first time."""

@@ -1,0 +1,149 @@
+"""A step on the device: its tokens or guesses are chosen there, and the host waits once, when it asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.calibration import NUM_RANKED, confidences
+from paceline.engine.backends.cpu import step_kernels
+from paceline.engine.backends.cuda.choose import CHOICE_WORDS, Questions, choose, rank
+from paceline.engine.backends.cuda.stream import Stream
+from paceline.engine.batch import Batch
+from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, Walked, Walks
+from paceline.engine.sampler import Logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a step is asked: rows of logits from which the device chooses, and the others, which the host judges.
+
+    Attributes:
+        wanted: What it was made of.
+        rows: int64 [n], of `Batch.logit_rows`.
+        positions: int64 [n], absolute, of the tokens.
+        choices: `CHOICE` [n].
+        others: int64 [m], the other rows.
+        places: int64 [all rows], where each is among the others; -1: it is not.
+    """
+
+    wanted: Walks | Ranks | None
+    rows: Longs
+    positions: Longs
+    choices: npt.NDArray[Any]
+    others: Longs
+    places: Longs
+
+    @classmethod
+    def of(cls, batch: Batch, wanted: Walks | Ranks | None) -> Asked:
+        """A token at each row of the walks, since none knows yet which are on the path."""
+        rows, positions, choices = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, step_kernels.CHOICE)
+        if isinstance(wanted, Ranks):
+            rows, positions, choices = wanted
+        elif wanted is not None:
+            counts = 1 + wanted.stops - wanted.starts
+            rows = np.repeat(wanted.rows - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+            of_rows = batch.positions[batch.logit_rows]
+            positions = np.repeat(wanted.positions - of_rows[wanted.rows], counts) + of_rows[rows]
+            choices = np.repeat(wanted.choices, counts)
+        places = np.zeros(len(batch.logit_rows), np.int64)
+        places[rows] = -1
+        others = np.flatnonzero(places == 0)
+        places[others] = np.arange(len(others))
+        return cls(wanted=wanted, rows=rows, positions=positions, choices=choices, others=others, places=places)
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """What the device needs of it."""
+        words = np.ascontiguousarray(self.choices).view(np.int64).reshape(-1, CHOICE_WORDS)
+        return {"asked_rows": self.rows, "asked_positions": self.positions, "choices": words, "others": self.others}
+
+
+class CudaPending:
+    """A step that was launched; see `paceline.engine.model.Pending`.
+
+    Args:
+        logits: Returns the step's, float32 [rows, vocab], when its turn comes.
+        sent: `asked.arrays` on the device.
+        vocab_size: Ids of a row.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        logits: Callable[[], torch.Tensor],
+        asked: Asked,
+        sent: Mapping[str, torch.Tensor],
+        vocab_size: int,
+    ) -> None:
+        self._stream, self._logits, self._asked, self._vocab_size = stream, logits, asked, vocab_size
+        self._answers = self._ask(sent) if len(asked.rows) else ()
+        self._others = self._fetch(lambda: sent["others"], len(asked.others))
+        self._done = stream.mark()
+
+    def _ask(self, sent: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Has tokens or guesses chosen, and copied to the host: 4 bytes a row, or 128."""
+        count, answers = len(self._asked.rows), list[torch.Tensor]()
+        questions = Questions(rows=sent["asked_rows"], positions=sent["asked_positions"], choices=sent["choices"])
+        if isinstance(self._asked.wanted, Ranks):
+            self._stream.run(lambda: answers.extend(rank(self._logits(), questions)))
+            shape: tuple[int, ...] = (count, NUM_RANKED)
+            kinds: tuple[torch.dtype, ...] = (torch.int32, torch.float32)
+        else:
+            self._stream.run(lambda: answers.append(choose(self._logits(), questions)))
+            shape, kinds = (count,), (torch.int32,)
+        hosts = tuple(self._stream.host_buffer(*shape, kind=kind) for kind in kinds)
+        for place, host in enumerate(hosts):
+            self._stream.copy(host, partial(answers.__getitem__, place))
+        return hosts
+
+    def _fetch(self, rows: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
+        """Has rows of logits copied to the host."""
+        host = self._stream.host_buffer(count, self._vocab_size, kind=torch.float32)
+        if count:
+            self._stream.copy(host, lambda: self._logits()[rows()])
+        return host
+
+    def follow(self, walks: Walks) -> Walked:
+        if walks is not self._asked.wanted:
+            return self._on_host().follow(walks)
+        tokens, num_sessions = np.empty(len(self._asked.places), np.int64), len(walks.rows)
+        walked = Walked(np.empty_like(tokens), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_))
+        if num_sessions:
+            self._done.wait()
+            tokens[self._asked.rows] = self._answers[0].numpy()
+            guesses = (walks.starts, walks.stops, walks.tokens, walks.parents)
+            step_kernels.walk(tokens, walks.rows, *guesses, *walked)
+        return walked
+
+    def rank(self, rows: Longs, positions: Longs, choices: npt.NDArray[Any]) -> Rankings:
+        wanted = self._asked.wanted
+        if not isinstance(wanted, Ranks) or wanted.rows is not rows or not len(rows):
+            return self._on_host().rank(rows, positions, choices)
+        self._done.wait()
+        token_ids, shares = (each.numpy().copy() for each in self._answers)
+        sharpened = confidences(shares.astype(np.float64), greedy=choices["greedy"])
+        return Rankings(token_ids, sharpened, token_ids[:, 0] != step_kernels.NOTHING)
+
+    def logits(self, rows: Sequence[int]) -> Logits:
+        wanted = np.asarray(rows, np.int64)
+        places = self._asked.places[wanted]
+        if (places >= 0).all():
+            self._done.wait()
+            copied: Logits = self._others.numpy()[places]
+            return copied
+        # A token was chosen there on the device, and the prompt before it is judged, too.
+        fetched = self._fetch(lambda: torch.from_numpy(wanted).to(self._stream.device), len(wanted))
+        self._stream.mark().wait()
+        found: Logits = fetched.numpy()
+        return found
+
+    def _on_host(self) -> HostPending:
+        """Answers what was not announced."""
+        return HostPending(self.logits(range(len(self._asked.places))))

@@ -1,0 +1,171 @@
+"""What a launched step is asked, on a device that answers as late as it may: answers are the CPU's, for one wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.core.noise import split_uint64
+from paceline.engine.backends.cpu.step_kernels import CHOICE
+from paceline.engine.backends.cuda.platform import CudaPlatform
+from paceline.engine.batch import Batch
+from paceline.engine.decoder import Decoder
+from paceline.engine.pending import HostPending, Ranks, Walks
+from tests.unit.engine.cuda.interpreted import DEVICE
+from tests.unit.engine.cuda.lazy_stream import LazyStream
+from tests.unit.engine.tiny_models import (
+    FAMILIES,
+    NUM_BLOCKS,
+    OTHER_TABLE,
+    PROMPT,
+    SCRATCH,
+    TABLE,
+    VOCAB,
+    TinyModel,
+    branch,
+    chain,
+    pack,
+    save_tiny,
+)
+
+LOGIT_BYTES = 4 * VOCAB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """One layer: what is asked comes behind them."""
+    return save_tiny(tmp_path_factory.mktemp("one"), "llama", {**FAMILIES["llama"], "num_hidden_layers": 1})
+
+
+@pytest.fixture(scope="module")
+def prepared(model) -> tuple[Decoder, LazyStream]:
+    stream = LazyStream()
+    return model.load_on(CudaPlatform(DEVICE, stream)), stream
+
+
+def choices_of(*seeds: int) -> np.ndarray:
+    """Greedy where the seed is 0, else with temperature and filters."""
+    rows = [
+        (True, 1.0, -np.inf, 0, 1.0, 0, 0) if seed == 0 else (False, 1.25, -4.0, 0, 0.9, *split_uint64(seed))
+        for seed in seeds
+    ]
+    return np.array(rows, CHOICE)
+
+
+def two_trees() -> Batch:
+    """Two sessions of 6 and 5 committed tokens: a root and a chain of two guesses, and a root and two siblings."""
+    roots = [chain([PROMPT[5]], 5)[0], chain([PROMPT[14]], 4, sequence=1)[0]]
+    first = branch(PROMPT[6:8], 6, SCRATCH[:2])
+    siblings = [branch([token], 5, [slot], sequence=1)[0] for token, slot in ((7, SCRATCH[4]), (9, SCRATCH[5]))]
+    return pack([roots[0], *first, roots[1], *siblings], [TABLE, OTHER_TABLE])
+
+
+def read_prompts(decoder, cache):
+    rows = chain(PROMPT[:5]) + chain(PROMPT[10:14], sequence=1)
+    decoder.launch(pack(rows, [TABLE, OTHER_TABLE], []), cache, None)
+
+
+def test_tokens_down_guesses_are_the_cpus_for_four_bytes_a_row_and_one_wait(prepared):
+    decoder, stream = prepared
+    cache = decoder.new_cache(NUM_BLOCKS)
+    decoder.prepare(8, cache)
+    read_prompts(decoder, cache)
+    # Guesses that the target would take, so that it is followed down them.
+    tokens = np.array([*PROMPT[6:8], 7, 9], np.int32)
+    walks = Walks(
+        rows=np.array([0, 3]),
+        positions=np.array([6, 5]),
+        choices=choices_of(0, 2**40 + 5),
+        starts=np.array([0, 2]),
+        stops=np.array([2, 4]),
+        tokens=tokens,
+        parents=np.array([-1, 0, -1, -1], np.int32),
+    )
+    for _ in range(2):
+        stream.work_until(stream.num_launched)
+        stream.forget()
+        pending = decoder.launch(two_trees(), cache, walks)
+        assert stream.num_waits == 0
+        found = pending.follow(walks)
+        assert (stream.num_waits, len(stream.sent), stream.fetched, stream.num_replayed) == (1, 1, [4 * 6], 1)
+        expected = HostPending(pending.logits(range(6))).follow(walks)
+        assert np.array_equal(found.counts, expected.counts)
+        assert np.array_equal(found.rivals, expected.rivals)
+        for row, count in zip(walks.rows, expected.counts, strict=True):
+            assert np.array_equal(found.tokens[row : row + count], expected.tokens[row : row + count])
+        # Once more with guesses that come true.
+        tokens[0], tokens[3] = found.tokens[0], found.tokens[3]
+    assert found.counts.tolist() != [1, 1]
+
+
+def test_rankings_are_the_cpus_for_128_bytes_a_row_and_rows_of_others_come_with_them(prepared):
+    decoder, stream = prepared
+    cache = decoder.new_cache(NUM_BLOCKS)
+    read_prompts(decoder, cache)
+    ranks = Ranks(np.array([3, 0, 5]), np.array([5, 6, 6]), choices_of(3, 0, 2**63))
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    pending = decoder.launch(two_trees(), cache, ranks)
+    found = pending.rank(*ranks)
+    others = pending.logits([1, 4])
+    assert (stream.num_waits, len(stream.sent)) == (1, 1)
+    assert stream.fetched == [64 * 3, 64 * 3, LOGIT_BYTES * 3]
+    whole = pending.logits(range(6))
+    expected = HostPending(whole).rank(*ranks)
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_allclose(found.confidences, expected.confidences, atol=1e-6)
+    assert np.array_equal(found.usable, expected.usable)
+    assert np.array_equal(others, whole[[1, 4]])
+    others[:] = 0.0
+
+
+def test_whoever_announced_nothing_gets_all_logits_for_one_wait(prepared):
+    decoder, stream = prepared
+    cache = decoder.new_cache(NUM_BLOCKS)
+    read_prompts(decoder, cache)
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    pending = decoder.launch(two_trees(), cache, None)
+    ranks = Ranks(np.array([2]), np.array([8]), choices_of(0))
+    found = pending.rank(*ranks)
+    assert (stream.num_waits, stream.fetched) == (1, [LOGIT_BYTES * 6])
+    assert np.array_equal(found.token_ids, HostPending(pending.logits(range(6))).rank(*ranks).token_ids)
+
+
+def test_steps_of_which_nothing_is_asked_are_not_waited_for(prepared):
+    decoder, stream = prepared
+    cache = decoder.new_cache(NUM_BLOCKS)
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    read_prompts(decoder, cache)
+    assert (stream.num_waits, stream.fetched) == (0, [])
+
+
+@contextmanager
+def products() -> Iterator[list[int]]:
+    """Notes the rows of each product of torch's."""
+    rows: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket.__name__ in ("linear", "mm", "addmm"):
+                rows.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield rows
+
+
+def test_a_layer_launches_four_products_and_six_kernels(tiny, launches):
+    stream = LazyStream()
+    decoder = tiny("mistral").load_on(CudaPlatform(DEVICE, stream))
+    cache = decoder.new_cache(NUM_BLOCKS)
+    with products() as rows:
+        decoder.forward(pack(chain(PROMPT[:2]), [TABLE]), cache)
+    layer = ["_add_norm", "_rope_store", "_attend", "_join", "_add_norm", "_silu_mul"]
+    assert launches == [*layer * decoder.config.num_layers, "_add_norm"]
+    assert len(rows) == 4 * decoder.config.num_layers + 1
