@@ -68,6 +68,12 @@ demo: $(SERVE) ## stream completions with and without speculation and compare th
 bench: $(DEV) ## run a bench: make bench NAME=acceptance; without NAME lists them
 	$(BIN)/paceline bench $(NAME) $(ARGS)
 
+# A machine with a GPU brings a torch of its own: nothing is installed.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+.PHONY: gpu-contact
+gpu-contact: ## all that a machine with a GPU can tell in 8 minutes, into reports/; without a GPU it exits 3
+	PYTHONPATH=services:. $(GPU_PYTHON) -m loadtest.gpu $(ARGS)
+
 OUT ?= runs/demo
 train: $(DEV) ## make the demo models anew, into OUT=runs/demo; some hours on two cores
 	$(BIN)/python -m training demo --out $(OUT) $(ARGS)

@@ -18,7 +18,7 @@ BENCHES = {
     "failover": "pauses when a verifier or a drafter dies, or an engine hangs",
     "fuzz": "100,000 bad messages to every door: right answers, no growth, no restart, the same text after",
     "gateway": "64 streams through HTTP and SSE against gRPC straight to the verifier",
-    "gpu": "8B- and 1B-shaped random models on a GPU, acceptance imposed",
+    "gpu": "kernels, steps, engines and a fleet of 8B- and 1B-shaped random models on a GPU; `make gpu-contact`",
     "literature": "the table of the literature at its constants, by the real fleet on simulated devices",
     "load": "replays a trace of arrivals, open loop, with speculation off, on and adaptive; `make load`",
     "locust": "users of both doors come in ramps and spikes, by Locust",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from typing_extensions import override
 
+from paceline.engine.backends.cuda.backend import CudaBackend
 from paceline.engine.backends.cuda.platform import CudaPlatform
+from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.backends.interface import Layers
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.decoder import Decoder
+from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.llama import LlamaLayer, LlamaWeights
-from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.engine.rope import RopeFrequencies
 
 WEIGHT_STD = 0.02
+# Logits of standard deviation 1 over 128,256 ids have a log-sum-exp of 12: the raised one is chosen at any temperature.
+RAISED = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,8 @@ SHAPES = {
         ModelShape("1B-shaped drafter", 16, 2048, 8192, 32, 8, 64, 128256, tied_head=True),
     ),
     "tiny": (
-        ModelShape("tiny target", 2, 64, 128, 4, 2, 16, 512, tied_head=False),
-        ModelShape("tiny drafter", 1, 64, 128, 4, 2, 16, 512, tied_head=True),
+        ModelShape("tiny target", 2, 64, 128, 4, 2, 16, 128, tied_head=False),
+        ModelShape("tiny drafter", 1, 64, 128, 4, 2, 16, 128, tied_head=True),
     ),
 }
 
@@ -56,10 +62,12 @@ class RandomModel:
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device
-        self._platform = CudaPlatform(device)
+        self._stream = Stream(device)
+        self._platform = CudaPlatform(device, self._stream)
         self.weights = self._weights()
 
-    def decoder(self) -> Decoder:
+    def decoder(self, agreement: float | None = None) -> Decoder:
+        """A decoder over these weights; `agreement` as in `ImposedBackend`."""
         shape = self.shape
         config = DecoderConfig(
             model_type="llama",
@@ -81,7 +89,9 @@ class RandomModel:
             tied_head=shape.tied_head,
             rope=RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=1.0),
         )
-        return Decoder(self._platform.llama(config, more, self.weights))
+        backend = ImposedBackend(self._platform, config, more, self.weights, self._stream)
+        backend.agreement = agreement
+        return Decoder(backend)
 
     def _weights(self) -> LlamaWeights:
         shape = self.shape
@@ -124,42 +134,28 @@ class RandomModel:
         return torch.ones(size, dtype=torch.float32, device=self.device)
 
 
-class ImposedDecoder(Decoder):
-    """A decoder that raises one logit a row once its forward pass is over.
+class ImposedBackend(CudaBackend):
+    """A back end that raises one logit a row once its layers are over, by a dozen small kernels on the device.
 
-    Args:
-        inner: Does the work.
-        agreement: Probability that the raised token is the one that the rule names.
+    Attributes:
+        agreement: Probability that the raised token is the one that the rule names; None: none is raised.
     """
 
-    def __init__(self, inner: Decoder, agreement: float) -> None:
-        super().__init__(inner.backend)
-        self._agreement = agreement
-        # Logits of standard deviation 1 have a log-sum-exp of ln(vocab) + 1/2: the raised one's share is right.
-        odds = min(agreement, 0.999) / (1.0 - min(agreement, 0.999))
-        self._logit = math.log(self.config.vocab_size) + 0.5 + math.log(max(odds, 1e-3))
+    agreement: float | None = None
 
-    def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> HostPending:
-        """Runs the step."""
-        del wanted
-        return HostPending(self.forward(batch, cache).numpy())
+    @override
+    def _launch(
+        self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[Callable[[], torch.Tensor], Mapping[str, torch.Tensor]]:
+        logits, sent = super()._launch(batch, cache, kept, layers, arrays)
+        if (agreement := self.agreement) is not None:
+            self.stream.run(lambda: self._impose(logits(), sent, agreement))
+        return logits, sent
 
-    def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
-        """Runs the step and raises the logits, which come on the host."""
-        logits = super().forward(batch, cache, layers).cpu()
-        rows = batch.logit_rows
-        named = mix(batch.token_ids[rows], batch.positions[rows], 1) % self.config.vocab_size
-        coins = mix(batch.token_ids[rows], batch.positions[rows], 2) % 10_000
-        chosen = np.where(coins < 10_000 * self._agreement, named, (named + 1) % self.config.vocab_size)
-        # Through numpy, because the tensor was made in inference mode.
-        logits.numpy()[np.arange(len(rows)), chosen] = max(self._logit, 8.0)
-        return logits
-
-
-def mix(token_ids: np.ndarray, positions: np.ndarray, salt: int) -> np.ndarray:
-    """Hashes of token and position, int64 and not negative (the finalizer of SplitMix64)."""
-    mixed = token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
-    mixed += np.uint64(salt << 40)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return (mixed >> np.uint64(33)).astype(np.int64)
+    def _impose(self, logits: torch.Tensor, sent: Mapping[str, torch.Tensor], agreement: float) -> None:
+        rows = sent["logit_rows"]
+        mixed = sent["token_ids"][rows].long() * 1_000_003 + sent["positions"][rows].long() * 7_919
+        mixed = (mixed ^ (mixed >> 11)) * 48_271 % 2_147_483_647
+        agrees = mixed % 10_000 < 10_000 * agreement
+        token_ids = (mixed // 10_000 + torch.where(agrees, 0, 1)) % self.config.vocab_size
+        logits[torch.arange(len(rows), device=rows.device), token_ids] = RAISED
