@@ -22,13 +22,13 @@ from paceline.core.link import NewTokens, commit, merge
 from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
-from paceline.core.params import DRAFT_MODEL, REJECTION, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, METHODS, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft, sparse_draft
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens
 from paceline.engine.target_session import TargetSession
-from paceline.forest import ROOT, rows_of
+from paceline.forest import ROOT, Forest, rows_of
 from tests.support.guesses import to_commits
 from tests.support.laws import dense, residual
 from tests.support.rounds import judge
@@ -144,6 +144,7 @@ class Play:
             identity,
             max_model_len=64,
             pool=self.pool,
+            forest=Forest(METHODS),
             calibrations={},
             acceptance=REJECTION,
             submitted_s=0.0,

@@ -7,7 +7,7 @@ import pytest
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.params import LAYER_SKIP, MEDUSA, SamplingParams, SpeculationParams
 from paceline.drafting.early_exit import EarlyExitSource
-from paceline.engine.scheduled_session import SHORT_REMAINDER
+from paceline.engine.target_session import SHORT_REMAINDER
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 from tests.support.heads import CIRCLE, random_medusa, save_counting_medusa, save_counting_target, save_medusa

@@ -1,4 +1,7 @@
-"""One session inside the verifier's engine: what the scheduler knows of it, its sampler and its sources."""
+"""One session inside the verifier's engine: its tokens and tree, pages, link to a drafter, sampler, and clock marks.
+
+"Prefill" and "decode" are not two worlds: `pages.num_computed` catches up with the committed tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,43 @@ from typing import Any
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.grammar import GrammarState, OutputGrammar
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, TokenFate
+from paceline.core.link import SessionLink
+from paceline.core.messages import (
+    NS_PER_S,
+    CommittedTokens,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    ModelIdentity,
+    PositionLogprobs,
+    SpeculationRecord,
+    Timings,
+    TokenFate,
+)
 from paceline.core.noise import VERDICT_STREAM, uniforms
-from paceline.core.pages import BlockPool
-from paceline.core.params import COUPLED
+from paceline.core.pages import BlockPool, SessionPages, salted_root
+from paceline.core.params import COUPLED, REJECTION
 from paceline.core.source_record import Gain
+from paceline.core.target_events import SpeculationTally, TracedRound, TracedStart
+from paceline.core.tree import DraftTree
 from paceline.engine.sampler import Logits, RowSampler
-from paceline.engine.scheduled_session import ScheduledSession
 from paceline.engine.source_interface import AnySource
 from paceline.forest import Forest
 
+# With fewer tokens to go, waiting for drafts cannot pay for itself.
+SHORT_REMAINDER = 10
 
-class TargetSession(ScheduledSession):
+
+class TargetSession:
     """A session from submission to its last token.
 
     Args:
         request: What to run.
-        serial: Tells it from an earlier session of the same id.
+        serial: Grows with every session; tells it from an earlier one of the same id.
         identity: The target model.
-        drafter_address: Address of its drafter; empty: none.
+        drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         max_model_len: Most tokens, prompt and output.
-        forest: Where its tree is; None: in one of its own.
+        forest: Where its tree is.
         calibrations: Numbers of those of its sources.
         sources: Those inside the verifier.
         acceptance: Name of the rule that judges guesses.
@@ -35,6 +54,9 @@ class TargetSession(ScheduledSession):
         grammar: Of its sampling parameters, before the first token of the output; None: it has none.
 
     Attributes:
+        prefilled_to: Committed tokens whose KV is there when the step under way ends.
+        num_judged: Prompt tokens, but for the first, whose log probabilities have been handed out.
+        judges_prompt: Whether some are still to be handed out.
         choice: How the target chooses its tokens, a `CHOICE`.
         by_logits: Whether nothing else has a part in it.
         gains: What costly sources add to its steps, by source.
@@ -50,7 +72,7 @@ class TargetSession(ScheduledSession):
         drafter_address: str = "",
         max_model_len: int,
         pool: BlockPool,
-        forest: Forest | None = None,
+        forest: Forest,
         calibrations: Mapping[str, int],
         sources: Sequence[AnySource] = (),
         acceptance: str = COUPLED,
@@ -58,29 +80,28 @@ class TargetSession(ScheduledSession):
         price: float = 0.0,
         grammar: GrammarState | None = None,
     ) -> None:
-        sampling = request.sampling
-        eos = () if sampling.ignore_eos else identity.eos_token_ids
-        stop_ids = frozenset((*sampling.stop_token_ids, *eos))
-        super().__init__(
-            request,
-            serial,
-            pool,
-            drafter_address=drafter_address,
-            forest=forest,
-            calibrations=calibrations,
-            stop_ids=stop_ids,
-            max_model_len=max_model_len,
-            acceptance=acceptance,
-            submitted_s=submitted_s,
-            price=price,
-            grammar=None
-            if grammar is None
-            else OutputGrammar(
-                grammar, vocab_size=identity.vocab_size, stop_ids=stop_ids, eos_token_ids=identity.eos_token_ids
-            ),
+        self.request, self.serial, self.session_id = request, serial, request.session_id
+        self.traced = bool(request.traceparent)
+        self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
+        self.prompt_len = len(request.prompt_token_ids)
+        self._stop_ids = _stop_ids(request, identity)
+        self.grammar = None if grammar is None else _output_grammar(grammar, identity, self._stop_ids)
+        self.tree = self._make_tree(forest, calibrations, chain=acceptance == REJECTION)
+        address = drafter_address if request.speculation.cap else ""
+        self.link = SessionLink(
+            request, self.tokens, self.tree, calibrations, acceptance=acceptance, address=address, price=price
         )
+        self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
+        self.prefilled_to = 0
+        self.num_judged = 0
+        self.judges_prompt = request.num_to_judge > 0
+        self._last_len = min(self.prompt_len + request.sampling.max_tokens, max_model_len)
+        self._bound_guesses()
+        self._resumed_len = len(self.tokens)
+        # Tokens chosen so far: those committed, and those of the verdict that is being passed.
+        self._num_chosen = len(self.tokens)
         self._sampler = RowSampler(
-            sampling,
+            request.sampling,
             identity.vocab_size,
             identity.eos_token_ids,
             request.prompt_token_ids,
@@ -89,12 +110,107 @@ class TargetSession(ScheduledSession):
         )
         self.choice = self._sampler.choice
         self.by_logits = acceptance == COUPLED and not self._sampler.changes_rows
+        self.tally = SpeculationTally()
+        self._finish: FinishReason | None = None
+        self._fates: tuple[TokenFate, ...] = ()
+        self._logprobs: list[PositionLogprobs] = []
+        self._announced = False
+        self._num_cached = 0
+        self._submitted_s = self._committed_s = submitted_s
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
         self.gains: dict[str, Gain] = {}
-        self.followers: dict[str, Any] = {
-            source.name: follower for source in sources if (follower := source.follow(self)) is not None
-        }
-        if self.followers:
+        self.followers = self._followers_of(sources)
+
+    def _make_tree(self, forest: Forest, calibrations: Mapping[str, int], *, chain: bool) -> DraftTree:
+        # A chain is judged by the distribution its guesses were drawn from; dropping a guess unjudged would bias that.
+        can_follow = None if self.grammar is None or chain else self.grammar.permits
+        return DraftTree(forest, self.tokens, calibrations, chain=chain, can_follow=can_follow)
+
+    def _bound_guesses(self) -> None:
+        self.tree.forest.links.bound(
+            self.tree.row,
+            most_guesses=self.request.speculation.cap,
+            last_len=self._last_len,
+            waits_up_to=self._last_len - SHORT_REMAINDER,
+        )
+
+    def _followers_of(self, sources: Sequence[AnySource]) -> dict[str, Any]:
+        followers = {source.name: follower for source in sources if (follower := source.follow(self)) is not None}
+        if followers:
             self.tree.forest.links.guess_inside(self.tree.row)
+        return followers
+
+    @property
+    def committed_len(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, those of earlier owners included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is; tenants share places and prompt rows."""
+        return self.request.tenant
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among its tenant's: lower ones get places and pages first, and keep them longest."""
+        return self.request.priority, self.serial
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when only the root is left to compute, and a first token is out."""
+        return self.pages.num_missing == 1 and self.committed_len > self._resumed_len
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target chooses without noise."""
+        return self.request.sampling.temperature == 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token has been chosen."""
+        return self._finish is not None
+
+    def announce(self) -> CommittedTokens | None:
+        """Announces that its rows are computed now; None where that has been announced."""
+        if self._announced:
+            return None
+        self._announced = True
+        return CommittedTokens(token_ids=(), offset=self.num_generated, running=True)
+
+    def admit(self, now_s: float) -> bool:
+        """Takes cached and fresh pages for all tokens so far; False, and nothing taken, when there are too few."""
+        self.prefilled_to = self.pages.attach_cached_prefix(self.num_judged if self.judges_prompt else None)
+        if not self.pages.reserve(self.committed_len + 1):
+            self.pages.release()
+            return False
+        if self._admitted_s is None:
+            self._admitted_s = now_s
+            self._num_cached = min(self.pages.num_cached, self.prompt_len)
+        return True
+
+    # Choosing
+
+    def ends_with(self, token_id: int) -> bool:
+        """The target has chosen a token; true when nothing may follow it."""
+        self._num_chosen += 1
+        if token_id in self._stop_ids:
+            self._finish = FinishReason.STOP
+        elif self._num_chosen >= self._last_len:
+            self._finish = FinishReason.LENGTH
+        return self._finish is not None
+
+    def until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The target has chosen some tokens; those that count."""
+        for count, token_id in enumerate(token_ids, start=1):
+            if self.ends_with(token_id):
+                return token_ids[:count]
+        return token_ids
 
     def rank(self, logits: Logits, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
         """The best guesses at a position; see `RowSampler.rank`."""
@@ -163,3 +279,86 @@ class TargetSession(ScheduledSession):
                 for position, row in zip(positions, logits, strict=True)
             ]
         )
+
+    # What clients and traces are told
+
+    def hand_out_prompt(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
+        """The log probabilities of further tokens of the prompt."""
+        first = self.num_judged + 1
+        self.num_judged += len(logprobs)
+        self.judges_prompt = self.num_judged < self.request.num_to_judge
+        return CommittedTokens(
+            token_ids=(), offset=self.num_generated, prompt_logprobs=tuple(logprobs), prompt_offset=first
+        )
+
+    def hand_out(self, base_len: int, now_s: float) -> CommittedTokens:
+        """The tokens committed since `base_len`, with the result if they are the last."""
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        self._committed_s = now_s
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        record = self.tally.record()
+        result = None if self._finish is None else self._result(self._finish, record, now_s)
+        return CommittedTokens(
+            tuple(self.tokens[base_len:]),
+            self._fates,
+            logprobs,
+            result,
+            offset=base_len - self.prompt_len,
+            speculation=record,
+        )
+
+    def close(self) -> None:
+        """Frees its pages, and its row in the forest."""
+        self.pages.release()
+        self.tree.close()
+
+    def start(self) -> TracedStart:
+        """How it came to the token just handed out, for its trace."""
+        assert self._admitted_s is not None, "tokens are for sessions that have a place"
+        return TracedStart(
+            serial=self.serial,
+            submitted_s=self._submitted_s,
+            admitted_s=self._admitted_s,
+            at_s=self._committed_s,
+            num_cached_tokens=self._num_cached,
+        )
+
+    def round(self, gamma: int, num_accepted: int, batch_size: int) -> TracedRound:
+        """The step that committed the tokens just handed out, for its trace."""
+        return TracedRound(
+            serial=self.serial,
+            at_s=self._committed_s,
+            gamma=gamma,
+            num_accepted=num_accepted,
+            batch_size=batch_size,
+            price=self.link.price,
+        )
+
+    def _result(self, finish: FinishReason, record: SpeculationRecord, now_s: float) -> GenerateResult:
+        admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
+        first_s = now_s if self._first_token_s is None else self._first_token_s
+        return GenerateResult(
+            finish_reason=finish,
+            num_prompt_tokens=self.prompt_len,
+            num_cached_tokens=self._num_cached,
+            num_generated_tokens=self.committed_len - self._resumed_len,
+            speculation=record,
+            timings=Timings(
+                queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
+                prefill_ns=int((first_s - admitted_s) * NS_PER_S),
+                decode_ns=int((now_s - first_s) * NS_PER_S),
+            ),
+        )
+
+
+def _stop_ids(request: GenerateRequest, identity: ModelIdentity) -> frozenset[int]:
+    """Tokens that end a session."""
+    eos = () if request.sampling.ignore_eos else identity.eos_token_ids
+    return frozenset((*request.sampling.stop_token_ids, *eos))
+
+
+def _output_grammar(grammar: GrammarState, identity: ModelIdentity, stop_ids: frozenset[int]) -> OutputGrammar:
+    return OutputGrammar(
+        grammar, vocab_size=identity.vocab_size, stop_ids=stop_ids, eos_token_ids=identity.eos_token_ids
+    )

@@ -14,12 +14,13 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Bits
 from paceline.core.messages import GenerateRequest, ModelIdentity, TokenFate
 from paceline.core.pages import BlockPool
-from paceline.core.params import COUPLED, REJECTION, SamplingParams, SpeculationParams
+from paceline.core.params import COUPLED, METHODS, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.engine.pending import HostPending, choices_of
 from paceline.engine.sampler import Logits, RowSampler
 from paceline.engine.target_session import TargetSession
+from paceline.forest import Forest
 from tests.support.laws import coupled_choice, dense, overlap
 from tests.support.reference_sampling import RowHistory, gumbel, process
 from tests.support.rounds import Tree, choose, judge, judging
@@ -65,6 +66,7 @@ def session_of(
         IDENTITY,
         max_model_len=99,
         pool=BlockPool(8),
+        forest=Forest(METHODS),
         calibrations={},
         acceptance=acceptance,
         submitted_s=0.0,
