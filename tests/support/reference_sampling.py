@@ -19,7 +19,6 @@ from paceline.core.processors import (
     LEAST_RATIO,
     MASS_SCALE,
     Truncation,
-    barred,
     ends_of_bad_words,
     masked_until_min_tokens,
     require_usable,
@@ -120,7 +119,8 @@ def _biased(row: Row, params: SamplingParams, history: RowHistory) -> Row:
     weights = row.copy()
     for token_id, bias in params.logit_bias:
         weights[token_id] = np.float64(weights[token_id]) + bias
-    weights[barred(params, len(weights))] = -np.inf
+    if params.allowed_token_ids:
+        weights[np.setdiff1d(np.arange(len(weights)), params.allowed_token_ids)] = -np.inf
     weights[ends_of_bad_words(params.bad_words, history.output_token_ids)] = -np.inf
     if history.allowed is not None:
         weights[np.unpackbits(history.allowed.bits, bitorder="little")[: len(weights)] == 0] = -np.inf

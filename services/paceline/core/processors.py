@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.grammar import Bits
 from paceline.core.noise import exact_log
 from paceline.core.params import SamplingParams
 
@@ -105,12 +105,14 @@ def masked_until_min_tokens(params: SamplingParams, eos_token_ids: Sequence[int]
     return tuple(sorted({*params.stop_token_ids, *eos_token_ids})) if params.min_tokens else ()
 
 
-def barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Returns the ids beside those of `allowed_token_ids`, ascending; none where all are allowed."""
+def allowed_bits(params: SamplingParams, vocab_size: int) -> Bits:
+    """Returns those of `allowed_token_ids`, a bit an id; empty where all are allowed."""
     if not params.allowed_token_ids:
-        return np.empty(0, np.int64)
-    ids: npt.NDArray[np.int64] = np.setdiff1d(np.arange(vocab_size), params.allowed_token_ids)
-    return ids
+        return np.empty(0, np.uint8)
+    # Not as a list of all others: at 150,000 ids one took a quarter of a second to make, and 2 MB.
+    bits, ids = np.zeros(-(-vocab_size // 8), np.uint8), np.array(params.allowed_token_ids)
+    np.bitwise_or.at(bits, ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8))
+    return bits
 
 
 def ends_of_bad_words(bad_words: Sequence[tuple[int, ...]], output_token_ids: Sequence[int]) -> list[int]:

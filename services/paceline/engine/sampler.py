@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import LocalProtocolError
-from paceline.core.grammar import FIELD, Allowed, OutputGrammar
+from paceline.core.grammar import FIELD, Allowed, Bits, OutputGrammar
 from paceline.core.messages import PositionLogprobs
 from paceline.core.noise import split_uint64
 from paceline.core.params import SamplingParams
@@ -25,7 +25,7 @@ from paceline.core.processors import (
     MAX_VOCAB_SIZE,
     NoTokenLeftError,
     Truncation,
-    barred,
+    allowed_bits,
     ends_of_bad_words,
     masked_until_min_tokens,
     require_usable,
@@ -155,8 +155,8 @@ class RowSampler:
         self.choice = self._choice.tobytes()
         self._bias_ids = np.array(biased_ids, np.int64)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)
-        self._barred_ids = barred(params, vocab_size)
-        self._barred_at_first = np.union1d(self._barred_ids, np.array(masked_ids, np.int64))
+        self._allowed = allowed_bits(params, vocab_size)
+        self._masked_at_first = np.array(masked_ids, np.int64)
         self._num_outputs = len(output_token_ids)
         self._bad_words = params.bad_words
         # As many outputs as may begin a bad word.
@@ -170,7 +170,7 @@ class RowSampler:
             # Only the repetition penalty looks at the prompt.
             prompt = prompt_token_ids if params.repetition_penalty != 1.0 else ()
             self._seen = _SeenTokens(vocab_size, prompt, output_token_ids)
-        ids = (self._bias_ids, self._barred_at_first, self._bad_words)
+        ids = (self._bias_ids, self._masked_at_first, self._allowed, self._bad_words)
         self.changes_rows = grammar is not None or self._seen is not None or any(len(each) for each in ids)
 
     def push(self, token_id: int) -> None:
@@ -195,9 +195,9 @@ class RowSampler:
         with nullcontext() if self._seen is None else self._seen.extended(path):
             seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
             allowed = _ALL if self._grammar is None else self._grammar.after(path)
-            masked = self._masked(path, must_end=allowed.ended)
+            masked, bits = self._masked(path, must_end=allowed.ended), self._both(allowed.bits)
             row_kernels.process_row(
-                row, self._bias_ids, self._biases, masked, allowed.bits, seen_ids, seen_counts, self._penalties
+                row, self._bias_ids, self._biases, masked, bits, seen_ids, seen_counts, self._penalties
             )
 
     def probabilities(self, row: Logits) -> Floats:
@@ -268,10 +268,16 @@ class RowSampler:
                 f"a row must hold {self._vocab_size} float32 logits, got {logits.dtype} {logits.shape}"
             )
 
+    def _both(self, of_grammar: Bits) -> Bits:
+        """What the grammar and the request allow."""
+        if len(self._allowed) and len(of_grammar):
+            return of_grammar & self._allowed
+        return self._allowed if len(self._allowed) else of_grammar
+
     def _masked(self, path: Sequence[int], *, must_end: bool = False) -> Ints:
-        """Returns the ids that a row behind a path may not choose, its grammar aside."""
+        """Returns the ids that a row behind a path may not choose, beside those that are not allowed anywhere."""
         at_first = self._num_outputs + len(path) < self._min_tokens and not must_end
-        masked_ids = self._barred_at_first if at_first else self._barred_ids
+        masked_ids = self._masked_at_first if at_first else _NO_IDS
         if not self._bad_words:
             return masked_ids
         ends = ends_of_bad_words(self._bad_words, (*self._tail, *path))
