@@ -133,7 +133,7 @@ class _NoPace(Pace):
     def beside_drafters(self, work: bool) -> None:
         """It makes no difference."""
 
-    def keep(self, started_s: float, batch: Batch) -> None:
+    def keep(self, started_s: float, *batches: Batch) -> None:
         """The step was computed."""
 
 

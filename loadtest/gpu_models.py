@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from paceline.engine.backends.cuda.backend import CudaBackend
+from paceline.engine.backends.cuda.backend import CudaBackend, Fill
 from paceline.engine.backends.cuda.platform import CudaPlatform
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.backends.interface import Layers
@@ -145,9 +145,15 @@ class ImposedBackend(CudaBackend):
 
     @override
     def _launch(
-        self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers, arrays: Mapping[str, np.ndarray]
+        self,
+        batch: Batch,
+        cache: KVCache,
+        kept: StateLayout,
+        layers: Layers,
+        arrays: Mapping[str, np.ndarray],
+        fill: Fill | None = None,
     ) -> tuple[Callable[[], torch.Tensor], Mapping[str, torch.Tensor]]:
-        logits, sent = super()._launch(batch, cache, kept, layers, arrays)
+        logits, sent = super()._launch(batch, cache, kept, layers, arrays, fill)
         if (agreement := self.agreement) is not None:
             self.stream.run(lambda: self._impose(logits(), sent, agreement))
         return logits, sent

@@ -64,6 +64,8 @@ class Contact:
         loads: Sessions, rows of each and tokens of context, of the steps that are timed.
         sessions: Of whole rounds.
         tokens: That a session of a round generates.
+        most_rows: Of a step of whole rounds.
+        temperature: Of their requests; and top_p.
     """
 
     device: torch.device
@@ -75,6 +77,9 @@ class Contact:
     )
     sessions: Sequence[int] = (1, 8, 64)
     tokens: int = 96
+    most_rows: int = 512
+    temperature: float = 0.8
+    top_p: float = 0.95
     gamma: int = 4
     acceptance: float = 0.8
     repeats: int = 20
@@ -310,7 +315,7 @@ def engine_of(
     """An engine for a number of sessions that decodes plainly, or has the drafter inside."""
     gamma = 0 if drafter is None else contact.gamma
     blocks = sessions * (-(-(CONTEXT + contact.tokens) // BLOCK_SIZE) + 2)
-    limits = TargetLimits(max_num_seqs=sessions, max_num_batched_tokens=512)
+    limits = TargetLimits(max_num_seqs=sessions, max_num_batched_tokens=contact.most_rows)
     engine = TargetEngine(
         decoder=target,
         identity=_identity(target, "target"),
@@ -330,12 +335,12 @@ def engine_of(
             width=1,
             max_rows=sessions,
             max_rows_per_session=1,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=contact.most_rows,
             max_num_seqs=sessions,
         ),
         clock=time.perf_counter,
     )
-    drafter.prepare(512, draft.cache)
+    drafter.prepare(contact.most_rows, draft.cache)
     return ColocatedEngine(engine, draft, wants_states=False, clock=time.perf_counter)
 
 
@@ -354,7 +359,11 @@ def _run_sessions(contact: Contact, engine: TargetEngine | ColocatedEngine, sess
             epoch=1,
             prompt_token_ids=tuple(prompt.tolist()),
             sampling=SamplingParams(
-                max_tokens=contact.tokens, temperature=0.8, top_p=0.95, seed=serial, ignore_eos=True
+                max_tokens=contact.tokens,
+                temperature=contact.temperature,
+                top_p=contact.top_p,
+                seed=serial,
+                ignore_eos=True,
             ),
             speculation=SpeculationParams(),
         )

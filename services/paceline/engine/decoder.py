@@ -14,7 +14,6 @@ from paceline.engine.backends.interface import Backend, Layers
 from paceline.engine.batch import Batch
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted, Pending
 from paceline.engine.pending import Ranks, Walks
 
@@ -74,10 +73,10 @@ class Decoder:
         """Starts a step; see `paceline.engine.model.Model`."""
         return self.backend.launch(batch, cache, self.states, wanted)
 
+    @torch.inference_mode()
     def draft(self, batch: Batch, cache: KVCache, burst: Burst) -> Drafted:
         """Runs a burst; see `paceline.engine.model.Model`."""
-        states = cache.features if self.feature_width else None
-        return draft_by_levels(lambda rows, ranks: self.launch(rows, cache, ranks), batch, burst, states)
+        return self.backend.draft(batch, cache, self.states, burst)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:

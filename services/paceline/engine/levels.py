@@ -39,13 +39,13 @@ def draft_by_levels(
         if not len(on):
             break
         going, rows = going[on], batch.logit_rows[ranks.rows[on]]
-        batch = _below(batch, rows, found.token_ids[on, 0], burst.kv[level, going], states)
+        batch = below(batch, rows, found.token_ids[on, 0], burst.kv[level, going], states)
         ranks = Ranks(batch.logit_rows, ranks.positions[on] + 1, ranks.choices[on])
         pending = launch(batch, ranks)
     return Drafted(first, token_ids, confidences)
 
 
-def _below(batch: Batch, rows: Longs, token_ids: Ints, slots: Ints, states: States | None) -> Batch:
+def below(batch: Batch, rows: Longs, token_ids: Ints, slots: Ints, states: States | None) -> Batch:
     """A batch of one node below each of some rows of another."""
     used, sequences = np.unique(batch.sequences[rows], return_inverse=True)
     depths = batch.num_ancestors[rows]

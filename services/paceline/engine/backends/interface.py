@@ -12,9 +12,10 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
+from paceline.engine.levels import draft_by_levels
 from paceline.engine.linear import Head, Linear
 from paceline.engine.llama import LlamaWeights
-from paceline.engine.model import Pending
+from paceline.engine.model import Burst, Drafted, Pending
 from paceline.engine.pending import HostPending, Ranks, Walks
 
 Layers = tuple[int, ...] | None
@@ -60,6 +61,11 @@ class Backend(ABC):
     def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> Pending:
         """Starts a step; see `paceline.engine.model.Model`."""
         return HostPending(self.forward(batch, cache, kept).cpu().numpy())
+
+    def draft(self, batch: Batch, cache: KVCache, kept: StateLayout, burst: Burst) -> Drafted:
+        """Runs a burst; see `paceline.engine.model.Model`."""
+        states = cache.features if self.feature_width else None
+        return draft_by_levels(lambda rows, ranks: self.launch(rows, cache, kept, ranks), batch, burst, states)
 
     def check_states(self, layout: StateLayout) -> None:  # noqa: B027 - most can keep any
         """Refuses states that `forward` cannot keep.

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.noise import split_uint64
 from paceline.engine.backends.cpu.step_kernels import CHOICE
 from paceline.engine.backends.cuda.platform import CudaPlatform
+from paceline.engine.backends.interface import Backend
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
+from paceline.engine.eagle3 import read_eagle3
+from paceline.engine.model import Burst
 from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.forest import NONE
+from tests.support.eagle import save_eagle3
 from tests.unit.engine.cuda.interpreted import DEVICE
 from tests.unit.engine.cuda.lazy_stream import LazyStream
 from tests.unit.engine.tiny_models import (
@@ -169,3 +176,48 @@ def test_a_layer_launches_four_products_and_six_kernels(tiny, launches):
     layer = ["_add_norm", "_rope_store", "_attend", "_join", "_add_norm", "_silu_mul"]
     assert launches == [*layer * decoder.config.num_layers, "_add_norm"]
     assert len(rows) == 4 * decoder.config.num_layers + 1
+
+
+def test_a_burst_goes_down_levels_by_itself_and_is_waited_for_once(prepared):
+    decoder, stream = prepared
+    burst = Burst(
+        Ranks(np.array([2, 0, 4]), np.array([8, 6, 6]), choices_of(0, 2**40 + 5, 0)),
+        np.array([[*SCRATCH[6:8], 130], [131, NONE, 132]], np.int32),
+        3,
+    )
+    caches = [decoder.new_cache(NUM_BLOCKS) for _ in range(2)]
+    for cache in caches:
+        read_prompts(decoder, cache)
+    with torch.inference_mode():
+        expected = Backend.draft(decoder.backend, two_trees(), caches[0], decoder.states, burst)
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    found = decoder.draft(two_trees(), caches[1], burst)
+    assert (stream.num_waits, len(stream.sent)) == (1, 3)
+    assert stream.fetched == [64 * 3, 64 * 3, LOGIT_BYTES * 3, *[64 * 3] * 2, *[64 * 2] * 2]
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_allclose(found.confidences, expected.confidences, atol=1e-6)
+    assert found.token_ids[2, :, 0].tolist()[1] == NONE
+    assert np.array_equal(found.pending.logits([1]), expected.pending.logits([1]))
+
+
+def test_a_heads_burst_takes_the_states_of_the_rows_above_on_the_device(tiny, tmp_path):
+    model = tiny("llama")
+    stream = LazyStream()
+    decoder = read_eagle3(
+        save_eagle3(tmp_path / "head", model.folder), model.folder, "float32", CudaPlatform(DEVICE, stream)
+    )
+    features = torch.randn(5, decoder.feature_width, generator=torch.Generator().manual_seed(1)).numpy()
+    batch = replace(pack(chain(PROMPT[:5]), [TABLE], [4]), features=features)
+    burst = Burst(
+        Ranks(np.array([0]), np.array([6]), choices_of(0)), np.array([SCRATCH[:1], SCRATCH[1:2]]).astype(np.int32), 2
+    )
+    caches = [decoder.new_cache(NUM_BLOCKS) for _ in range(2)]
+    with torch.inference_mode():
+        expected = Backend.draft(decoder.backend, batch, caches[0], decoder.states, burst)
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    found = decoder.draft(batch, caches[1], burst)
+    assert stream.num_waits == 1
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    torch.testing.assert_close(caches[1].states[SCRATCH[:2]], caches[0].states[SCRATCH[:2]])

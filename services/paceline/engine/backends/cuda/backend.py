@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from paceline.core.features import Features
 from paceline.engine.backends.cuda.kv import CudaKVCache
 from paceline.engine.backends.cuda.pending import Asked, CudaPending
 from paceline.engine.backends.cuda.plan import (
@@ -21,6 +23,7 @@ from paceline.engine.backends.cuda.plan import (
     TABLE_BYTES,
     Array,
     Fields,
+    Ints,
     StepBuffer,
     aligned_bytes,
     field_arrays,
@@ -33,10 +36,16 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
+from paceline.engine.levels import below
 from paceline.engine.llama import LlamaWeights
+from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import Ranks, Walks
+from paceline.forest import NONE
 
 logger = logging.getLogger(__name__)
+
+# Changes the arrays of a step on the device.
+Fill = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class CudaBackend(LlamaBackend):
@@ -76,16 +85,56 @@ class CudaBackend(LlamaBackend):
         return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
 
     @override
+    def draft(self, batch: Batch, cache: KVCache, kept: StateLayout, burst: Burst) -> Drafted:
+        """Launches all levels, each of which takes the best guesses of the one above on the device; then waits once."""
+        ranks, going, levels = burst.ranks, np.arange(len(burst.ranks.rows)), list[_Level]()
+        pending = self.launch(batch, cache, kept, ranks)
+        levels.append(_Level(pending, ranks, going))
+        for slots in burst.kv:
+            on = np.flatnonzero(slots[going] != NONE)
+            if not len(on):
+                break
+            going, rows = going[on], batch.logit_rows[ranks.rows[on]]
+            above, parents = pending, batch.slots[rows]
+            batch = below(batch, rows, np.zeros(len(on), np.int32), slots[going], self._no_features)
+            ranks = Ranks(batch.logit_rows, ranks.positions[on] + 1, ranks.choices[on])
+            asked = Asked.of(batch, ranks)
+            fill = partial(self._fill_below, above, cache)
+            arrays = {**asked.arrays, "entries": on, "parents": parents}
+            logits, sent = self._launch(batch, cache, kept, None, arrays, fill)
+            pending = CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
+            levels.append(_Level(pending, ranks, going))
+        return _drafted(levels, burst)
+
+    def _no_features(self, slots: Sequence[int]) -> Features:
+        """Room for those of the rows above, which are on the device."""
+        return np.zeros((len(slots), self.feature_width), np.float32)
+
+    def _fill_below(self, above: CudaPending, cache: KVCache, sent: Mapping[str, torch.Tensor]) -> None:
+        """Puts in what only the device knows: the tokens of a level, and hidden states of the rows above."""
+        entries = sent["entries"]
+        sent["token_ids"][: len(entries)] = above.best()[entries]
+        if self.feature_width:
+            sent["features"][: len(entries)] = cache.states[sent["parents"]].float()
+
+    @override
     def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
         logits, _ = self._launch(batch, cache, kept, layers, {})
         self.stream.mark().wait()
         return logits()
 
     def _launch(
-        self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers, arrays: Mapping[str, Array]
+        self,
+        batch: Batch,
+        cache: KVCache,
+        kept: StateLayout,
+        layers: Layers,
+        arrays: Mapping[str, Array],
+        fill: Fill | None = None,
     ) -> tuple[Callable[[], torch.Tensor], Mapping[str, torch.Tensor]]:
         """Launches layers and head; returns the logits, once their turn has come, and the arrays on the device."""
-        final, sent = self._steps_over(cache).launch(batch, kept, layers, {**arrays, "logit_rows": batch.logit_rows})
+        arrays = {**arrays, "logit_rows": batch.logit_rows}
+        final, sent = self._steps_over(cache).launch(batch, kept, layers, arrays, fill)
         made: list[torch.Tensor] = []
         # The head takes float32 and rounds to its own kind, which is that of these rows.
         self.stream.run(lambda: made.append(self.weights.head(final[sent["logit_rows"]].float())))
@@ -97,6 +146,29 @@ class CudaBackend(LlamaBackend):
         if self._steps is None or self._steps.cache is not cache:
             self._steps = _Steps(self._layers, cache, self.stream, self.hidden_size, self.feature_width)
         return self._steps
+
+
+class _Level(NamedTuple):
+    """A level of a burst: its step, what it is asked, and which rows of the burst go on in it."""
+
+    pending: CudaPending
+    ranks: Ranks
+    going: Ints
+
+
+def _drafted(levels: Sequence[_Level], burst: Burst) -> Drafted:
+    """Waits for the last level, and hands out the guesses of all; none below a row that leaves nothing to choose."""
+    shape = 1 + len(burst.kv), len(burst.ranks.rows), burst.width
+    token_ids, confidences = np.full(shape, NONE, np.int32), np.zeros(shape)
+    alive = np.ones(shape[1], np.bool_)
+    if shape[1]:
+        levels[-1].pending.wait()
+    for place, (pending, ranks, going) in enumerate(levels if shape[1] else ()):
+        found = pending.rank(*ranks)
+        token_ids[place, going] = np.where(alive[going, None], found.token_ids[:, : burst.width], NONE)
+        confidences[place, going] = np.where(alive[going, None], found.confidences[:, : burst.width], 0.0)
+        alive[going] &= found.usable
+    return Drafted(levels[0].pending, token_ids, confidences)
 
 
 class _Steps:
@@ -130,9 +202,13 @@ class _Steps:
         return field_arrays(batch, rows, self.cache.keys.shape[2], self.cache.trash)
 
     def launch(
-        self, batch: Batch, kept: StateLayout, layers: Layers, arrays: Mapping[str, Array]
+        self, batch: Batch, kept: StateLayout, layers: Layers, arrays: Mapping[str, Array], fill: Fill | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Writes the rows' KV and states; returns their final hidden states, and the arrays on the device."""
+        """Writes the rows' KV and states; returns their final hidden states, and the arrays on the device.
+
+        Args:
+            fill: Changes these arrays there before they are read.
+        """
         rows, cache = padded(batch.num_rows), self.cache
         sources, targets = cache.take_moves()
         arrays = {**self._arrays(batch, rows), "sources": sources, "targets": targets, **arrays}
@@ -142,6 +218,8 @@ class _Steps:
         sent = (self._buffer if fits else StepBuffer(self._stream, size)).send(arrays)
         if len(sources):
             self._stream.run(lambda: cache.move(sent["sources"], sent["targets"]))
+        if fill is not None:
+            self._stream.run(partial(fill, sent))
         recorded = self._recorded.get(rows) if fits and layers is None and kept is self._kept else None
         self._stream.run(recorded or partial(self._layers.forward, Fields.of(sent), cache, kept, final, layers))
         return final, sent

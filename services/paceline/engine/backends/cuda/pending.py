@@ -83,13 +83,14 @@ class CudaPending:
         vocab_size: int,
     ) -> None:
         self._stream, self._logits, self._asked, self._vocab_size = stream, logits, asked, vocab_size
+        self._chosen = list[torch.Tensor]()
         self._answers = self._ask(sent) if len(asked.rows) else ()
         self._others = self._fetch(lambda: sent["others"], len(asked.others))
         self._done = stream.mark()
 
     def _ask(self, sent: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Has tokens or guesses chosen, and copied to the host: 4 bytes a row, or 128."""
-        count, answers = len(self._asked.rows), list[torch.Tensor]()
+        count, answers = len(self._asked.rows), self._chosen
         questions = Questions(rows=sent["asked_rows"], positions=sent["asked_positions"], choices=sent["choices"])
         if isinstance(self._asked.wanted, Ranks):
             self._stream.run(lambda: answers.extend(rank(self._logits(), questions)))
@@ -109,6 +110,14 @@ class CudaPending:
         if count:
             self._stream.copy(host, lambda: self._logits()[rows()])
         return host
+
+    def wait(self) -> None:
+        """Returns once the step is over."""
+        self._done.wait()
+
+    def best(self) -> torch.Tensor:
+        """The best guess at each row that was ranked, int32 [n], once its turn has come; 0 where there is none."""
+        return self._chosen[0][:, 0].clamp(min=0)
 
     def follow(self, walks: Walks) -> Walked:
         if walks is not self._asked.wanted:

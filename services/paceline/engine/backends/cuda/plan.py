@@ -158,7 +158,7 @@ def _place_tables(batch: Batch) -> tuple[Ints, Array]:
 
 
 class StepBuffer:
-    """One buffer on the host, pinned for CUDA, and one on the device: one copy brings a step over.
+    """A buffer on the device, which one copy from pinned memory fills for a step.
 
     Args:
         num_bytes: Room for what is sent at once.
@@ -166,26 +166,23 @@ class StepBuffer:
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:
         self.num_bytes, self._stream = num_bytes, stream
-        self._host = stream.host_buffer(num_bytes)
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
-        self._copied = stream.mark()
 
     def send(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         """Copies arrays to the device one behind another, so that those of one size lie in one place every time.
 
         The host does not wait for the copy.
         """
-        # The copy before must have left the host's buffer: it has, where answers of its step were read.
-        self._copied.wait()
-        sent, start, host = dict[str, torch.Tensor](), 0, self._host.numpy()
+        sent, start = dict[str, torch.Tensor](), 0
+        pinned = self._stream.host_buffer(sum(map(aligned_bytes, arrays.values())))
+        host = pinned.numpy()
         for name, array in arrays.items():
             stop = start + array.nbytes
             host[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             kind = torch.from_numpy(array[:0]).dtype
             sent[name] = self._device[start:stop].view(kind).view(array.shape)
             start += aligned_bytes(array)
-        self._stream.copy(self._device[:start], lambda: self._host[:start])
-        self._copied = self._stream.mark()
+        self._stream.copy(self._device[:start], lambda: pinned)
         return sent
 
 

@@ -33,8 +33,8 @@ class Stream:
         self._on_cuda = device.type == "cuda"
 
     def host_buffer(self, *shape: int, kind: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Memory of the host that the device reads and writes by itself; torch keeps it for the next who asks."""
-        return torch.zeros(shape, dtype=kind, pin_memory=self._on_cuda)
+        """Pinned memory of the host; torch gives it to the next who asks once copies from it, or to it, are done."""
+        return torch.empty(shape, dtype=kind, pin_memory=self._on_cuda)
 
     def run(self, work: Work) -> None:
         """Has work done that launches kernels and looks at no value."""
