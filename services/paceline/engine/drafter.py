@@ -192,9 +192,9 @@ class DraftEngine:
             each.session.change(row, each.path)
         changed = [each._replace(row=row) for row, each in enumerate(computed)]
         ranked = [each for each in changed if not each.session.chain]
-        guesses = HostPending(rows).rank(*_ranks_of(ranked))
-        # One level each.
-        token_ids, confidences = (np.ascontiguousarray(each[None, :, : self._limits.width]) for each in guesses[:2])
+        guesses, width = HostPending(rows).rank(*_ranks_of(ranked)), self._limits.width
+        token_ids: Ints = np.ascontiguousarray(guesses.token_ids[None, :, :width])
+        confidences: Floats = np.ascontiguousarray(guesses.confidences[None, :, :width])
         lost = self._grow_ranked(ranked, token_ids, confidences, np.empty((0, len(ranked)), np.int32))
         return lost | self._grow_drawn([each for each in changed if each.session.chain], rows)
 

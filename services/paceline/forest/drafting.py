@@ -28,7 +28,7 @@ MAX_ROOM = 256
 SHARE_WEIGHT = 0.1
 # What is drafted ahead takes at most this share of the time between two commits in one call, since a commit that comes
 # meanwhile waits for its end.
-AHEAD_SHARE = 0.125
+AHEAD_SHARE = 1 / 16
 
 
 @kernel

@@ -127,11 +127,11 @@ def test_the_more_a_level_takes_of_a_round_the_fewer_a_verifier_waits_for(share_
 
 def test_what_is_drafted_ahead_lasts_a_small_part_of_a_round() -> None:
     loop = Drafter(max_levels=16)
-    rounds(loop, seconds=0.032, level_s=0.002)
+    rounds(loop, seconds=0.064, level_s=0.002)
     loop.commit("s", WRONG, room=64)
     asked, *ahead = (loop.step(0.002).num_levels for _ in range(5))
     assert asked > 4
-    assert set(ahead) == {2}, "an eighth of 32 ms are two levels of 2 ms"
+    assert set(ahead) == {2}, "a sixteenth of 64 ms are two levels of 2 ms"
 
 
 def test_a_price_bounds_the_levels() -> None:
