@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import bisect
-import itertools
 import os
 import statistics
 import time
@@ -30,18 +29,15 @@ import numpy as np
 
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.fleet import bench_fleet
+from loadtest.straight import StraightCalls
 from loadtest.streams import Ask, Completion, HttpDoor
 from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import available_cpus
-from paceline.core.messages import VERIFIER, GenerateRequest
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import SpeculationParams
 from paceline.gateway.text.codec import TextCodec
-from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.service.credentials import channel
-from paceline.wire import committed_from_pb, generate_request_to_pb
 from tools.procfs import cpu_s, keep_to
 
 LEAST_RATIO = 0.95
@@ -54,13 +50,11 @@ GENERATOR = "load generator"
 
 
 class Ways:
-    """Both ways into one fleet: through its gateway, and straight to its verifier over one channel, as gateways do."""
+    """Both ways into one fleet: through its gateway, and straight to its verifier over one stream, as gateways do."""
 
     def __init__(self, fleet: LocalFleet) -> None:
-        self._channel = channel(fleet.endpoint("verifier").address, tls=None, role=VERIFIER)
-        self._verifier: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(self._channel)
+        self._verifier = StraightCalls(fleet.endpoint("verifier").address)
         self._gateway = HttpDoor(fleet.gateway_url)
-        self._numbers = itertools.count()
 
     async def stream(self, way: str, ask: Ask) -> Completion:
         """Streams a session; a piece is a token.
@@ -76,22 +70,14 @@ class Ways:
         return done
 
     async def _straight(self, ask: Ask) -> Completion:
-        request = GenerateRequest(
-            session_id=f"bench-{next(self._numbers)}",
-            epoch=1,
-            prompt_token_ids=tuple(map(int, ask.prompt)),
-            sampling=SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True),
-            speculation=SpeculationParams(enabled=False),
-        )
         started_s = time.perf_counter()
-        stream = self._verifier.Generate(generate_request_to_pb(request))
-        arrived = [(time.perf_counter(), response) async for response in stream]
-        pieces = [(at_s, 1) for at_s, response in arrived for _ in committed_from_pb(response).token_ids]
+        arrived = await self._verifier.arrived(ask, SpeculationParams(enabled=False))
+        pieces = [(at_s, 1) for at_s, step in arrived for _ in step.token_ids]
         return Completion(started_s=started_s, ended_s=arrived[-1][0], pieces=pieces, num_tokens=len(pieces))
 
     async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close(None)
+        """Ends the stream."""
+        await self._verifier.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

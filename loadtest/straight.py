@@ -6,41 +6,62 @@ import itertools
 import time
 
 from loadtest.streams import Ask, Completion, Door
-from paceline.core.messages import VERIFIER, GenerateRequest
+from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.service.credentials import channel
-from paceline.wire import committed_from_pb, generate_request_to_pb
+from paceline.gateway.fleet.verifier_client import VerifierClient
+
+SILENCE_S = 600.0
+# Of any model: nothing is checked here.
+VOCAB_SIZE = 2**31
 
 
-class StraightDoor(Door):
-    """`Verifier.Generate`, one channel for all sessions; prompts are token ids, and a piece is a token.
+class StraightCalls:
+    """Sessions on one verifier, over one stream as a gateway has it.
 
     Args:
         address: Of the verifier.
     """
 
     def __init__(self, address: str) -> None:
-        self._channel = channel(address, tls=None, role=VERIFIER)
-        self._verifier: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(self._channel)
+        self._address = address
+        self._client = VerifierClient(SILENCE_S)
         self._numbers = itertools.count()
 
-    async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
+    async def arrived(self, ask: Ask, speculation: SpeculationParams) -> list[tuple[float, CommittedTokens]]:
+        """Runs a session; what came of it, and when."""
         request = GenerateRequest(
             session_id=f"bench-{next(self._numbers)}",
             epoch=1,
             prompt_token_ids=tuple(map(int, ask.prompt)),
             sampling=SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True),
-            speculation=SpeculationParams(**(ask.speculation or {})),
+            speculation=speculation,
         )
-        stream = self._verifier.Generate(generate_request_to_pb(request))
-        arrived = [(time.perf_counter() - origin_s, response) async for response in stream]
-        tokens = [(at_s, committed_from_pb(response).token_ids) for at_s, response in arrived]
+        running = self._client.running(self._address, request, VOCAB_SIZE)
+        return [(time.perf_counter(), step) async for step in self._client.generate(running)]
+
+    async def close(self) -> None:
+        """Ends the stream."""
+        await self._client.close()
+
+
+class StraightDoor(Door):
+    """`Verifier.Verify`, one stream for all sessions; prompts are token ids, and a piece is a token.
+
+    Args:
+        address: Of the verifier.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._calls = StraightCalls(address)
+
+    async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
+        arrived = await self._calls.arrived(ask, SpeculationParams(**(ask.speculation or {})))
+        tokens = [(at_s - origin_s, step.token_ids) for at_s, step in arrived]
         done.counts = [(at_s, len(token_ids)) for at_s, token_ids in tokens if token_ids]
         done.pieces = [(at_s, 1) for at_s, token_ids in tokens for _ in token_ids]
         done.text = " ".join(str(token_id) for _, token_ids in tokens for token_id in token_ids)
-        done.num_tokens, done.ended_s = len(done.pieces), arrived[-1][0]
+        done.num_tokens, done.ended_s = len(done.pieces), tokens[-1][0]
 
     async def close(self) -> None:
-        """Closes the channel."""
-        await self._channel.close(None)
+        """Ends the stream."""
+        await self._calls.close()

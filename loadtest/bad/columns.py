@@ -26,21 +26,22 @@ from pathlib import Path
 from google.protobuf.message import DecodeError, Message
 
 from loadtest.core import DRAFTER, PROMPT_TOKENS, VOCAB_SIZE, Drafter, Models, Stopwatch, Verifier
-from paceline.core.errors import RemoteProtocolError
+from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import CommittedTokens, GenerateRequest, PositionLogprobs, SpeculationRecord
 from paceline.core.params import REJECTION, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit
 from paceline.engine.draft_scheduler import VerifierLeft, VerifierMessages
 from paceline.rpc.v1 import drafter_pb2, verifier_pb2
 from paceline.wire import (
-    check_asked,
-    committed_from_pb,
-    committed_to_pb,
+    AskedSession,
+    LogPart,
     draft_request_from_pb,
     draft_request_to_pb,
     draft_response_from_pb,
     draft_response_to_pb,
     in_parts,
+    log_from_pb,
+    log_to_pb,
 )
 
 SESSIONS, NODES = 4, 8
@@ -48,7 +49,7 @@ SESSIONS, NODES = 4, 8
 MESSAGES = 200
 ROOT = Path(__file__).parents[2]
 REFUSED, TAKEN = "refused", "taken"
-# What a gateway has asked a verifier for, and how that begins to answer.
+# What a gateway has asked a verifier for in two sessions, and how that begins to answer.
 ASKED = GenerateRequest(
     session_id="s",
     epoch=1,
@@ -58,8 +59,14 @@ ASKED = GenerateRequest(
 )
 _JUDGED = PositionLogprobs(token_id=4, logprob=-0.5, top=((5, -0.25),))
 _RECORD = SpeculationRecord(num_steps=2, num_spec_steps=1, acceptance_histogram=(0, 1), mean_batch_size=1.0)
-ANSWER = committed_to_pb(
-    CommittedTokens(token_ids=(4, 4), logprobs=(_JUDGED, _JUDGED), speculation=_RECORD)
+ANSWER = log_to_pb(
+    LogPart(
+        outcomes=[
+            (1, CommittedTokens(token_ids=(4, 4), logprobs=(_JUDGED, _JUDGED), speculation=_RECORD)),
+            (2, CommittedTokens(token_ids=(4,), running=True)),
+        ],
+        alive=True,
+    )
 ).SerializeToString()
 _BORDERS = (0, 1, 2, 3, 127, 1023, 1024, 2**16, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1)
 # What is changed in the messages of each peer: its lists of submessages.
@@ -215,18 +222,20 @@ class Peers:
         self._verifier.handle(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=0.0))
 
     def _to_gateway(self) -> None:
-        answer = ANSWER + ANSWER * self._chance.choice((0, 0, 1, 300))
-        data = bytearray(answer)
+        answer = verifier_pb2.VerifyResponse.FromString(ANSWER * self._chance.choice((1, 1, 2, 300)))
+        for _ in range(self._chance.randint(0, 2)):
+            _change(answer, self._chance)
+        data = bytearray(answer.SerializeToString())
         for _ in range(self._chance.randint(0, 3)):
             data[self._chance.randrange(len(data))] = self._chance.randrange(256)
+        sessions = {number: AskedSession(request=ASKED, vocab_size=VOCAB_SIZE) for number in (1, 2)}
         try:
-            message = verifier_pb2.VerifierGenerateResponse.FromString(bytes(data))
-            check_asked(message, ASKED, num_generated=0, num_judged=0, vocab_size=VOCAB_SIZE)
-            committed_from_pb(message)
+            part = log_from_pb(verifier_pb2.VerifyResponse.FromString(bytes(data)), sessions, last_number=3)
         except (RemoteProtocolError, DecodeError):
             self._counts[f"answers {REFUSED}"] += 1
-        else:
-            self._counts[f"answers {TAKEN}"] += 1
+            return
+        for _, outcome in part.outcomes:
+            self._counts[f"answers {REFUSED if isinstance(outcome, PacelineError) else TAKEN}"] += 1
 
 
 def sent(seed: int, count: int) -> Counter[str]:

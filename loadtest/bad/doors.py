@@ -103,15 +103,16 @@ class GrpcDoor:
                 ended.wait()
 
         call = self._channel.stream_stream(bad.kind.method, None, None)(messages(), timeout=ANSWER_S)
+        refusal = ""
         try:
-            for _ in call:
-                pass
+            for answer in call:
+                refusal = refusal or bad.kind.refusal(answer)
         except grpc.RpcError:
             pass
         finally:
             ended.set()
         code = call.code()
-        return NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else str(code.name)
+        return NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else refusal or str(code.name)
 
     async def close(self) -> None:
         """Closes the channel."""

@@ -19,6 +19,11 @@ class Target:
     context_len: int
 
 
+def unrefused(_: bytes) -> str:
+    """Of an answer whose status says all."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One way to be bad.
@@ -31,6 +36,7 @@ class Kind:
         method: Full name of the gRPC method; empty for HTTP.
         weight: How often it comes, relative to the others of its door.
         ends_call: The service must end a stream by itself; otherwise the sender ends its side after the last message.
+        refusal: What stands for the status, if it is found in a message of an answer; empty: nothing is.
     """
 
     name: str
@@ -40,6 +46,7 @@ class Kind:
     method: str = ""
     weight: float = 1.0
     ends_call: bool = False
+    refusal: Callable[[bytes], str] = unrefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,17 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from loadtest.bad.kinds import Kind, Parts, Target, junk
+from loadtest.bad.kinds import Kind, Parts, Target, junk, unrefused
 from paceline.core.messages import ModelIdentity
 from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES as GATEWAY_MESSAGE_BYTES
 from paceline.rpc.v1 import common_pb2, drafter_pb2, gateway_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from paceline.wire import identity_to_pb
-from paceline.wire.drafts import PROTOCOL
+from paceline.wire.common import PROTOCOL
 
 GATEWAY = "/paceline.rpc.v1.Gateway/Generate"
 LIST_MODELS = "/paceline.rpc.v1.Gateway/ListModels"
-VERIFIER = "/paceline.rpc.v1.Verifier/Generate"
+VERIFIER = "/paceline.rpc.v1.Verifier/Verify"
 DRAFTER = "/paceline.rpc.v1.Drafter/Draft"
 INVALID, NOT_FOUND, PRECONDITION, UNIMPLEMENTED, EXHAUSTED = (
     frozenset({status})
@@ -25,8 +25,10 @@ INVALID, NOT_FOUND, PRECONDITION, UNIMPLEMENTED, EXHAUSTED = (
 )
 # How a drafter ends the stream of a verifier that has sent its last message without breaking the protocol.
 LEFT = frozenset({"UNAVAILABLE"})
+# How a verifier refuses a session alone.
+REFUSED = frozenset({"InvalidRequestError"})
 # What became of the bytes may be a good request.
-ANY_BUT_A_FAULT = frozenset({"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"})
+ANY_BUT_A_FAULT = frozenset({"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}) | REFUSED
 RARELY = 0.002
 OUTSIDE = 2**31
 Maker = Callable[[random.Random, Target], Parts]
@@ -87,44 +89,60 @@ def _gateway_good(chance: random.Random, **fields: Any) -> bytes:
 
 def _verifier_good(chance: random.Random, **fields: Any) -> bytes:
     values: dict[str, Any] = {
+        "number": 1,
         "session_id": f"bad-{chance.randbytes(8).hex()}",
         "epoch": 1,
         "prompt_token_ids": [1, 2, 3],
         "sampling": _sampling(),
         "cache_salt": "0123456789",
     }
-    return verifier_pb2.VerifierGenerateRequest(**{**values, **fields}).SerializeToString()
+    message = verifier_pb2.VerifyRequest(starts=[verifier_pb2.StartSession(**{**values, **fields})])
+    return message.SerializeToString()
 
 
-def _of_both(good: Callable[..., bytes], method: str, most_bytes: int) -> list[Kind]:
+def _refusal(answer: bytes) -> str:
+    """How a verifier has refused a session."""
+    errors = verifier_pb2.VerifyResponse.FromString(answer).errors
+    return errors[0].kind if errors else ""
+
+
+_GREETING = (verifier_pb2.VerifyRequest(protocol=PROTOCOL).SerializeToString(),)
+
+
+def _of_both(
+    good: Callable[..., bytes], method: str, most_bytes: int, first: Parts = (), refused: frozenset[str] = INVALID
+) -> list[Kind]:
     """Kinds for both services that generate.
 
     Args:
         good: Makes a good request, with some of its fields replaced; its last field has a length.
         method: Of the service.
         most_bytes: Of a message.
+        first: Messages before it.
+        refused: How one session is refused.
     """
 
     def sampled(chance: random.Random, _: Target) -> Parts:
-        return (good(chance, sampling=_sampling(**_one_of(_BAD_SAMPLING, chance))),)
+        return (*first, good(chance, sampling=_sampling(**_one_of(_BAD_SAMPLING, chance))))
 
     def speculated(chance: random.Random, _: Target) -> Parts:
         params = common_pb2.SpeculationParams(enabled=True, **_one_of(_BAD_SPECULATION, chance))
-        return (good(chance, speculation=params),)
+        return (*first, good(chance, speculation=params))
 
     return [
         _kind("no message", _no_message, INVALID, method),
-        _kind("cut message", lambda chance, _: (_cut(good(chance), chance),), INVALID, method),
-        _kind("changed bytes", lambda chance, _: (_changed(good(chance), chance),), ANY_BUT_A_FAULT, method),
-        _kind("bad sampling", sampled, INVALID, method),
-        _kind("bad speculation", speculated, INVALID, method),
+        _kind("cut message", lambda chance, _: (*first, _cut(good(chance), chance)), INVALID, method),
+        _kind("changed bytes", lambda chance, _: (*first, _changed(good(chance), chance)), ANY_BUT_A_FAULT, method),
+        _kind("bad sampling", sampled, refused, method),
+        _kind("bad speculation", speculated, refused, method),
         _kind("unknown method", _no_message, UNIMPLEMENTED, f"{method.rpartition('/')[0]}/Nothing"),
         _kind("too large", _longer_than(most_bytes), EXHAUSTED, method, RARELY),
     ]
 
 
 def _kind(name: str, make: Maker, right: frozenset[str], method: str, weight: float = 1.0) -> Kind:
-    return Kind(name=name, make=make, right=right, method=method, weight=weight)
+    refusal = _refusal if method == VERIFIER else unrefused
+    return Kind(name=name, make=make, right=right, method=method, weight=weight, refusal=refusal)
 
 
 def _gateway(name: str, right: frozenset[str], make: Callable[[random.Random], dict[str, Any]]) -> Kind:
@@ -132,9 +150,16 @@ def _gateway(name: str, right: frozenset[str], make: Callable[[random.Random], d
 
 
 def _verifier(name: str, make: Callable[[Target], dict[str, Any]]) -> Kind:
-    return _kind(name, lambda chance, target: (_verifier_good(chance, **make(target)),), INVALID, VERIFIER)
+    return _kind(name, lambda chance, target: (*_GREETING, _verifier_good(chance, **make(target))), REFUSED, VERIFIER)
 
 
+def _stream(name: str, right: frozenset[str], *messages: verifier_pb2.VerifyRequest) -> Kind:
+    """A gateway that breaks the protocol of the stream."""
+    parts = tuple(each.SerializeToString() for each in messages)
+    return _kind(name, lambda chance, _: (*_GREETING, _verifier_good(chance), *parts), right, VERIFIER)
+
+
+_OTHER_VERSION = verifier_pb2.VerifyRequest(protocol=PROTOCOL + 1).SerializeToString()
 _BAD_STOPS = (["x"] * 17, [""], ["x" * 257])
 _TOKEN_OUTSIDE = {"prompt": None, "prompt_token_ids": gateway_pb2.TokenIds(ids=[1, OUTSIDE]), "sampling": None}
 GATEWAY_KINDS = (
@@ -154,7 +179,13 @@ GATEWAY_KINDS = (
     ),
 )
 VERIFIER_KINDS = (
-    *_of_both(_verifier_good, VERIFIER, MAX_MESSAGE_BYTES),
+    *_of_both(_verifier_good, VERIFIER, MAX_MESSAGE_BYTES, _GREETING, REFUSED),
+    _kind("nothing at all", lambda *_: (), INVALID, VERIFIER),
+    _kind("no greeting", lambda chance, _: (_verifier_good(chance),), INVALID, VERIFIER),
+    _kind("other version", lambda *_: (_OTHER_VERSION,), INVALID, VERIFIER),
+    _stream("number twice", INVALID, verifier_pb2.VerifyRequest(starts=[verifier_pb2.StartSession(number=1)])),
+    _stream("number 0", INVALID, verifier_pb2.VerifyRequest(starts=[verifier_pb2.StartSession()])),
+    _stream("leaves unknown", frozenset({"OK"}), verifier_pb2.VerifyRequest(leaves=[0, 2, 2**32 - 1])),
     _verifier("no session", lambda _: {"session_id": ""}),
     _verifier("long session id", lambda _: {"session_id": "x" * 10_000}),
     _verifier("no prompt", lambda _: {"prompt_token_ids": []}),

@@ -20,9 +20,9 @@ from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import __main__ as service
 from paceline.verifier import own_engine
 
-Response = verifier_pb2.VerifierGenerateResponse
+Response = verifier_pb2.VerifyResponse
 NOT_A_MESSAGE = b"\xff" * 64
-NO_TOKEN = 2**31
+NO_TOKEN = (2**31).to_bytes(4, "little")
 
 
 class PoisonedError(Exception):
@@ -35,7 +35,7 @@ def main() -> None:
 
     def load_faulty(*args: Any, **kwargs: Any) -> Decoder:
         decoder = load_decoder(*args, **kwargs)
-        decoder.forward = _faulty_forward(decoder.forward, orders)  # type: ignore[method-assign]  # that is the fault
+        decoder.launch = _faulty_launch(decoder.launch, orders)  # type: ignore[method-assign]  # that is the fault
         return decoder
 
     own_engine.load_decoder = load_faulty  # type: ignore[attr-defined]  # the name that it calls
@@ -43,19 +43,19 @@ def main() -> None:
     service.main()
 
 
-def _faulty_forward(forward: Callable[..., Any], orders: Orders) -> Callable[..., Any]:
+def _faulty_launch(launch: Callable[..., Any], orders: Orders) -> Callable[..., Any]:
     def run(batch: Batch, *args: Any, **kwargs: Any) -> Any:
         if orders.holds(HANG):
             # For good: only from outside can it be seen.
             threading.Event().wait()
-        logits = forward(batch, *args, **kwargs)
+        pending = launch(batch, *args, **kwargs)
         if _holds(batch, POISON["raise"]):
             note_death("raise")
             raise PoisonedError("the kernel has met a poisonous request")
         if _holds(batch, POISON["abort"]):
             note_death("abort")
             os.abort()
-        return logits
+        return pending
 
     return run
 
@@ -71,35 +71,35 @@ def _holds(batch: Batch, tokens: tuple[int, ...]) -> bool:
 
 def _add(servicer: verifier_pb2_grpc.VerifierServicer, server: grpc.Server | grpc.aio.Server, orders: Orders) -> None:
     """Adds the service with a serializer that lets bytes through which are no message."""
-    handler = grpc.unary_stream_rpc_method_handler(
-        _faulty_generate(servicer.Generate, orders),
-        request_deserializer=verifier_pb2.VerifierGenerateRequest.FromString,
+    handler = grpc.stream_stream_rpc_method_handler(
+        _faulty_verify(servicer.Verify, orders),
+        request_deserializer=verifier_pb2.VerifyRequest.FromString,
         response_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
     )
-    handlers = grpc.method_handlers_generic_handler("paceline.rpc.v1.Verifier", {"Generate": handler})
+    handlers = grpc.method_handlers_generic_handler("paceline.rpc.v1.Verifier", {"Verify": handler})
     server.add_generic_rpc_handlers((handlers,))
 
 
-def _faulty_generate(right: Callable[..., Any], orders: Orders) -> Callable[..., AsyncIterator[Response | bytes]]:
-    async def generate(request: verifier_pb2.VerifierGenerateRequest, context: Any) -> AsyncIterator[Response | bytes]:
-        if orders.holds(INTERNAL):
-            raise RuntimeError("ordered to fail at once")
-        async with aclosing(right(request, context)) as messages:
+def _faulty_verify(right: Callable[..., Any], orders: Orders) -> Callable[..., AsyncIterator[Response | bytes]]:
+    async def verify(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Response | bytes]:
+        async with aclosing(right(requests, context)) as messages:
             async for message in messages:
+                if orders.holds(INTERNAL):
+                    raise RuntimeError("ordered to fail at once")
                 if orders.holds(HALF) and message.token_ids:
                     return
-                if orders.holds(GAP) and message.token_ids and not message.HasField("result"):
+                if orders.holds(GAP) and message.token_ids and not message.results:
                     continue
                 yield _spoilt(message, orders)
 
-    return generate
+    return verify
 
 
 def _spoilt(message: Response, orders: Orders) -> Response | bytes:
     if orders.holds(GARBAGE):
         return NOT_A_MESSAGE
     if orders.holds(NONSENSE) and message.token_ids:
-        message.token_ids[0] = NO_TOKEN
+        message.token_ids = NO_TOKEN + message.token_ids[len(NO_TOKEN) :]
     return message
 
 

@@ -32,12 +32,13 @@ from paceline.engine.target import TargetEngine
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
-from paceline.service.credentials import FleetTls, channel, folder_of, load_tls, only_for
+from paceline.service.credentials import FleetTls, folder_of, load_tls, only_for
 from paceline.service.process import start_grpc_server
 from paceline.store.base import Replica
 from paceline.verifier.served import ServedEngine
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.verifier_host import TargetHost
+from tests.support.log_stream import VerifierCalls, verifier_calls
 from tests.support.poison import Poison
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
@@ -85,13 +86,13 @@ async def running_verifier(
     tls_dir: Path | None = None,
     eagle3_model: Path | None = None,
     poison: Poison | None = None,
-) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
-    """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
+) -> AsyncIterator[tuple[VerifierCalls, TargetHost]]:
+    """A verifier service and a stream to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
     async with (
         verifier_at(folder, methods, max_num_seqs, tls_dir, eagle3_model, poison=poison) as (address, host),
-        channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
+        verifier_calls(address, host.identity.vocab_size, tls_dir) as calls,
     ):
-        yield verifier_pb2_grpc.VerifierStub(opened), host
+        yield calls, host
 
 
 def know(host: TargetHost, *addresses: str) -> None:

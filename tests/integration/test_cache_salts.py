@@ -62,17 +62,17 @@ class Breaking:
 
     def __init__(self, decoder: Decoder) -> None:
         self.broken = True
-        forward = decoder.forward
+        launch = decoder.launch
 
-        def breaking(batch, cache, *rest):
-            logits = forward(batch, cache, *rest)
+        def breaking(batch, cache, wanted):
+            pending = launch(batch, cache, wanted)
             bad = batch.slots[batch.token_ids == BROKEN] if self.broken else ()
             for slot in bad:
                 block, offset = divmod(int(slot), cache.values.shape[3])
                 cache.values[:, block, :, offset] = float("nan")
-            return logits
+            return pending
 
-        decoder.forward = breaking  # type: ignore[method-assign]
+        decoder.launch = breaking  # type: ignore[method-assign]
 
 
 def test_pages_that_gave_nothing_to_choose_from_are_never_found_again(tiny_pair, broken_decoder) -> None:

@@ -13,11 +13,9 @@ from paceline.core.messages import CommittedStates
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
 from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
-from paceline.wire import generate_request_to_pb
-from paceline.wire.sessions import committed_from_pb
 from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_drafter_service import drafts_of, opened, stream_to
-from tests.integration.test_verifier_service import ask, tokens_of
+from tests.integration.test_verifier_service import ask
 from tests.support.eagle import save_eagle3
 from tests.support.memory_store import MemoryStore
 
@@ -27,27 +25,24 @@ def head(tiny_pair, tmp_path_factory):
     return save_eagle3(tmp_path_factory.mktemp("head") / "head", tiny_pair[0], layer_ids=(0, 0, 0), draft_vocab=200)
 
 
-async def drafted(stub) -> list[int]:
+async def drafted(calls) -> list[int]:
     """Tokens of the first session that had something to verify; the stream takes its time to come up."""
     async with asyncio.timeout(60):
         while True:
-            tokens: list[int] = []
-            async for message in stub.Generate(generate_request_to_pb(ask(max_tokens=100)), timeout=30):
-                last = committed_from_pb(message)
-                tokens += last.token_ids
-            if last.result.speculation.num_draft_tokens:
-                return tokens
+            steps = await calls.steps(ask(max_tokens=100))
+            if steps[-1].result.speculation.num_draft_tokens:
+                return [token_id for each in steps for token_id in each.token_ids]
 
 
 async def test_a_head_on_another_host_drafts_from_the_states_it_is_sent(tiny_pair, head):
     target = tiny_pair[0]
     async with (
         running_drafter(head, target=target) as (address, drafter),
-        running_verifier(target, methods=(EAGLE3,), eagle3_model=head) as (stub, host),
+        running_verifier(target, methods=(EAGLE3,), eagle3_model=head) as (calls, host),
     ):
-        plain = await tokens_of(stub, replace(ask(max_tokens=100), speculation=SpeculationParams(enabled=False)))
+        plain = await calls.tokens(replace(ask(max_tokens=100), speculation=SpeculationParams(enabled=False)))
         know(host, address)
-        assert await drafted(stub) == plain
+        assert await drafted(calls) == plain
         assert drafter.identity.states_hash
 
 
@@ -89,7 +84,7 @@ async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(ti
     async with (
         running_drafter(head, target=target) as (of_head, first),
         running_drafter(draft_model) as (of_model, second),
-        running_verifier(target, methods=(EAGLE3, DRAFT_MODEL), eagle3_model=head) as (stub, host),
+        running_verifier(target, methods=(EAGLE3, DRAFT_MODEL), eagle3_model=head) as (calls, host),
     ):
         store = MemoryStore()
         for address, drafter in ((of_head, first), (of_model, second)):
@@ -97,14 +92,14 @@ async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(ti
             await store.announce(replica, 3600)
         async with Supervisor(CollectorRegistry()).kept(host.background(store)):
             for method, own in ((EAGLE3, of_head), (DRAFT_MODEL, of_model)):
-                assert await first_drafter_of(stub, host, method) == own
+                assert await first_drafter_of(calls, host, method) == own
 
 
-async def first_drafter_of(stub, host, method: str) -> str:
+async def first_drafter_of(calls, host, method: str) -> str:
     """Runs sessions of a method until one has a drafter; the registry is read once a second."""
     async with asyncio.timeout(60):
         while True:
             request = replace(ask(method, max_tokens=200), speculation=SpeculationParams(method=method))
-            async for _ in stub.Generate(generate_request_to_pb(request), timeout=30):
+            async for _ in calls.generate(request):
                 if method in host._under_way and (address := host._under_way[method].drafter_address):
                     return address

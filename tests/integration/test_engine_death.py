@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,15 +22,16 @@ from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.model_service import EXIT_HUNG, engine_ended
-from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.service.process import TAKEN
-from paceline.service.status import error_from_rpc
+from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.supervision import Supervisor
-from paceline.verifier import outbox as verifier_outbox
-from paceline.verifier import verifier_host
+from paceline.verifier import commit_log, verifier_host
 from paceline.verifier.verifier_host import TargetHost
-from paceline.wire import committed_from_pb, generate_request_to_pb
+from paceline.wire import start_session_to_pb
+from paceline.wire.columns import WORD
 from tests.integration.conftest import running_verifier, verifier_at
+from tests.integration.test_verifier_service import told
+from tests.support.fuzzing import until
+from tests.support.log_stream import ScriptedLog, VerifierCalls, verifier_calls
 from tests.support.memory_store import MemoryStore
 from tests.support.poison import DIES, HANGS, Poison
 from tools.delay_proxy import DelayProxy
@@ -51,30 +53,37 @@ def ask(session_id: str, *ahead: int, max_tokens: int = 200) -> GenerateRequest:
 class Stream:
     """One session, as its gateway hears of it."""
 
-    def __init__(self, stub: verifier_pb2_grpc.VerifierAsyncStub, request: GenerateRequest) -> None:
-        self._call = stub.Generate(generate_request_to_pb(request), timeout=60)
+    def __init__(self, calls: VerifierCalls, request: GenerateRequest) -> None:
+        self.call = calls.running(request)
+        self._steps = calls.generate_of(self.call)
         self.heard: list[CommittedTokens] = []
+        self._hearing = asyncio.create_task(self._hear())
 
-    async def next(self) -> CommittedTokens:
-        """The next message."""
-        message = await self._call.read()
-        assert message is not grpc.aio.EOF
-        self.heard.append(committed_from_pb(message))
-        return self.heard[-1]
+    async def _hear(self) -> PacelineError | None:
+        async with aclosing(self._steps):
+            try:
+                async for step in self._steps:
+                    self.heard.append(step)
+            except PacelineError as error:
+                return error
+        return None
+
+    async def runs(self) -> None:
+        """Returns once the engine computes it."""
+        await until(lambda: self.call.ran)
 
     async def until_tokens(self) -> None:
         """Returns once it has tokens."""
-        while not (await self.next()).token_ids:
-            pass
+        await until(lambda: bool(self.heard))
 
     async def end(self) -> PacelineError | None:
         """What it ended with, None: its result."""
-        try:
-            while not self.heard or self.heard[-1].result is None:
-                await self.next()
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error)
-        return None
+        return await asyncio.wait_for(self._hearing, 60)
+
+    async def leave(self) -> None:
+        """Its client has gone."""
+        self._hearing.cancel()
+        await asyncio.gather(self._hearing, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -91,17 +100,17 @@ async def watched(host: TargetHost) -> AsyncIterator[None]:
 
 async def test_only_sessions_of_the_step_that_died_are_told_that_they_may_have_caused_it(tiny_pair) -> None:
     poison = Poison()
-    async with running_verifier(tiny_pair[0], max_num_seqs=2, poison=poison) as (stub, host), watched(host):
-        beside = Stream(stub, ask("beside"))
+    async with running_verifier(tiny_pair[0], max_num_seqs=2, poison=poison) as (calls, host), watched(host):
+        beside = Stream(calls, ask("beside"))
         await beside.until_tokens()
-        blocker = Stream(stub, ask("hangs for a while", HANGS))
-        assert (await blocker.next()).running
-        waiting = Stream(stub, ask("waits", DIES))
+        blocker = Stream(calls, ask("hangs for a while", HANGS))
+        await blocker.runs()
+        waiting = Stream(calls, ask("waits", DIES))
         while host.num_sessions < 3:  # noqa: ASYNC110 - the host tells nobody
             await asyncio.sleep(0)
-        blocker._call.cancel()
+        await blocker.leave()
         poison.cure.set()
-        left = Stream(stub, ask("still in the queue"))
+        left = Stream(calls, ask("still in the queue"))
         assert type(await beside.end()) is EngineDiedError
         assert type(await waiting.end()) is EngineDiedError
         assert type(await left.end()) in (UnavailableError, EngineDiedError)
@@ -109,30 +118,34 @@ async def test_only_sessions_of_the_step_that_died_are_told_that_they_may_have_c
 
 async def test_a_session_that_waits_for_a_place_is_no_part_of_the_step_that_died(tiny_pair) -> None:
     poison = Poison()
-    async with running_verifier(tiny_pair[0], max_num_seqs=1, poison=poison) as (stub, host), watched(host):
-        guilty = Stream(stub, ask("guilty", HANGS))
-        assert (await guilty.next()).running
-        innocent = Stream(stub, ask("innocent"))
+    async with running_verifier(tiny_pair[0], max_num_seqs=1, poison=poison) as (calls, host), watched(host):
+        guilty = Stream(calls, ask("guilty", HANGS))
+        await guilty.runs()
+        innocent = Stream(calls, ask("innocent"))
         while host.num_sessions < 2:  # noqa: ASYNC110 - the host tells nobody
             await asyncio.sleep(0)
         host.engine_died("the verifier's engine hangs")
         assert type(await guilty.end()) is EngineDiedError
         assert type(await innocent.end()) is UnavailableError
         assert not innocent.heard
-        late = Stream(stub, ask("late"))
+        late = Stream(calls, ask("late"))
         assert type(await late.end()) is UnavailableError
         poison.cure.set()
 
 
 async def test_a_session_hears_once_and_first_that_it_runs_and_where_each_token_belongs(tiny_pair) -> None:
-    async with running_verifier(tiny_pair[0]) as (stub, _):
-        stream = Stream(stub, ask("s", max_tokens=30))
-        assert await stream.end() is None
-    assert [each.running for each in stream.heard] == [True] + [False] * (len(stream.heard) - 1)
+    heard = []
+    async with verifier_at(tiny_pair[0]) as (address, _), told(address) as stream:
+        await stream.say(starts=[start_session_to_pb(1, ask("s", max_tokens=30))])
+        while not (heard and heard[-1].results):
+            message = await stream.hear()
+            if message.sessions:
+                heard.append(message)
+    assert [list(each.running) for each in heard] == [[1]] + [[]] * (len(heard) - 1)
     offset = 0
-    for each in stream.heard:
-        assert each.offset == offset
-        offset += len(each.token_ids)
+    for each in heard:
+        assert np.frombuffer(each.offsets, WORD).tolist() == [offset]
+        offset += len(each.token_ids) // WORD.itemsize
     assert offset == 30
 
 
@@ -140,58 +153,60 @@ async def test_a_session_that_waits_shows_life_while_the_engine_gets_on(
     tiny_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verifier_host, "LIFE_S", 0.01)
-    monkeypatch.setattr(verifier_outbox, "SILENCE_S", 0.02)
+    monkeypatch.setattr(commit_log, "SILENCE_S", 0.02)
     async with (
-        running_verifier(tiny_pair[0], max_num_seqs=1, poison=Poison(step_s=0.01)) as (stub, host),
+        running_verifier(tiny_pair[0], max_num_seqs=1, poison=Poison(step_s=0.01)) as (calls, host),
         watched(host),
     ):
-        first = Stream(stub, ask("first", max_tokens=60))
+        first = Stream(calls, ask("first", max_tokens=60))
         await first.until_tokens()
-        second = Stream(stub, ask("second", max_tokens=2))
+        async with verifier_calls(calls.address, host.identity.vocab_size) as others:
+            second = Stream(others, ask("second", max_tokens=2))
+            signs = set()
+            while not second.call.ran:
+                await asyncio.sleep(0.001)
+                signs.add(second.call.heard_s)
+            assert len(signs) > 3, "signs of life come first"
+            assert await second.end() is None
         assert await first.end() is None
-        assert await second.end() is None
-    said = [(len(each.token_ids), each.running) for each in second.heard]
-    assert said.index((0, True)) > 3, "signs of life come first"
-    assert set(said[: said.index((0, True))]) == {(0, False)}
 
 
 async def test_a_hung_engine_shows_no_life(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier_host, "LIFE_S", 0.01)
-    monkeypatch.setattr(verifier_outbox, "SILENCE_S", 0.02)
+    monkeypatch.setattr(commit_log, "SILENCE_S", 0.02)
     poison = Poison()
-    async with running_verifier(tiny_pair[0], poison=poison) as (stub, host), watched(host):
-        stream = Stream(stub, ask("s", HANGS, max_tokens=4))
-        assert (await stream.next()).running
-        silence = asyncio.create_task(stream.next())
-        done, _ = await asyncio.wait({silence}, timeout=0.5)
-        assert not done
+    async with running_verifier(tiny_pair[0], poison=poison) as (calls, host), watched(host):
+        stream = Stream(calls, ask("s", HANGS, max_tokens=4))
+        await stream.runs()
+        heard_s = stream.call.heard_s
+        await asyncio.sleep(0.5)
+        assert stream.call.heard_s == heard_s
         poison.cure.set()
-        await silence
         assert await stream.end() is None
 
 
 async def test_tokens_that_cannot_be_handed_on_end_their_sessions_and_nothing_else(
     tiny_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        deliver = host._outboxes.deliver
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        tell = host._tell
 
-        def failing(committed) -> None:
-            if any(each.token_ids for _, each in committed):
-                raise KeyError("a bug between engine and outboxes")
-            deliver(committed)
+        def failing(session, outcome, now_s) -> None:
+            if outcome.token_ids:
+                raise KeyError("a bug between engine and logs")
+            tell(session, outcome, now_s)
 
-        monkeypatch.setattr(host._outboxes, "deliver", failing)
-        error = await asyncio.wait_for(Stream(stub, ask("s")).end(), 30)
+        monkeypatch.setattr(host, "_tell", failing)
+        error = await asyncio.wait_for(Stream(calls, ask("s")).end(), 30)
         assert type(error) is UnavailableError
         assert "could not be handed on" in str(error)
         monkeypatch.undo()
-        assert await Stream(stub, ask("s", max_tokens=8)).end() is None
+        assert await Stream(calls, ask("s", max_tokens=8)).end() is None
 
 
 async def test_a_session_that_cannot_be_made_ends_alone(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        other = Stream(stub, ask("other", max_tokens=100))
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        other = Stream(calls, ask("other", max_tokens=100))
         await other.until_tokens()
         make = host._stepper._new_session
 
@@ -201,7 +216,7 @@ async def test_a_session_that_cannot_be_made_ends_alone(tiny_pair, monkeypatch: 
             return make(event)
 
         monkeypatch.setattr(host._stepper, "_new_session", failing)
-        error = await asyncio.wait_for(Stream(stub, ask("bad")).end(), 30)
+        error = await asyncio.wait_for(Stream(calls, ask("bad")).end(), 30)
         assert type(error) is PacelineError
         assert await other.end() is None
 
@@ -240,11 +255,11 @@ async def verifier_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen
 @pytest.mark.full
 @pytest.mark.parametrize("stopping", [False, True])
 async def test_a_process_whose_engine_hangs_says_so_hands_its_sessions_on_and_ends(tiny_pair, stopping: bool) -> None:
-    async with verifier_process(tiny_pair[0]) as (process, address), grpc.aio.insecure_channel(address) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 60)
-        stub = verifier_pb2_grpc.VerifierStub(channel)
-        stream = Stream(stub, ask("s", HANGS, max_tokens=4))
-        assert (await stream.next()).running
+    async with verifier_process(tiny_pair[0]) as (process, address), verifier_calls(address) as calls:
+        async with grpc.aio.insecure_channel(address) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 60)
+        stream = Stream(calls, ask("s", HANGS, max_tokens=4))
+        await stream.runs()
         if stopping:
             process.send_signal(signal.SIGTERM)
         assert type(await stream.end()) is EngineDiedError
@@ -283,27 +298,62 @@ async def lost(client: VerifierClient, running: RunningCall) -> tuple[bool, bool
     return running.ran, running.unheard
 
 
-async def test_a_verifier_that_vanished_before_it_said_anything_may_have_computed_the_session() -> None:
-    async def generate(request: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        await context.send_initial_metadata(((TAKEN, "1"),))
-        taken.set()
-        await asyncio.sleep(60)
-        yield b""
+class Silent(verifier_pb2_grpc.VerifierServicer):
+    """Accepts sessions, and says nothing of them."""
 
-    taken = asyncio.Event()
+    async def Verify(self, request_iterator, context) -> AsyncIterator[verifier_pb2.VerifyResponse]:
+        async for message in ScriptedLog(self._run).messages(request_iterator):
+            yield message
+
+    async def _run(self, _: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+        await asyncio.Event().wait()
+        yield CommittedTokens(token_ids=())
+
+
+async def test_a_verifier_that_vanished_before_it_said_anything_may_have_computed_the_session() -> None:
     server = grpc.aio.server()
-    handlers = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("paceline.rpc.v1.Verifier", handlers),))
+    verifier_pb2_grpc.add_VerifierServicer_to_server(Silent(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     request, client = ask("s"), VerifierClient(60)
     with DelayProxy(("127.0.0.1", port)) as proxy:
         running = client.running(proxy.address, request, vocab_size=256)
         losing = asyncio.create_task(lost(client, running))
-        await taken.wait()
-        (call,) = client._calls
-        assert TAKEN in dict(await call.initial_metadata())
+        await until(lambda: running.taken)
         proxy.cut()
         assert await losing == (False, True)
     await client.close()
     await server.stop(None)
+
+
+async def test_a_stream_that_breaks_loses_all_its_sessions_and_the_next_one_dials_again(tiny_pair) -> None:
+    async with verifier_at(tiny_pair[0]) as (address, verifier):
+        host, port = address.rsplit(":", 1)
+        with DelayProxy((host, int(port))) as proxy:
+            async with verifier_calls(proxy.address, verifier.identity.vocab_size) as calls:
+                streams = [Stream(calls, ask(name)) for name in ("a", "b", "c")]
+                for stream in streams:
+                    await stream.until_tokens()
+                await streams[0].leave()
+                await until(lambda: verifier.num_sessions == 2)
+                assert streams[1].call.ended_by is None
+                proxy.cut()
+                assert [type(await each.end()) for each in streams[1:]] == [PeerLostError, PeerLostError]
+                await until(lambda: verifier.num_sessions == 0)
+                assert await Stream(calls, ask("d", max_tokens=8)).end() is None
+
+
+async def test_a_gateway_that_does_not_read_is_cut_off_and_others_are_served(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_log, "LOG_BYTES", 2000)
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        gateway = commit_log.GatewayLog()
+        host._gateways[gateway] = {}
+        host._start(gateway, 1, ask("unread"))
+        other = Stream(calls, ask("other"))
+        await until(lambda: gateway.closed)
+        with pytest.raises(UnavailableError, match="the gateway does not read its log"):
+            await gateway.take()
+        assert not host._gateways.pop(gateway)
+        assert await other.end() is None

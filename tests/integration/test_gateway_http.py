@@ -428,7 +428,7 @@ async def test_prompt_log_probabilities_come_by_token_ids_with_ranks(fleet: Scri
 async def test_the_record_is_there_although_a_stop_string_ended_the_session(
     fleet: ScriptedFleet, streamed: bool
 ) -> None:
-    fleet.verifier.script = Script(records=True)
+    fleet.verifier.script = Script(records=True, pause_after=9)
     text = fleet.letters(0, 12)
     asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 100, "seed": 0, "stop": text[7:9]}
     if streamed:

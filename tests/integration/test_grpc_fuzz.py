@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -9,19 +10,22 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
+from paceline.core.errors import MAX_PROBLEM_CHARS, InvalidRequestError
 from paceline.core.messages import ModelIdentity
-from paceline.rpc.v1 import drafter_pb2, gateway_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.rpc.v1 import drafter_pb2, gateway_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
-from paceline.wire import draft_request_to_pb, generate_request_to_pb
+from paceline.wire import draft_request_to_pb, start_session_to_pb
+from paceline.wire.common import PROTOCOL
 from tests.integration.conftest import running_drafter, verifier_at
 from tests.integration.test_drafter_service import committed, opened, stream_to
-from tests.integration.test_verifier_service import ask, tokens_of
+from tests.integration.test_verifier_service import ask, told
 from tests.support.fuzzing import holds_for_all, mangled, messages, status_of, status_of_stream, until
+from tests.support.log_stream import verifier_calls
 from tests.support.scripted_fleet import MODEL, scripted_fleet
 
 GATEWAY = "/paceline.rpc.v1.Gateway/Generate"
 LIST_MODELS = "/paceline.rpc.v1.Gateway/ListModels"
-VERIFIER = "/paceline.rpc.v1.Verifier/Generate"
+VERIFIER = "/paceline.rpc.v1.Verifier/Verify"
 DRAFTER = "/paceline.rpc.v1.Drafter/Draft"
 OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -58,21 +62,27 @@ async def test_the_gateway_answers_any_message_with_a_status_that_blames_it(tmp_
         assert (await status_of(channel, GATEWAY, good.SerializeToString()))[0] is OK
 
 
-@pytest.mark.full
-async def test_the_verifier_answers_any_message_with_a_status_that_blames_it(tiny_pair) -> None:
-    async with verifier_at(tiny_pair[0]) as (address, host), grpc.aio.insecure_channel(address) as channel:
-        stub = verifier_pb2_grpc.VerifierStub(channel)
-        plain = await tokens_of(stub, ask())
+def asked() -> st.SearchStrategy[list[bytes]]:
+    """What gateways may say over a stream, by the book or not."""
+    good = verifier_pb2.VerifyRequest(starts=[start_session_to_pb(1, ask())])
+    anything = either(verifier_pb2.VerifyRequest, OURS, good)
+    hello = verifier_pb2.VerifyRequest(protocol=PROTOCOL).SerializeToString()
+    first = st.one_of(st.just(hello), st.just(hello), anything)
+    return st.tuples(first, st.lists(anything, max_size=6)).map(lambda drawn: [drawn[0], *drawn[1]])
 
-        async def answered(data: bytes) -> None:
-            status, details = await status_of(channel, VERIFIER, data)
+
+@pytest.mark.full
+async def test_the_verifier_ends_any_stream_with_a_status_that_blames_it_and_frees_all_its_sessions(tiny_pair) -> None:
+    async with verifier_at(tiny_pair[0]) as (address, host), verifier_calls(address, 256) as calls:
+        plain = await calls.tokens(ask())
+
+        async def ended(sent: list[bytes]) -> None:
+            status, details = await status_of_stream(address, VERIFIER, sent)
             assert status in (OK, INVALID), details
 
-        await holds_for_all(
-            either(verifier_pb2.VerifierGenerateRequest, OURS, generate_request_to_pb(ask())), answered, 300
-        )
+        await holds_for_all(asked(), ended, 300)
         await until(lambda: host.num_sessions == 0)
-        assert await tokens_of(stub, ask()) == plain
+        assert await calls.tokens(ask()) == plain
 
 
 def requests(identity: ModelIdentity) -> st.SearchStrategy[list[bytes]]:
@@ -129,21 +139,23 @@ async def test_broken_bytes_in_the_middle_of_a_stream_end_it_and_free_its_sessio
 
 
 async def test_a_message_beyond_the_limit_of_bytes_is_refused_and_the_next_one_served(tiny_pair) -> None:
-    async with verifier_at(tiny_pair[0]) as (address, host):
+    async with verifier_at(tiny_pair[0]) as (address, host), verifier_calls(address, 256) as calls:
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             status, _ = await status_of(channel, VERIFIER, bytes(MAX_MESSAGE_BYTES + 1))
             assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
-            good = generate_request_to_pb(ask()).SerializeToString()
-            assert (await status_of(channel, VERIFIER, good))[0] is OK
+        with pytest.raises(InvalidRequestError, match=r"request: has \d+ bytes, at most \d+ are allowed"):
+            await calls.tokens(replace(ask(), cache_salt="x" * MAX_MESSAGE_BYTES))
+        assert len(await calls.tokens(ask())) == 24
         assert host.num_sessions == 0
 
 
-async def test_long_values_are_shortened_in_the_status_so_that_it_arrives(tiny_pair) -> None:
-    """Status and details are headers; beyond 8 KiB the client would see a failure of its own instead."""
-    message = generate_request_to_pb(ask())
-    message.speculation.acceptance = "\N{GRINNING FACE}" * 100_000
-    async with verifier_at(tiny_pair[0]) as (address, _), grpc.aio.insecure_channel(address) as channel:
-        status, details = await status_of(channel, VERIFIER, message.SerializeToString())
-    assert status is INVALID
-    assert details.startswith("speculation.acceptance: must be one of")
+async def test_long_values_are_shortened_in_what_is_told_of_them(tiny_pair) -> None:
+    async with verifier_at(tiny_pair[0]) as (address, _), told(address) as stream:
+        message = start_session_to_pb(1, ask())
+        message.speculation.acceptance = "\N{GRINNING FACE}" * 100_000
+        await stream.say(starts=[message])
+        error = (await stream.hear_of(1, "errors")).errors[0]
+    assert (error.kind, error.field) == ("InvalidRequestError", "speculation.acceptance")
+    assert error.problem.startswith("must be one of")
+    assert len(error.problem) <= MAX_PROBLEM_CHARS

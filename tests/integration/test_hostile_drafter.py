@@ -26,11 +26,11 @@ from paceline.core.messages import (
 from paceline.core.params import COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
 from paceline.core.rejection_sampling import SparseDraft
 from paceline.rpc.v1 import drafter_pb2
-from paceline.wire import committed_from_pb, draft_request_from_pb, draft_response_to_pb, generate_request_to_pb
+from paceline.wire import draft_request_from_pb, draft_response_to_pb
 from tests.integration.conftest import know, running_verifier
-from tests.integration.test_verifier_service import PROMPT, ask, tokens_of
+from tests.integration.test_verifier_service import PROMPT, ask
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.fuzzing import ANSWER_S, holds_for_all, mangled, messages, until
+from tests.support.fuzzing import holds_for_all, mangled, messages, until
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 
 Steps = list[CommittedTokens]
@@ -153,15 +153,14 @@ async def hostile_drafter(identity: ModelIdentity) -> AsyncIterator[tuple[str, H
 
 
 async def steps_under(
-    stub, drafter: HostileDrafter, script: Sequence[bytes | Line], acceptance: str = COUPLED
+    calls, drafter: HostileDrafter, script: Sequence[bytes | Line], acceptance: str = COUPLED
 ) -> list[Steps]:
     """Sessions until the drafter was heard in one of them; a stream that was lost takes time to come back."""
     drafter.script, drafter.num_said = script, 0
     sessions: list[Steps] = []
     while not drafter.num_said:
         asked = replace(ask(max_tokens=NUM_TOKENS), speculation=SpeculationParams(acceptance=acceptance))
-        request = generate_request_to_pb(asked)
-        sessions.append([committed_from_pb(message) async for message in stub.Generate(request, timeout=ANSWER_S)])
+        sessions.append(await calls.steps(asked))
         await asyncio.sleep(0.02)
     return sessions
 
@@ -230,14 +229,14 @@ async def tallied(folder: Path, lines: st.SearchStrategy[Any], acceptance: str =
     """Runs sessions under scripts of such lines; nobody else drafts, so that what is verified is the hostile one's."""
     tally = Tally()
     async with (
-        running_verifier(folder, methods=(DRAFT_MODEL,)) as (stub, host),
+        running_verifier(folder, methods=(DRAFT_MODEL,)) as (calls, host),
         hostile_drafter(host.identity) as (address, drafter),
     ):
-        drafter.truth = plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
+        drafter.truth = plain = await calls.tokens(ask(max_tokens=NUM_TOKENS))
         know(host, address)
 
         async def undisturbed(script: list[bytes | Line]) -> None:
-            for steps in await steps_under(stub, drafter, script, acceptance):
+            for steps in await steps_under(calls, drafter, script, acceptance):
                 tally.take(steps, plain)
 
         await holds_for_all(st.lists(lines, min_size=1, max_size=6), undisturbed, 40)
@@ -272,14 +271,14 @@ async def test_no_bytes_of_a_drafter_change_a_token_or_keep_a_session_waiting(ti
 
 
 async def test_a_flood_of_guesses_changes_no_token_and_leaves_nothing_behind(tiny_pair) -> None:
-    async with running_verifier(tiny_pair[0]) as (stub, host), hostile_drafter(host.identity) as (address, drafter):
-        plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
+    async with running_verifier(tiny_pair[0]) as (calls, host), hostile_drafter(host.identity) as (address, drafter):
+        plain = await calls.tokens(ask(max_tokens=NUM_TOKENS))
         know(host, address)
-        for steps in await steps_under(stub, drafter, [Flood(FLOOD)]):
+        for steps in await steps_under(calls, drafter, [Flood(FLOOD)]):
             assert tokens_in(steps) == plain
         await until(lambda: host.num_sessions == 0)
         drafter.script = ()
-        assert await tokens_of(stub, ask(max_tokens=NUM_TOKENS)) == plain
+        assert await calls.tokens(ask(max_tokens=NUM_TOKENS)) == plain
 
 
 async def test_loops_as_they_serve_live_through_hostile_columns_of_all_peers() -> None:

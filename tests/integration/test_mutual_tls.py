@@ -32,7 +32,7 @@ from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.service.status import error_from_rpc
 from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_serving import SERVING, FailingServicer
-from tests.integration.test_verifier_service import ask, drafted_tokens, tokens_of
+from tests.integration.test_verifier_service import ask, drafted_tokens
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +174,12 @@ async def test_a_health_port_in_use_is_named(certificates: Path) -> None:
 async def test_drafts_cross_both_hops_and_change_no_token(tiny_pair: tuple[Path, Path], certificates: Path) -> None:
     target, draft = tiny_pair
     async with (
-        running_verifier(target, tls_dir=certificates) as (stub, verifier),
+        running_verifier(target, tls_dir=certificates) as (calls, verifier),
         running_drafter(draft, tls_dir=certificates) as (address, _),
     ):
-        plain = await tokens_of(stub, ask(max_tokens=100))
+        plain = await calls.tokens(ask(max_tokens=100))
         know(verifier, address)
-        assert await drafted_tokens(stub) == plain
+        assert await drafted_tokens(calls) == plain
 
 
 async def test_a_verifier_with_a_strange_certificate_gets_no_drafts_and_serves_on(
@@ -187,11 +187,11 @@ async def test_a_verifier_with_a_strange_certificate_gets_no_drafts_and_serves_o
 ) -> None:
     target, draft = tiny_pair
     async with (
-        running_verifier(target, tls_dir=strangers) as (stub, verifier),
+        running_verifier(target, tls_dir=strangers) as (calls, verifier),
         running_drafter(draft, tls_dir=certificates) as (address, host),
     ):
         know(verifier, address)
-        assert len(await tokens_of(stub, ask(max_tokens=100))) == 100
+        assert len(await calls.tokens(ask(max_tokens=100))) == 100
         assert host.num_sessions == 0
 
 

@@ -49,6 +49,7 @@ from paceline.service.process import (
     start_grpc_server,
 )
 from paceline.service.status import error_from_rpc
+from paceline.wire.common import PROTOCOL
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -64,14 +65,19 @@ class FailingServicer(
         self.error = error
         self.ended = asyncio.Event()
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         try:
-            yield verifier_pb2.VerifierGenerateResponse(token_ids=[1])
+            yield gateway_pb2.GatewayGenerateResponse(token_ids=[1])
             if self.error is not None:
                 raise self.error
             await asyncio.Event().wait()
         finally:
             self.ended.set()
+
+    async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[verifier_pb2.VerifyResponse]:
+        yield verifier_pb2.VerifyResponse(protocol=PROTOCOL)
+        if self.error is not None:
+            raise self.error
 
     async def Draft(self, request_iterator: Any, context: Any) -> AsyncIterator[drafter_pb2.DraftResponse]:
         async for _ in request_iterator:
@@ -103,7 +109,7 @@ async def running(servicer: FailingServicer) -> AsyncIterator[tuple[GrpcServer, 
 
 
 async def unary_stream_error(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
-    call = verifier_pb2_grpc.VerifierStub(channel).Generate(verifier_pb2.VerifierGenerateRequest(), timeout=30)
+    call = gateway_pb2_grpc.GatewayStub(channel).Generate(gateway_pb2.GatewayGenerateRequest(), timeout=30)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for response in call:
             assert response.token_ids == [1]
@@ -168,7 +174,7 @@ async def test_an_unknown_error_is_internal_and_tells_nothing(caplog: pytest.Log
 async def test_a_cancelled_call_ends_its_handler() -> None:
     servicer = FailingServicer()
     async with running(servicer) as (_, channel):
-        call = verifier_pb2_grpc.VerifierStub(channel).Generate(verifier_pb2.VerifierGenerateRequest())
+        call = gateway_pb2_grpc.GatewayStub(channel).Generate(gateway_pb2.GatewayGenerateRequest())
         assert (await call.read()).token_ids == [1]
         call.cancel()
         await asyncio.wait_for(servicer.ended.wait(), 30)
@@ -181,9 +187,9 @@ async def test_an_unreachable_server_is_unavailable() -> None:
 
 async def test_a_message_above_the_limit_is_no_overload() -> None:
     async with running(FailingServicer()) as (_, channel):
-        request = verifier_pb2.VerifierGenerateRequest(session_id="x" * (17 * 1024 * 1024))
+        request = gateway_pb2.GatewayGenerateRequest(prompt="x" * (17 * 1024 * 1024))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await verifier_pb2_grpc.VerifierStub(channel).Generate(request, timeout=30).read()
+            await gateway_pb2_grpc.GatewayStub(channel).Generate(request, timeout=30).read()
     assert type(error_from_rpc(caught.value)) is InvalidRequestError
 
 

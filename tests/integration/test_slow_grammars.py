@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 
 from paceline.core.errors import OverloadedError
 from paceline.core.grammar import Bits
-from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.verifier import verifier_host
 from paceline.verifier.verifier_host import TargetHost
 from tests.integration.conftest import verifier_at
+from tests.support.fuzzing import until
+from tests.support.log_stream import VerifierCalls, verifier_calls
 
 
 class AnyText:
@@ -63,33 +66,43 @@ def asked(name: str, grammar: str = "", tenant: str = "", committed: tuple[int, 
     )
 
 
-async def texts(host: TargetHost, request: GenerateRequest) -> list[int]:
-    return [token_id async for each in host.generate(request) for token_id in each.token_ids]
+@asynccontextmanager
+async def calls_of_verifier(
+    folder: Path, grammars: SlowGrammars, max_num_seqs: int = 4
+) -> AsyncIterator[tuple[VerifierCalls, TargetHost]]:
+    async with (
+        verifier_at(folder, grammars=grammars, max_num_seqs=max_num_seqs) as (address, host),
+        verifier_calls(address, host.identity.vocab_size) as calls,
+    ):
+        yield calls, host
 
 
 async def test_a_session_shows_life_while_its_grammar_is_compiled_and_then_runs(
     tiny_pair: tuple[Path, Path],
 ) -> None:
     grammars = SlowGrammars()
-    async with verifier_at(tiny_pair[0], grammars=grammars) as (_, host):
+    async with calls_of_verifier(tiny_pair[0], grammars) as (calls, host):
         showing = asyncio.create_task(host._show_life())
-        plain = await texts(host, asked("plain"))
-        session = host.generate(asked("bound", "slow"))
-        assert await asyncio.wait_for(anext(session), 10) == CommittedTokens(token_ids=(), offset=0)
+        plain = await calls.tokens(asked("plain"))
+        running = calls.running(asked("bound", "slow"))
+        session = asyncio.create_task(calls.tokens_of(running))
+        await until(lambda: running.taken)
+        taken_s = running.heard_s
+        await until(lambda: running.heard_s > taken_s)
         # It has its place meanwhile, and the engine serves others.
-        assert host.num_sessions == 1
-        assert await texts(host, asked("other")) == plain
+        assert (host.num_sessions, running.ran) == (1, False)
+        assert await calls.tokens(asked("other")) == plain
         grammars.may_end.set()
-        assert [token_id async for each in session for token_id in each.token_ids] == plain
+        assert await session == plain
         showing.cancel()
 
 
 async def test_a_tenant_whose_grammars_are_slow_does_not_hold_up_another(tiny_pair: tuple[Path, Path]) -> None:
     grammars = SlowGrammars()
-    async with verifier_at(tiny_pair[0], grammars=grammars, max_num_seqs=8) as (_, host):
-        greedy = [asyncio.create_task(texts(host, asked(f"greedy-{at}", "slow", "greedy"))) for at in range(3)]
+    async with calls_of_verifier(tiny_pair[0], grammars, max_num_seqs=8) as (calls, _):
+        greedy = [asyncio.create_task(calls.tokens(asked(f"greedy-{at}", "slow", "greedy"))) for at in range(3)]
         await asyncio.sleep(0.1)
-        modest = asyncio.create_task(texts(host, asked("modest", "fast", "modest")))
+        modest = asyncio.create_task(calls.tokens(asked("modest", "fast", "modest")))
         await asyncio.sleep(0.1)
         grammars.may_end.set()
         await asyncio.gather(modest, *greedy)
@@ -101,13 +114,13 @@ async def test_full_queues_refuse_as_overloaded_and_a_session_that_goes_on_share
 ) -> None:
     monkeypatch.setattr(verifier_host, "MOST_GRAMMARS", 1)
     grammars = SlowGrammars()
-    async with verifier_at(tiny_pair[0], grammars=grammars) as (_, host):
-        running = asyncio.create_task(texts(host, asked("running", "slow")))
+    async with calls_of_verifier(tiny_pair[0], grammars) as (calls, _):
+        running = asyncio.create_task(calls.tokens(asked("running", "slow")))
         await asyncio.sleep(0.05)
-        waiting = asyncio.create_task(texts(host, asked("waiting", "fast", committed=(9, 9))))
+        waiting = asyncio.create_task(calls.tokens(asked("waiting", "fast", committed=(9, 9))))
         await asyncio.sleep(0.05)
         with pytest.raises(OverloadedError, match="grammars being compiled: 1 wait already"):
-            await texts(host, asked("late", "fast"))
+            await calls.tokens(asked("late", "fast"))
         grammars.may_end.set()
         await asyncio.gather(running, waiting)
     assert grammars.compiled == [("slow", False), ("fast", True)]

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.core.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RemoteProtocolError,
+    StaleEpochError,
+    UnavailableError,
+)
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
     VERIFIER,
@@ -22,20 +29,19 @@ from paceline.core.messages import (
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.engine.identity import model_identity
 from paceline.model_service import engine_ended
-from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
+from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.service.process import start_grpc_server
 from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
 from paceline.tier.links import DrafterLink
-from paceline.wire import (
-    committed_from_pb,
-    draft_request_from_pb,
-    draft_response_to_pb,
-    generate_request_to_pb,
-)
-from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, know, running_drafter, running_verifier
+from paceline.wire import draft_request_from_pb, draft_response_to_pb, start_session_to_pb
+from paceline.wire.columns import WORD
+from paceline.wire.common import PROTOCOL
+from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, know, running_drafter, running_verifier, verifier_at
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
+from tests.support.log_stream import verifier_calls
 from tests.support.memory_store import MemoryStore
+from tests.support.poison import Poison
 from tests.support.trees import new_tree
 
 PROMPT = tuple(range(5, 25))
@@ -52,77 +58,65 @@ def ask(session_id: str = "s", *, max_tokens: int = 24, **sampling) -> GenerateR
 
 
 async def test_a_method_that_is_not_served_is_refused_and_those_that_are_change_no_token(tiny_pair):
-    async with running_verifier(tiny_pair[0], methods=("ngram",)) as (stub, _):
-        plain = await tokens_of(stub, replace(ask(), speculation=SpeculationParams(enabled=False)))
-        assert await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="ngram"))) == plain
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="medusa")))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "speculation.method" in refused.value.details()
-
-
-async def tokens_of(stub, request: GenerateRequest) -> list[int]:
-    tokens: list[int] = []
-    async for message in stub.Generate(generate_request_to_pb(request), timeout=30):
-        tokens += committed_from_pb(message).token_ids
-    return tokens
+    async with running_verifier(tiny_pair[0], methods=("ngram",)) as (calls, _):
+        plain = await calls.tokens(replace(ask(), speculation=SpeculationParams(enabled=False)))
+        assert await calls.tokens(replace(ask(), speculation=SpeculationParams(method="ngram"))) == plain
+        with pytest.raises(InvalidRequestError, match=r"speculation\.method"):
+            await calls.tokens(replace(ask(), speculation=SpeculationParams(method="medusa")))
 
 
 async def test_a_session_streams_its_tokens_and_ends_with_its_result(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, _):
-        messages = [m async for m in stub.Generate(generate_request_to_pb(ask()), timeout=30)]
-    results = [committed_from_pb(message).result for message in messages]
-    assert results[:-1] == [None] * (len(messages) - 1)
+    async with running_verifier(tiny_pair[0]) as (calls, _):
+        results = [each.result for each in await calls.steps(ask())]
+    assert results[:-1] == [None] * (len(results) - 1)
     assert results[-1].num_generated_tokens == 24
     assert results[-1].num_prompt_tokens == len(PROMPT)
 
 
-async def drafted_tokens(stub, max_tokens: int = 100) -> list[int]:
+async def drafted_tokens(calls, max_tokens: int = 100) -> list[int]:
     """Tokens of the first session whose drafts were of use; the stream to the drafter takes its time to come up."""
     async with asyncio.timeout(60):
         while True:
-            tokens: list[int] = []
-            request = generate_request_to_pb(ask(max_tokens=max_tokens))
-            async for message in stub.Generate(request, timeout=30):
-                last = committed_from_pb(message)
-                tokens += last.token_ids
-            if last.result.speculation.num_accepted_draft_tokens:
-                assert last.result.speculation.num_steps < max_tokens
-                return tokens
+            steps = await calls.steps(ask(max_tokens=max_tokens))
+            speculation = steps[-1].result.speculation
+            if speculation.num_accepted_draft_tokens:
+                assert speculation.num_steps < max_tokens
+                return [token_id for each in steps for token_id in each.token_ids]
 
 
 async def test_drafts_save_steps_and_change_nothing(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host), running_drafter(tiny_pair[1]) as (address, _):
-        plain = await tokens_of(stub, ask(max_tokens=100))
+    async with running_verifier(tiny_pair[0]) as (calls, host), running_drafter(tiny_pair[1]) as (address, _):
+        plain = await calls.tokens(ask(max_tokens=100))
         know(host, address)
-        assert await drafted_tokens(stub) == plain
+        assert await drafted_tokens(calls) == plain
 
 
 async def test_a_session_that_wants_no_speculation_gets_no_drafter(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (_, host):
+    async with running_verifier(tiny_pair[0]) as (calls, host):
         know(host, "127.0.0.1:1")
-        assert await drafter_of(host, SpeculationParams()) == "127.0.0.1:1"
+        assert await drafter_of(calls, host, SpeculationParams()) == "127.0.0.1:1"
         for params in (SpeculationParams(enabled=False), SpeculationParams(method="ngram")):
-            assert await drafter_of(host, params) == ""
+            assert await drafter_of(calls, host, params) == ""
 
 
 async def test_a_drafter_that_drains_or_cannot_draft_for_the_target_is_not_paired(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (_, host):
+    async with running_verifier(tiny_pair[0]) as (calls, host):
         good = Replica(replica_id="d", role="drafter", address="127.0.0.1:1", identity=host.identity)
         changed = [replace(host.identity, vocab_hash="other"), replace(host.identity, states_hash="others"), None]
         bad = [replace(good, draining=True), *(replace(good, identity=identity) for identity in changed)]
         host.drafters.know(bad)
-        assert await drafter_of(host, SpeculationParams()) == ""
+        assert await drafter_of(calls, host, SpeculationParams()) == ""
         host.drafters.know([replace(good, address="127.0.0.1:2"), *bad])
-        assert await drafter_of(host, SpeculationParams()) == "127.0.0.1:2"
+        assert await drafter_of(calls, host, SpeculationParams()) == "127.0.0.1:2"
 
 
-async def drafter_of(host, speculation: SpeculationParams) -> str:
+async def drafter_of(calls, host, speculation: SpeculationParams) -> str:
     """Who is to draft for a session of this kind."""
-    session = host.generate(replace(ask(), speculation=speculation))
-    await anext(session)
-    (under_way,) = host._under_way.values()
-    await session.aclose()
+    async with aclosing(calls.generate(replace(ask(), speculation=speculation))) as session:
+        await anext(session)
+        (under_way,) = host._under_way.values()
+    while host.num_sessions:  # noqa: ASYNC110 - the host tells nobody
+        await asyncio.sleep(0)
     return under_way.drafter_address
 
 
@@ -141,91 +135,82 @@ BAD_REQUESTS = {
 
 
 async def test_bad_requests_are_answered_by_field_and_the_next_one_works(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        for field, spoil in BAD_REQUESTS.items():
-            message = generate_request_to_pb(ask())
+    async with verifier_at(tiny_pair[0]) as (address, host), told(address) as stream:
+        for number, (field, spoil) in enumerate(BAD_REQUESTS.items(), start=1):
+            message = start_session_to_pb(number, ask())
             spoil(message)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                [m async for m in stub.Generate(message, timeout=30)]
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert field in refused.value.details()
+            await stream.say(starts=[message])
+            error = (await stream.hear_of(number, "errors")).errors[0]
+            assert (error.kind, error.number) == ("InvalidRequestError", number)
+            assert field in f"{error.field}: {error.problem}"
             assert host.num_sessions == 0
-        assert len(await tokens_of(stub, ask())) == 24
+        await stream.say(starts=[start_session_to_pb(99, ask())])
+        assert (await stream.hear_of(99, "results")).results[0].num_generated_tokens == 24
 
 
 async def test_an_epoch_under_way_is_refused_and_a_full_verifier_says_when_to_come_back(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        calls = []
-        for index in range(MAX_QUEUE):
-            call = stub.Generate(generate_request_to_pb(ask(f"s{index}", max_tokens=200)), timeout=30)
-            await call.read()
-            calls.append(call)
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        sessions = [calls.generate(ask(f"s{index}", max_tokens=200)) for index in range(MAX_QUEUE)]
+        for session in sessions:
+            await anext(session)
         assert host.num_sessions == MAX_QUEUE
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await tokens_of(stub, ask("one too many"))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        calls.pop().cancel()
+        with pytest.raises(OverloadedError):
+            await calls.tokens(ask("one too many"))
+        await sessions.pop().aclose()
         while host.num_sessions == MAX_QUEUE:  # noqa: ASYNC110 - the host tells nobody
             await asyncio.sleep(0)
-        with pytest.raises(grpc.aio.AioRpcError) as doubled:
-            await tokens_of(stub, ask("s0"))
-        assert doubled.value.code() is grpc.StatusCode.ABORTED
-        assert "under way here under epoch 1" in doubled.value.details()
-        for call in calls:
-            call.cancel()
+        with pytest.raises(StaleEpochError, match="under way here under epoch 1"):
+            await calls.tokens(ask("s0"))
+        for session in sessions:
+            await session.aclose()
 
 
 async def test_a_request_that_would_wait_longer_than_it_may_is_refused_and_one_that_goes_on_is_not(tiny_pair):
-    async with running_verifier(tiny_pair[0], max_num_seqs=1) as (stub, _):
+    async with running_verifier(tiny_pair[0], max_num_seqs=1) as (calls, _):
         over = asyncio.Event()
 
         async def busy(name: str) -> None:
             for index in itertools.count():
-                assert len(await tokens_of(stub, ask(f"{name}{index}"))) == 24
+                assert len(await calls.tokens(ask(f"{name}{index}"))) == 24
                 if over.is_set():
                     return
 
         # Sessions that end while another waits tell how long a place takes: from then on somebody always waits.
         crowd = [asyncio.create_task(busy(name)) for name in "ab"]
         async with asyncio.timeout(60):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with pytest.raises(OverloadedError, match=r"the request may wait 0\.0 s"):
                 for index in itertools.count():
-                    await tokens_of(stub, replace(ask(f"impatient{index}"), max_wait_s=0.0))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "the request may wait 0.0 s" in refused.value.details()
+                    await calls.tokens(replace(ask(f"impatient{index}"), max_wait_s=0.0))
         goes_on = replace(ask("goes on"), committed_token_ids=(1,), max_wait_s=0.0)
-        assert len(await tokens_of(stub, goes_on)) == 23
+        assert len(await calls.tokens(goes_on)) == 23
         over.set()
         await asyncio.gather(*crowd)
 
 
 async def test_a_newer_owner_goes_on_and_the_stream_of_the_older_one_ends(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        plain = await tokens_of(stub, ask(max_tokens=200))
-        older = stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30)
-        messages = aiter(older)
-        known = committed_from_pb(await anext(messages)).token_ids
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        plain = await calls.tokens(ask(max_tokens=200))
+        older = calls.generate(ask(max_tokens=200))
+        known = (await anext(older)).token_ids
         newer = replace(ask(max_tokens=200), epoch=2, committed_token_ids=known)
-        rest = await tokens_of(stub, newer)
+        rest = await calls.tokens(newer)
         assert [*known, *rest] == plain
-        with pytest.raises(grpc.aio.AioRpcError) as fenced:
-            async for _ in messages:
+        with pytest.raises(StaleEpochError, match="goes on under epoch 2"):
+            async for _ in older:
                 pass
-        assert fenced.value.code() is grpc.StatusCode.ABORTED
-        assert "goes on under epoch 2" in fenced.value.details()
         while host.num_sessions:  # noqa: ASYNC110 - the host tells nobody
             await asyncio.sleep(0)
-        assert await tokens_of(stub, ask(max_tokens=200)) == plain
+        assert await calls.tokens(ask(max_tokens=200)) == plain
 
 
 async def test_sessions_are_served_without_drafters_and_take_one_that_appears_and_none_that_is_dead(tiny_pair):
     store = MemoryStore()
     async with (
-        running_verifier(tiny_pair[0]) as (stub, host),
+        running_verifier(tiny_pair[0]) as (calls, host),
         running_drafter(tiny_pair[1]) as (address, drafter),
         Supervisor(CollectorRegistry()).kept(host.background(store)),
     ):
-        plain = await tokens_of(stub, ask(max_tokens=200))
+        plain = await calls.tokens(ask(max_tokens=200))
         # Nobody listens at the first of these addresses, which is the one that is tried first.
         for each in ("127.0.0.1:1", address):
             replica = Replica(replica_id=each, role="drafter", address=each, identity=drafter.identity)
@@ -234,9 +219,7 @@ async def test_sessions_are_served_without_drafters_and_take_one_that_appears_an
         async with asyncio.timeout(60):
             while not accepted:
                 last, tokens = None, []
-                call = stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30)
-                async for message in call:
-                    last = committed_from_pb(message)
+                async for last in calls.generate(ask(max_tokens=200)):
                     tokens += last.token_ids
                     await asyncio.sleep(0.01)
                 assert tokens == plain
@@ -244,43 +227,41 @@ async def test_sessions_are_served_without_drafters_and_take_one_that_appears_an
 
 
 async def test_a_draining_verifier_finishes_what_runs_and_refuses_the_rest(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        messages = aiter(stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30))
-        first = committed_from_pb(await anext(messages))
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        messages = calls.generate(ask(max_tokens=200))
+        first = await anext(messages)
         drain = asyncio.create_task(host.wind_down())
         await asyncio.sleep(0)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await tokens_of(stub, ask("late"))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        rest = [committed_from_pb(message) async for message in messages]
+        with pytest.raises(UnavailableError, match="shuts down"):
+            await calls.tokens(ask("late"))
+        rest = [each async for each in messages]
         assert len(first.token_ids) + sum(len(each.token_ids) for each in rest) == 200
         await drain
 
 
 async def test_a_verifier_told_to_stop_lets_running_sessions_end(tiny_pair):
     """As `serving.until_stopped` does it: the wait for the engine's end is cancelled, then the host winds down."""
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        messages = aiter(stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30))
-        first = committed_from_pb(await anext(messages))
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        messages = calls.generate(ask(max_tokens=200))
+        first = await anext(messages)
         watch = asyncio.create_task(engine_ended(host, VERIFIER))
         await asyncio.sleep(0)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         winding_down = asyncio.create_task(host.wind_down())
-        rest = [committed_from_pb(message) async for message in messages]
+        rest = [each async for each in messages]
         assert len(first.token_ids) + sum(len(each.token_ids) for each in rest) == 200
         await winding_down
 
 
 async def test_a_session_id_may_come_back_at_once_after_its_client_left(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (_, host):
-        plain = [token async for step in host.generate(ask("plain", max_tokens=60)) for token in step.token_ids]
+    async with running_verifier(tiny_pair[0]) as (calls, _):
+        plain = await calls.tokens(ask("plain", max_tokens=60))
         for _ in range(10):
-            left = host.generate(ask(max_tokens=200))
+            left = calls.generate(ask(max_tokens=200))
             await anext(left)
             await left.aclose()
-            again = [token async for step in host.generate(ask(max_tokens=60)) for token in step.token_ids]
-            assert again == plain
+            assert await calls.tokens(ask(max_tokens=60)) == plain
 
 
 class Misbehaving(drafter_pb2_grpc.DrafterServicer):
@@ -342,32 +323,32 @@ def outside_the_vocabulary(message):
 
 @pytest.mark.parametrize("script", [far_ahead, ragged])
 async def test_a_drafter_that_talks_nonsense_loses_its_stream_and_nothing_else(tiny_pair, script):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        plain = await tokens_of(stub, ask(max_tokens=200))
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        plain = await calls.tokens(ask(max_tokens=200))
         async with misbehaving_drafter(host.identity, script) as (address, servicer):
             know(host, address)
-            assert await tokens_of(stub, ask(max_tokens=200)) == plain
+            assert await calls.tokens(ask(max_tokens=200)) == plain
             while servicer.num_streams < 2:
-                assert await tokens_of(stub, ask(max_tokens=200)) == plain
+                assert await calls.tokens(ask(max_tokens=200)) == plain
 
 
 async def test_guesses_outside_the_vocabulary_are_passed_over(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        plain = await tokens_of(stub, ask(max_tokens=200))
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        plain = await calls.tokens(ask(max_tokens=200))
         async with misbehaving_drafter(host.identity, outside_the_vocabulary) as (address, servicer):
             know(host, address)
             for _ in range(3):
-                assert await tokens_of(stub, ask(max_tokens=200)) == plain
+                assert await calls.tokens(ask(max_tokens=200)) == plain
             assert servicer.num_streams <= 1
 
 
 async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
+    async with running_verifier(tiny_pair[0]) as (calls, host):
         stranger = ModelIdentity(name="stranger", vocab_hash="other", vocab_size=9, context_len=9)
-        plain = await tokens_of(stub, ask(max_tokens=100))
+        plain = await calls.tokens(ask(max_tokens=100))
         async with misbehaving_drafter(stranger, far_ahead) as (address, servicer):
             know(host, address)
-            assert await tokens_of(stub, ask(max_tokens=100)) == plain
+            assert await calls.tokens(ask(max_tokens=100)) == plain
             while not servicer.num_streams:  # noqa: ASYNC110 - nor does the scripted drafter
                 await asyncio.sleep(0.01)
 
@@ -420,29 +401,109 @@ async def test_the_way_to_a_drafter_is_measured_and_counted_from_then_on(tiny_pa
 
 async def test_drafters_beyond_the_bound_are_not_dialled_and_their_sessions_served(tiny_pair, monkeypatch):
     monkeypatch.setattr("paceline.tier.drafters.MAX_LINKS", 2)
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        plain = await tokens_of(stub, ask())
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        plain = await calls.tokens(ask())
         for port in (1, 2, 3, 1):
             know(host, f"127.0.0.1:{port}")
-            assert await tokens_of(stub, ask()) == plain
+            assert await calls.tokens(ask()) == plain
         assert set(host.drafters._links) == {"127.0.0.1:1", "127.0.0.1:2"}
 
 
 async def test_a_drafter_that_comes_back_is_used_again(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, host):
-        plain = await tokens_of(stub, ask(max_tokens=100))
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        plain = await calls.tokens(ask(max_tokens=100))
         async with running_drafter(tiny_pair[1]) as (address, _):
             know(host, address)
-            assert await drafted_tokens(stub) == plain
-        assert await tokens_of(stub, ask(max_tokens=100)) == plain
+            assert await drafted_tokens(calls) == plain
+        assert await calls.tokens(ask(max_tokens=100)) == plain
         async with running_drafter(tiny_pair[1], port=int(address.rpartition(":")[2])):
-            assert await drafted_tokens(stub) == plain
+            assert await drafted_tokens(calls) == plain
 
 
-async def test_garbage_bytes_are_refused_and_the_next_request_works(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, _):
-        call = stub.Generate(verifier_pb2.VerifierGenerateRequest(session_id="x"), timeout=30)
+class TellingStream:
+    """A gateway's end of a stream, message by message."""
+
+    def __init__(self, call) -> None:
+        self._call = call
+
+    async def say(self, **fields) -> None:
+        await self._call.write(verifier_pb2.VerifyRequest(**fields))
+
+    async def hear(self) -> verifier_pb2.VerifyResponse:
+        return await asyncio.wait_for(self._call.read(), 30)
+
+    async def hear_of(self, number: int, field: str) -> verifier_pb2.VerifyResponse:
+        """The next message that tells this of a session."""
+        while True:
+            message = await self.hear()
+            assert isinstance(message, verifier_pb2.VerifyResponse), "the stream has ended"
+            if any(each.number == number for each in getattr(message, field)):
+                return message
+
+
+@asynccontextmanager
+async def told(address: str, protocol: int = PROTOCOL):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stream = TellingStream(verifier_pb2_grpc.VerifierStub(channel).Verify())
+        await stream.say(protocol=protocol)
+        assert protocol != PROTOCOL or (await stream.hear()).protocol == PROTOCOL
+        yield stream
+
+
+async def test_a_gateway_of_another_version_is_refused_with_both_numbers(tiny_pair):
+    async with verifier_at(tiny_pair[0]) as (address, _), told(address, PROTOCOL + 1) as stream:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call.read()
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert len(await tokens_of(stub, ask())) == 24
+            await stream.hear()
+    assert f"the gateway speaks version {PROTOCOL + 1} and we speak {PROTOCOL}" in refused.value.details()
+
+
+async def test_a_number_that_comes_back_ends_the_stream_and_frees_its_sessions(tiny_pair):
+    async with verifier_at(tiny_pair[0]) as (address, host), told(address) as stream:
+        await stream.say(starts=[start_session_to_pb(2, ask("a", max_tokens=200))])
+        await stream.say(starts=[start_session_to_pb(2, ask("b"))])
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            while True:
+                await stream.hear()
+        assert "StartSession.number: must be above 2, got 2" in refused.value.details()
+        async with asyncio.timeout(30):
+            while host.num_sessions:  # noqa: ASYNC110 - the host tells nobody
+                await asyncio.sleep(0.01)
+
+
+async def test_sessions_of_a_step_come_in_one_message_and_one_that_leaves_gets_its_record(tiny_pair):
+    slow = Poison(step_s=0.01, deadly=False)
+    async with verifier_at(tiny_pair[0], poison=slow) as (address, host), told(address) as stream:
+        await stream.say(starts=[start_session_to_pb(n, ask(f"s{n}", max_tokens=200)) for n in (1, 2, 3)])
+        message = await stream.hear()
+        while not (len(message.sessions) == 3 * WORD.itemsize and message.token_ids):
+            message = await stream.hear()
+        await stream.say(leaves=[2])
+        record = (await stream.hear_of(2, "records")).records[0].speculation
+        assert record.num_steps > 0
+        await stream.hear_of(3, "results")
+        assert host.num_sessions == 0
+
+
+class OfAnotherVersion(verifier_pb2_grpc.VerifierServicer):
+    async def Verify(self, request_iterator, context) -> AsyncIterator:
+        yield verifier_pb2.VerifyResponse(protocol=PROTOCOL + 1)
+
+
+@pytest.mark.parametrize(
+    ("servicer", "problem"),
+    [
+        (OfAnotherVersion(), rf"speaks version {PROTOCOL + 1} and we speak {PROTOCOL}"),
+        (None, rf"speaks a version before {PROTOCOL}, which we speak"),
+    ],
+)
+async def test_a_verifier_of_another_version_is_refused_with_both_numbers(servicer, problem):
+    server = await start_grpc_server(
+        host="127.0.0.1",
+        port=0,
+        add_servicers=lambda it: servicer and verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, it),
+        service_names=["paceline.rpc.v1.Verifier"],
+    )
+    async with verifier_calls(server.address) as calls:
+        with pytest.raises(RemoteProtocolError, match=problem):
+            await calls.tokens(ask())
+    await server.stop(0)

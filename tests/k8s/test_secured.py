@@ -68,7 +68,7 @@ def test_a_key_opens_the_door_and_nothing_else_does(kubelet: Kubelet, key: str) 
 
 
 def test_a_drafters_certificate_opens_no_verifier(kubelet: Kubelet) -> None:
-    """Health is open to every tier, `Generate` to gateways alone."""
+    """Health is open to every tier, `Verify` to gateways alone."""
     with pytest.raises(PodmanError, match="PERMISSION_DENIED"):
         kubelet.run_in("drafter", "python3", "-c", CALL_A_VERIFIER)
 
@@ -82,7 +82,7 @@ from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 async def main():
     tls = load_tls(Path("/etc/paceline/tls"), "drafter")
     async with channel("paceline-verifier:8101", tls=tls, role="verifier") as opened:
-        call = verifier_pb2_grpc.VerifierStub(opened).Generate(verifier_pb2.VerifierGenerateRequest(), timeout=5)
+        call = verifier_pb2_grpc.VerifierStub(opened).Verify(iter([verifier_pb2.VerifyRequest()]), timeout=5)
         await call.read()
 
 asyncio.run(main())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
-import torch
-
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
+from paceline.engine.model import Pending
+from paceline.engine.pending import Ranks, Walks
 
 DIES, HANGS = 240, 241
 # Whatever hangs here goes on in the end: a thread that never ends would keep the test's process.
@@ -31,16 +31,16 @@ class Poison:
 
     def into(self, decoder: Decoder) -> Decoder:
         """Returns the decoder, poisoned."""
-        forward = decoder.forward
+        launch = decoder.launch
 
-        def poisoned(batch: Batch, cache: KVCache, *rest: object) -> torch.Tensor:
+        def poisoned(batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
             if self._deadly and DIES in batch.token_ids:
                 raise MemoryError("the poison works")
             if self._deadly and HANGS in batch.token_ids:
                 self.cure.wait(MOST_S)
             if self._step_s:
                 time.sleep(self._step_s)
-            return forward(batch, cache, *rest)  # type: ignore[arg-type]  # layers, if any
+            return launch(batch, cache, wanted)
 
-        decoder.forward = poisoned  # type: ignore[method-assign, assignment]  # of this one alone
+        decoder.launch = poisoned  # type: ignore[method-assign]  # of this one alone
         return decoder

@@ -7,7 +7,7 @@ import hashlib
 import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -38,8 +38,8 @@ from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.store.base import Replica
-from paceline.wire import committed_to_pb, generate_request_from_pb
 from tests.support import tiny_tokenizer
+from tests.support.log_stream import ScriptedLog
 from tests.support.memory_store import MemoryStore
 
 MODEL = "tiny"
@@ -151,10 +151,14 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         self._resumed[session_id].set()
         self._resumed[session_id].clear()
 
-    async def Generate(
-        self, request: verifier_pb2.VerifierGenerateRequest, context: Any
-    ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
-        generate = generate_request_from_pb(request)
+    async def Verify(
+        self, request_iterator: AsyncIterator[verifier_pb2.VerifyRequest], context: Any
+    ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
+        async with aclosing(ScriptedLog(self._session).messages(request_iterator)) as messages:
+            async for message in messages:
+                yield message
+
+    async def _session(self, generate: GenerateRequest) -> AsyncIterator[CommittedTokens]:
         self.requests.append(generate)
         # Of the test that asked, which may have ended when the session does.
         abandoned = self.abandoned
@@ -162,7 +166,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         try:
             async for committed in self._run(generate):
                 finished = committed.result is not None
-                yield committed_to_pb(committed)
+                yield committed
         finally:
             if not finished:
                 abandoned.put_nowait(generate.session_id)
@@ -188,7 +192,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 token_ids=tuple(tokens),
                 fates=script.fates(len(tokens)),
                 logprobs=_logprobs(generate, tokens),
-                result=None if reason is None else _result(generate, reason, at),
+                result=None if reason is None else _result(generate, reason, at, script.record(num_steps)),
                 lossy=script.lossy,
                 offset=at - len(tokens) + script.gap,
                 speculation=script.record(num_steps),
@@ -234,13 +238,15 @@ def _judged(generate: GenerateRequest, step_len: int) -> Iterator[CommittedToken
         yield CommittedTokens(token_ids=(), prompt_logprobs=logprobs, prompt_offset=start)
 
 
-def _result(generate: GenerateRequest, reason: FinishReason, at: int) -> GenerateResult:
+def _result(
+    generate: GenerateRequest, reason: FinishReason, at: int, record: SpeculationRecord | None
+) -> GenerateResult:
     return GenerateResult(
         finish_reason=reason,
         num_prompt_tokens=len(generate.prompt_token_ids),
         num_cached_tokens=2,
         num_generated_tokens=at - len(generate.committed_token_ids),
-        speculation=RECORD,
+        speculation=record or RECORD,
         timings=Timings(queue_ns=1, prefill_ns=2, decode_ns=3),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import wire
-from paceline.core.errors import RemoteProtocolError
+from paceline.core.errors import (
+    EngineDiedError,
+    InvalidRequestError,
+    OverloadedError,
+    PacelineError,
+    RemoteProtocolError,
+    StaleEpochError,
+    UnavailableError,
+)
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -37,6 +47,7 @@ from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_commits, to_drafts
 
+VOCAB_SIZE = 300
 uint32 = st.integers(0, 2**32 - 1)
 column_number = st.integers(0, 2**31 - 1)
 uint64 = st.integers(0, 2**64 - 1)
@@ -129,29 +140,38 @@ results = st.builds(
 )
 logprobs = st.builds(
     PositionLogprobs,
-    token_id=uint32,
+    token_id=st.integers(0, VOCAB_SIZE - 1),
     logprob=float32,
-    top=st.lists(st.tuples(uint32, float32), max_size=3).map(tuple),
+    top=st.lists(st.tuples(st.integers(0, VOCAB_SIZE - 1), float32), max_size=3).map(tuple),
     rank=uint32,
 )
 
 
 @st.composite
 def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
-    tokens = draw(token_ids)
+    tokens = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3).map(tuple))
     reported = draw(st.booleans())
+    result = draw(st.none() | results)
     return CommittedTokens(
         token_ids=tokens,
         logprobs=tuple(draw(logprobs) for _ in tokens) if reported else (),
-        result=draw(st.none() | results),
+        result=result,
         lossy=draw(st.booleans()),
-        offset=draw(uint32),
         running=draw(st.booleans()),
-        prompt_logprobs=tuple(draw(st.lists(logprobs, max_size=3))),
-        prompt_offset=draw(uint32),
-        speculation=draw(st.none() | records),
+        speculation=draw(st.none() | records) if result is None else result.speculation,
         fates=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenFate)] * len(tokens))),
     )
+
+
+ERRORS = (
+    InvalidRequestError("top_p", "must be above 0, got 0.0"),
+    OverloadedError("the queue is full", retry_after_s=2.5),
+    StaleEpochError("the session goes on elsewhere"),
+    EngineDiedError("the engine died"),
+    UnavailableError("it shuts down"),
+    PacelineError("internal error"),
+)
+outcomes = st.lists(committed_tokens() | st.sampled_from(ERRORS), max_size=4)
 
 
 @st.composite
@@ -218,15 +238,9 @@ TRIPS = {
     "identity": (identities, wire.identity_to_pb, common_pb2.ModelIdentity, wire.identity_from_pb),
     "request": (
         requests,
-        wire.generate_request_to_pb,
-        verifier_pb2.VerifierGenerateRequest,
+        partial(wire.start_session_to_pb, 1),
+        verifier_pb2.StartSession,
         wire.generate_request_from_pb,
-    ),
-    "tokens": (
-        committed_tokens(),
-        wire.committed_to_pb,
-        verifier_pb2.VerifierGenerateResponse,
-        wire.committed_from_pb,
     ),
 }
 
@@ -366,16 +380,29 @@ def test_a_confidence_loses_at_most_half_a_255th(confidence: float) -> None:
     assert abs(received.confidences[0] - confidence) <= 0.5 / 255 + 1e-12
 
 
-def test_the_trace_context_of_a_generate_request_travels_beside_it() -> None:
-    request = GenerateRequest(
-        session_id="s",
-        epoch=1,
-        prompt_token_ids=(1,),
-        sampling=SamplingParams(max_tokens=1),
-        speculation=SpeculationParams(),
-        traceparent=TRACEPARENT,
-        whole=True,
-    )
-    message = wire.generate_request_to_pb(request)
-    assert TRACEPARENT.encode() not in message.SerializeToString()
-    assert wire.generate_request_from_pb(message, TRACEPARENT) == request
+REQUEST = GenerateRequest(
+    session_id="s",
+    epoch=1,
+    prompt_token_ids=(1,),
+    sampling=SamplingParams(max_tokens=100, logprobs=3),
+    speculation=SpeculationParams(),
+    traceparent=TRACEPARENT,
+    whole=True,
+)
+
+
+@given(outcomes, st.booleans(), st.lists(numbers, max_size=3))
+def test_a_log_comes_back_session_by_session(told: list[Any], alive: bool, taken: list[int]) -> None:
+    part = wire.LogPart(outcomes=[*enumerate(told, start=1)], alive=alive, taken=taken)
+    message = verifier_pb2.VerifyResponse.FromString(wire.log_to_pb(part).SerializeToString())
+    # The second session has left meanwhile.
+    sessions = {number: wire.AskedSession(request=REQUEST, vocab_size=VOCAB_SIZE) for number in (1, 3, 4)}
+    read = wire.log_from_pb(message, sessions, last_number=4)
+    wanted = [each for each in part.outcomes if each[0] != 2]
+    tokens = [each for each in wanted if isinstance(each[1], CommittedTokens)]
+    errors = [each for each in wanted if isinstance(each[1], PacelineError)]
+    assert (read.alive, read.taken) == (alive, taken)
+    assert read.outcomes[: len(tokens)] == tokens
+    known = [(number, type(each), vars(each), str(each)) for number, each in errors]
+    assert [(number, type(each), vars(each), str(each)) for number, each in read.outcomes[len(tokens) :]] == known
+    assert all(sessions[number].num_generated == len(each.token_ids) for number, each in tokens)

@@ -15,7 +15,8 @@ from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import MAX_ENTRIES, SamplingParams, SpeculationParams
 from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
-from paceline.wire.drafts import MAX_NODES, PROTOCOL
+from paceline.wire.common import PROTOCOL
+from paceline.wire.drafts import MAX_NODES
 
 TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=9, context_len=9)
@@ -30,7 +31,7 @@ REQUEST = GenerateRequest(
 
 @pytest.mark.parametrize("field", ["session_id", "prompt_token_ids", "sampling"])
 def test_a_generate_request_without_a_needed_field_is_refused_by_name(field: str) -> None:
-    message = wire.generate_request_to_pb(REQUEST)
+    message = wire.start_session_to_pb(1, REQUEST)
     message.ClearField(field)  # type: ignore[arg-type]  # the stub lists the names it takes
     with pytest.raises(InvalidRequestError) as caught:
         wire.generate_request_from_pb(message)
@@ -38,13 +39,13 @@ def test_a_generate_request_without_a_needed_field_is_refused_by_name(field: str
 
 
 def test_a_session_id_beyond_256_characters_is_refused() -> None:
-    message = wire.generate_request_to_pb(replace(REQUEST, session_id="x" * 257))
+    message = wire.start_session_to_pb(1, replace(REQUEST, session_id="x" * 257))
     with pytest.raises(InvalidRequestError, match="session_id: has 257 characters, at most 256 are allowed"):
         wire.generate_request_from_pb(message)
 
 
 def test_a_generate_request_without_speculation_takes_the_defaults() -> None:
-    message = wire.generate_request_to_pb(replace(REQUEST, speculation=SpeculationParams(enabled=False)))
+    message = wire.start_session_to_pb(1, replace(REQUEST, speculation=SpeculationParams(enabled=False)))
     message.ClearField("speculation")
     assert wire.generate_request_from_pb(message).speculation == SpeculationParams()
 
@@ -190,7 +191,7 @@ def test_a_session_has_at_most_the_nodes_that_a_tree_holds() -> None:
 def test_a_peer_of_another_version_is_refused_and_both_versions_are_named() -> None:
     hello = wire.draft_response_to_pb((), IDENTITY)
     hello.protocol = 0
-    with pytest.raises(RemoteProtocolError, match=f"the drafter speaks version 1 of .*we speak {PROTOCOL}"):
+    with pytest.raises(RemoteProtocolError, match=f"the drafter speaks version 1 and we speak {PROTOCOL}"):
         wire.draft_response_from_pb(hello)
     request = wire.draft_request_to_pb((), IDENTITY)
     request.protocol = PROTOCOL + 1
@@ -268,21 +269,6 @@ def test_an_identity_without_vocabulary_is_refused() -> None:
         wire.draft_request_from_pb(request)
 
 
-@pytest.mark.parametrize(
-    ("answer", "problem"),
-    [
-        ({"logprobs": [common_pb2.PositionLogprobs()]}, "logprobs: has 1 entries for 2 tokens"),
-        ({"token_fates": [verifier_pb2.TOKEN_FATE_PLAIN]}, "token_fates: has 1 entries for 2 tokens"),
-        ({"token_fates": [verifier_pb2.TOKEN_FATE_PLAIN, 77]}, "token_fates: got 77"),
-        ({"result": verifier_pb2.VerifierGenerateResult()}, "finish_reason: got 0"),
-    ],
-)
-def test_a_malformed_answer_of_a_verifier_is_refused_by_field(answer: dict[str, Any], problem: str) -> None:
-    message = verifier_pb2.VerifierGenerateResponse(token_ids=[4, 5], **answer)
-    with pytest.raises(RemoteProtocolError, match=problem):
-        wire.committed_from_pb(message)
-
-
 ASKED = replace(REQUEST, sampling=SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=1))
 
 
@@ -291,32 +277,120 @@ def judged(*token_ids: int, logprob: float = -0.5) -> common_pb2.PositionLogprob
     return common_pb2.PositionLogprobs(chosen=first, top=top)
 
 
+def log(**fields: Any) -> verifier_pb2.VerifyResponse:
+    """Two tokens of session 1 and one of session 2, with other values for some fields."""
+    values = {
+        "sessions": word(1, 2),
+        "offsets": word(0, 0),
+        "ends": word(2, 3),
+        "token_ids": word(4, 5, 6),
+        "fates": bytes(3),
+    }
+    return verifier_pb2.VerifyResponse(**{**values, **fields})
+
+
+def read_log(
+    message: verifier_pb2.VerifyResponse, request: GenerateRequest = REQUEST, num_generated: int = 0
+) -> wire.LogPart:
+    sessions = {number: wire.AskedSession(request=request, vocab_size=9) for number in (1, 2)}
+    sessions[1].num_generated = num_generated
+    return wire.log_from_pb(message, sessions, last_number=3)
+
+
 @pytest.mark.parametrize(
-    ("answer", "problem"),
+    ("fields", "problem"),
     [
-        ({"token_ids": [4, 4]}, r"token_ids: has 2 entries, at most 1 are allowed"),
-        ({"token_ids": [9]}, r"token_ids: 9 is outside the vocabulary of 9"),
-        ({"token_ids": [4], "logprobs": [judged(4, 5, 6)]}, r"logprobs\.top: has 2 entries, at most 1 are allowed"),
-        ({"token_ids": [4], "logprobs": [judged(4, 9)]}, r"logprobs: 9 is outside the vocabulary of 9"),
-        ({"logprobs": [judged(4, logprob=float("nan"))]}, r"logprobs: the log probability of 4 is no number"),
-        ({"prompt_logprobs": [judged(4), judged(4)]}, r"prompt_logprobs: has 2 entries, at most 1 are allowed"),
-        ({"prompt_logprobs": [judged(2**32 - 1)]}, r"prompt_logprobs: 4294967295 is outside the vocabulary of 9"),
+        ({"sessions": word(1)}, "offsets: has 2 entries, where 1 are expected|ends: has 2 entries, where 1"),
+        ({"sessions": word(1, 1)}, "sessions: names a session twice"),
+        ({"sessions": word(1, 4)}, "sessions: must be from 1 to 3, got 4"),
+        ({"sessions": word(0, 1)}, "sessions: must be from 1 to 3, got 0"),
+        ({"offsets": word(0)}, "offsets: has 1 entries, where 2 are expected"),
+        ({"offsets": word(2**31, 0)}, "offsets: must be from 0 to 2147483647, got 2147483648"),
+        ({"ends": word(3, 2)}, "ends: must grow, up to the 3 entries of token_ids"),
+        ({"ends": word(2, 4)}, "ends: must grow, up to the 3 entries of token_ids"),
+        ({"ends": word(2**32 - 1, 3)}, "ends: must be from 0 to 2147483647"),
+        ({"token_ids": word(4, 5)}, "ends: must grow, up to the 2 entries of token_ids"),
+        ({"token_ids": b"123"}, "token_ids: must hold numbers of 4 bytes, got 3 bytes"),
+        ({"fates": bytes(2)}, "fates: has 2 entries, where 3 are expected"),
+        ({"running": [3]}, "running: names sessions twice, or others than `sessions` does"),
+        ({"lossy": [1, 1]}, "lossy: names sessions twice"),
+        ({"results": [verifier_pb2.SessionResult(number=3)]}, "results: names sessions twice, or others"),
+        ({"records": [verifier_pb2.SessionSpeculation()]}, "records: names sessions twice, or others"),
+        ({"logprobs": [verifier_pb2.SessionLogprobs(number=9)]}, "logprobs: names sessions twice, or others"),
     ],
 )
-def test_a_verifier_is_held_to_what_it_was_asked_for(answer: dict[str, Any], problem: str) -> None:
+def test_columns_of_a_log_that_contradict_each_other_end_the_stream(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"VerifyResponse\.({problem})"):
+        read_log(log(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"fates": bytes((77, 1, 0))}, "VerifyResponse.fates: got 77"),
+        ({"fates": bytes((0, 1, 0))}, "VerifyResponse.fates: got 0"),
+        ({"results": [verifier_pb2.SessionResult(number=1)]}, "SessionResult.finish_reason: got 0"),
+        ({"token_ids": word(4, 9, 6)}, "VerifyResponse.token_ids: 9 is outside the vocabulary of 9"),
+        ({"offsets": word(1, 0)}, "VerifyResponse.offsets: must be 0, the number of tokens received, got 1"),
+        (
+            {"logprobs": [verifier_pb2.SessionLogprobs(number=1, logprobs=[judged(4)])]},
+            "SessionLogprobs.logprobs: has 1 entries for 2 tokens",
+        ),
+        (
+            {"logprobs": [verifier_pb2.SessionLogprobs(number=1, logprobs=[judged(4), judged(5)])]},
+            "SessionLogprobs.logprobs: were not asked for",
+        ),
+    ],
+)
+def test_what_is_wrong_with_one_session_ends_it_alone(fields: dict[str, Any], problem: str) -> None:
+    (_, error), (number, committed) = read_log(log(**fields)).outcomes
+    assert isinstance(error, RemoteProtocolError)
+    assert str(error) == problem
+    assert (number, committed.token_ids) == (2, (6,))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "answer", "problem"),
+    [
+        ((4, 4), {}, "token_ids: has 2 entries, at most 1 are allowed"),
+        ((4,), {"logprobs": [judged(4, 5, 6)]}, "logprobs.top: has 2 entries, at most 1 are allowed"),
+        ((4,), {"logprobs": [judged(4, 9)]}, "logprobs: 9 is outside the vocabulary of 9"),
+        ((4,), {"logprobs": [judged(4, logprob=float("nan"))]}, "logprobs: the log probability of 4 is no number"),
+        ((), {"prompt_logprobs": [judged(4), judged(4)]}, "prompt_logprobs: has 2 entries, at most 1 are allowed"),
+        (
+            (),
+            {"prompt_logprobs": [judged(2**32 - 1)], "prompt_offset": 1},
+            "prompt_logprobs: 4294967295 is outside the vocabulary of 9",
+        ),
+        ((), {"prompt_logprobs": [judged(4)]}, "prompt_offset: must be 1, got 0"),
+        ((4,), {"logprobs": [judged(4)]}, "prompt_logprobs: 0 came of 1 tokens"),
+    ],
+)
+def test_a_verifier_is_held_to_what_it_was_asked_for(
+    token_ids: tuple[int, ...], answer: dict[str, Any], problem: str
+) -> None:
     """Audit 3, a18: what a verifier sent beyond `max_tokens` was passed on, without end."""
-    message = verifier_pb2.VerifierGenerateResponse(**answer)
-    with pytest.raises(RemoteProtocolError, match=problem):
-        wire.check_asked(message, ASKED, num_generated=2, num_judged=0, vocab_size=9)
-    with pytest.raises(RemoteProtocolError, match="VerifierGenerateResponse"):
-        wire.check_asked(message, REQUEST, num_generated=3, num_judged=0, vocab_size=9)
+    message = log(
+        sessions=word(1),
+        offsets=word(2),
+        ends=word(len(token_ids)),
+        token_ids=word(*token_ids),
+        fates=bytes(len(token_ids)),
+        logprobs=[verifier_pb2.SessionLogprobs(number=1, **answer)],
+    )
+    [(_, error)] = read_log(message, ASKED, num_generated=2).outcomes
+    assert problem in str(error)
+    [(_, error)] = read_log(message, num_generated=3).outcomes
+    assert isinstance(error, RemoteProtocolError)
 
 
 def test_what_a_verifier_was_asked_for_passes() -> None:
-    message = verifier_pb2.VerifierGenerateResponse(
-        token_ids=[4, 8], logprobs=[judged(4, 5), judged(8, 5)], prompt_logprobs=[judged(2, 3)]
-    )
-    wire.check_asked(message, ASKED, num_generated=1, num_judged=0, vocab_size=9)
+    prompt = verifier_pb2.SessionLogprobs(number=1, prompt_logprobs=[judged(2, 3)], prompt_offset=1)
+    both = verifier_pb2.SessionLogprobs(number=1, logprobs=[judged(4, 5), judged(5, 6)])
+    prompt.logprobs.extend(both.logprobs)
+    (_, committed), _ = read_log(log(logprobs=[prompt]), ASKED).outcomes
+    assert committed.token_ids == (4, 5)
+    assert [len(each) for each in (committed.logprobs, committed.prompt_logprobs)] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -332,9 +406,9 @@ def test_a_record_of_what_cannot_have_been_is_refused(record: dict[str, Any], pr
     """Audit 3, a18: a histogram of 300,000 places stayed in the gateway's metrics for good."""
     with pytest.raises(RemoteProtocolError, match=f"SpeculationRecord.{problem}"):
         wire.speculation_record_from_pb(common_pb2.SpeculationRecord(**record))
-    message = verifier_pb2.VerifierGenerateResponse(speculation=common_pb2.SpeculationRecord(**record))
-    with pytest.raises(RemoteProtocolError, match=f"SpeculationRecord.{problem}"):
-        wire.committed_from_pb(message)
+    told = verifier_pb2.SessionSpeculation(number=1, speculation=common_pb2.SpeculationRecord(**record))
+    (_, error), _ = read_log(log(records=[told])).outcomes
+    assert re.search(f"SpeculationRecord.{problem}", str(error))
 
 
 @pytest.mark.parametrize("field", ["eos_token_ids", "methods", "acceptance_rules"])
@@ -357,7 +431,7 @@ def test_entries_of_sampling_parameters_are_counted_before_anything_is_made_of_t
 
 
 def test_a_text_beyond_the_context_is_refused_before_its_tokens_are_made() -> None:
-    message = wire.generate_request_to_pb(REQUEST)
+    message = wire.start_session_to_pb(1, REQUEST)
     message.prompt_token_ids.extend([2**32 - 1] * 100)
     with pytest.raises(InvalidRequestError, match="prompt_token_ids: 102 tokens exceed the context of 64"):
         wire.generate_request_from_pb(message, context_len=64)

@@ -36,8 +36,6 @@ ResultT = TypeVar("ResultT")
 
 # A prompt of a million tokens is at most 5 MB on the wire; gRPC's own limit of 4 MB would refuse it.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-# Initial metadata by which a verifier confirms at once that it has a session.
-TAKEN = "paceline-taken"
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

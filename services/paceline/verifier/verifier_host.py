@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,10 +44,11 @@ from paceline.service.fair_threads import FairThreads
 from paceline.service.supervision import Work
 from paceline.store.base import Store
 from paceline.tier.drafters import Drafters
-from paceline.verifier.outbox import Outbox, Outboxes
+from paceline.verifier.commit_log import GatewayLog, Gathering, SessionLog
 from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
-from paceline.wire import size_of
+from paceline.wire import LogPart, size_of
+from paceline.wire.sessions import Start
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +59,26 @@ MOST_GRAMMARS, LONGEST_WAIT_S = 64, 60.0
 LIFE_S = 0.5
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _UnderWay:
     """A session that runs here; `methods` are those of the drafter tier.
 
-    `begun` is False while its grammar is not compiled.
+    `begun` is False while `compiling` its grammar. `closing` ends its trace.
     """
 
     serial: int
-    epoch: int
-    tenant: str
-    priority: int
+    request: GenerateRequest
+    log: SessionLog
     methods: frozenset[str]
     drafter_address: str
+    trace: SessionTrace
+    closing: ExitStack
     begun: bool = False
+    compiling: asyncio.Task[None] | None = None
+
+
+# Of one message of a gateway: sessions that it wants to be run, and the numbers of those that it leaves.
+Asked = tuple[Sequence[Start], Sequence[int]]
 
 
 class TargetHost:
@@ -127,17 +135,21 @@ class TargetHost:
         )
         self._stepper: TargetStepper | None = None
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
-        self._outboxes = Outboxes(stream_interval_s)
-        self._traces: dict[int, SessionTrace] = {}
-        self._serials = itertools.count(1)
+        self._sessions: dict[int, _UnderWay] = {}
         self._under_way: dict[str, _UnderWay] = {}
+        # Sessions of each gateway by the numbers that it has given them.
+        self._gateways: dict[GatewayLog, dict[int, _UnderWay]] = {}
+        self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
+        self._serials = itertools.count(1)
         self._draining = False
+        # Why it takes no streams any more.
+        self._over: PacelineError | None = None
         self._empty = asyncio.Event()
         self._empty.set()
 
     @property
     def num_sessions(self) -> int:
-        return len(self._outboxes)
+        return len(self._sessions)
 
     def _make_stepper(self) -> TargetStepper:
         self._stepper = self._served.make()
@@ -147,8 +159,9 @@ class TargetHost:
         """Ends every session and takes no new one; those of the last step end as its possible cause."""
         self._draining = True
         for serial in () if self._stepper is None else self._stepper.at_stake:
-            self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
-        self._outboxes.fail_all(UnavailableError(problem))
+            if serial in self._sessions:
+                self._end(self._sessions[serial], EngineDiedError(f"{problem}, in a step of this session"))
+        self._end_all(UnavailableError(problem))
 
     async def wind_down(self) -> None:
         """Refuses new sessions, waits `grace_s` seconds for those under way, then ends the rest with a status."""
@@ -158,7 +171,15 @@ class TargetHost:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
-        self._outboxes.fail_all(UnavailableError("this verifier shuts down"))
+        self._end_all(UnavailableError("this verifier shuts down"))
+
+    def _end_all(self, error: PacelineError) -> None:
+        """Ends every session, and every stream once that has been told."""
+        self._over = error
+        for session in [*self._sessions.values()]:
+            self._end(session, error)
+        for gateway in self._gateways:
+            gateway.close()
 
     async def close(self) -> None:
         """Ends the streams to drafters, and the engine."""
@@ -176,10 +197,10 @@ class TargetHost:
         await self._served.learned.keep(self._stepper.learned)
 
     def _pair_all(self) -> None:
-        for session_id, each in self._under_way.items():
-            self._pair_anew(session_id, each)
+        for each in self._under_way.values():
+            self._pair_anew(each)
 
-    def _pair_anew(self, session_id: str, session: _UnderWay) -> None:
+    def _pair_anew(self, session: _UnderWay) -> None:
         """Gives a session another drafter if its own has gone, or its first one."""
         before, address = session.drafter_address, self.drafters.choose(session.methods, session.drafter_address)
         if address == before:
@@ -189,37 +210,147 @@ class TargetHost:
         self.drafters.count(address, +1)
         if before:
             self._metrics.fallbacks.labels("drafter_changed").inc()
-        if session.serial in self._traces:
-            self._traces[session.serial].paired(address)
+        session.trace.paired(address)
         with suppress(UnavailableError):
+            session_id = session.request.session_id
             self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
-        """Runs one session; closing the generator frees it within one step.
+    async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[LogPart, None]:
+        """One gateway's stream: it starts sessions and leaves them, and is told what becomes of them.
 
-        If the session already runs here, the newer epoch takes it over, and the older stream ends.
+        Sessions end with it, within one step. If a session already runs here, the newer epoch takes it over, and the
+        older one ends with an error.
 
         Raises:
-            InvalidRequestError: The request exceeds a limit of this verifier.
-            StaleEpochError: The session runs under the same epoch, or a newer one.
-            OverloadedError: Too many sessions are under way.
-            UnavailableError: The verifier shuts down, or its engine has died.
+            RemoteProtocolError: The gateway broke the protocol.
+            UnavailableError: The verifier shuts down, its engine has died, or the gateway does not read.
         """
-        with traced_session(self._tracer, request) as trace:
+        if self._over is not None:
+            raise self._over
+        gateway = GatewayLog()
+        self._gateways[gateway] = {}
+        reader = asyncio.create_task(self._read(gateway, asked))
+        try:
+            while (part := await gateway.take()) is not None:
+                yield part
+        finally:
+            reader.cancel()
+            self._cut_off(gateway)
+            del self._gateways[gateway]
+
+    async def _read(self, gateway: GatewayLog, asked: AsyncIterator[Asked]) -> None:
+        try:
+            async for starts, leaves in asked:
+                if gateway.closed:
+                    return
+                for number, request in starts:
+                    gateway.accept(number)
+                    # Its trace is named in its own log lines alone.
+                    copy_context().run(self._start, gateway, number, request)
+                for number in leaves:
+                    self._leave(gateway, number)
+            gateway.close()
+        except PacelineError as error:
+            gateway.close(error)
+        except Exception as error:
+            logger.exception("reading a gateway's stream failed")
+            gateway.close(UnavailableError(f"the stream cannot be read ({type(error).__name__})"))
+
+    def _cut_off(self, gateway: GatewayLog, error: PacelineError | None = None) -> None:
+        """Frees all sessions of a gateway that has left, or that does not read."""
+        for session in [*self._gateways[gateway].values()]:
+            self._forget(session, asyncio.CancelledError())
+        if error is not None:
+            gateway.close(error)
+
+    def _start(self, gateway: GatewayLog, number: int, request: GenerateRequest | InvalidRequestError) -> None:
+        """Begins a session; what is wrong with it is told in its place."""
+        try:
+            if isinstance(request, InvalidRequestError):
+                raise request
+            self._take_in(gateway, number, request)
+        except PacelineError as error:
+            gateway.end(number, error)
+        except Exception as error:
+            logger.exception("a session could not be started")
+            gateway.end(number, PacelineError(f"internal error ({type(error).__name__}); the verifier's log has it"))
+
+    def _take_in(self, gateway: GatewayLog, number: int, request: GenerateRequest) -> None:
+        with ExitStack() as closing:
+            trace = closing.enter_context(traced_session(self._tracer, request))
             self._served.check(request)
             self._admit(request)
             request = trace.hand_on(request)
-            with self._running(request, trace) as outbox:
-                while True:
-                    committed = await outbox.take()
-                    if committed.result is not None:
-                        trace.ended(committed.result)
-                    yield committed
-                    if committed.result is not None:
-                        return
+            self._fence(request)
+            methods = self._methods(request)
+            mine = _UnderWay(
+                serial=next(self._serials),
+                request=request,
+                log=SessionLog(
+                    gateway,
+                    number,
+                    whole=request.whole,
+                    offset=len(request.committed_token_ids),
+                    now_s=asyncio.get_running_loop().time(),
+                ),
+                methods=methods,
+                drafter_address=self.drafters.choose(methods),
+                trace=trace,
+                closing=closing.pop_all(),
+            )
+        self._sessions[mine.serial] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
+        trace.paired(mine.drafter_address)
+        self.drafters.count(mine.drafter_address, +1)
+        self._empty.clear()
+        # Counted here, since an engine that hangs reports no steps.
+        self._metrics.sessions.under_way.set(self.num_sessions)
+        gateway.taken(number)
+        if request.sampling.grammar:
+            mine.compiling = asyncio.create_task(self._compile(mine))
+            return
+        try:
+            self._begin(mine)
+        except PacelineError as error:
+            self._end(mine, error)
 
-    async def _compile(self, request: GenerateRequest, mine: _UnderWay) -> None:
+    def _methods(self, request: GenerateRequest) -> frozenset[str]:
+        """Those of the tier by which a session may be drafted."""
+        wanted = frozenset(request.speculation.methods or self.identity.methods) & frozenset(TIER_METHODS)
+        return wanted if request.speculation.cap else frozenset()
+
+    def _leave(self, gateway: GatewayLog, number: int) -> None:
+        """Frees a session that its gateway does not want any more, if it still runs."""
+        session = self._gateways[gateway].get(number)
+        if session is not None:
+            session.log.leave()
+            self._forget(session, asyncio.CancelledError())
+
+    def _end(self, session: _UnderWay, error: PacelineError) -> None:
+        session.log.fail(error)
+        self._forget(session, error)
+
+    def _forget(self, session: _UnderWay, error: BaseException | None = None) -> None:
+        """A session is over; None: the engine has ended it with a result."""
+        request, log = session.request, session.log
+        if session.compiling is not None and session.compiling is not asyncio.current_task():
+            session.compiling.cancel()
+        self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
+        del self._sessions[session.serial], self._gateways[log.gateway][log.number]
+        if self._under_way.get(request.session_id) is session:
+            del self._under_way[request.session_id]
+        self.drafters.count(session.drafter_address, -1)
+        self._metrics.sessions.under_way.set(self.num_sessions)
+        if not self.num_sessions:
+            self._empty.set()
+        if error is not None:
+            # If the engine has ended it, this does nothing.
+            with suppress(UnavailableError):
+                self.engine.post(Cancel(session_id=request.session_id, serial=session.serial), always=True)
+        session.closing.__exit__(type(error) if error else None, error, None)
+
+    async def _compile(self, mine: _UnderWay) -> None:
         """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""
+        request = mine.request
         try:
             if self._served.grammars is None:
                 raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
@@ -227,18 +358,17 @@ class TargetHost:
             alone = bool(request.committed_token_ids)
             compiling = partial(self._served.grammars.compile, request.sampling.grammar, request.tenant, alone=alone)
             grammar = await self._compiling.run(compiling, request.tenant)
-            if self._under_way.get(request.session_id) is mine:
-                self._begin(request, mine, grammar)
+            self._begin(mine, grammar)
         except PacelineError as error:
-            self._outboxes.fail(mine.serial, error)
+            self._end(mine, error)
         except Exception as error:
             logger.exception("a grammar could not be compiled", extra={"session_id": request.session_id})
-            self._outboxes.fail(mine.serial, PacelineError(f"grammar: cannot be compiled ({type(error).__name__})"))
+            self._end(mine, PacelineError(f"grammar: cannot be compiled ({type(error).__name__})"))
 
-    def _begin(self, request: GenerateRequest, mine: _UnderWay, grammar: GrammarState | None = None) -> None:
+    def _begin(self, mine: _UnderWay, grammar: GrammarState | None = None) -> None:
         self.engine.post(
             Submit(
-                request=request,
+                request=mine.request,
                 serial=mine.serial,
                 drafter_address=mine.drafter_address,
                 arrived_s=time.monotonic(),
@@ -253,86 +383,37 @@ class TargetHost:
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
         known = self._under_way.get(request.session_id)
-        if known is not None and known.epoch >= request.epoch:
+        if known is not None and known.request.epoch >= request.epoch:
             raise StaleEpochError(
-                f"epoch: session {request.session_id!r} is under way here under epoch {known.epoch}, "
+                f"epoch: session {request.session_id!r} is under way here under epoch {known.request.epoch}, "
                 f"a newer one is needed to take it over, got {request.epoch}"
             )
         # A session that continues here was admitted elsewhere; it is not sent away.
         if not request.committed_token_ids:
-            others = [(each.tenant, each.priority) for each in self._under_way.values()]
+            others = [(each.request.tenant, each.request.priority) for each in self._under_way.values()]
             ahead = num_ahead(request.tenant, request.priority, others, num_places=self._num_places)
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
-    @contextmanager
-    def _running(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[Outbox]:
-        serial = next(self._serials)
-        self._fence(request)
-        outbox = self._outboxes.open(serial, whole=request.whole, offset=len(request.committed_token_ids))
-        if trace.recording:
-            self._traces[serial] = trace
-        mine = self._under_way[request.session_id] = self._taken_in(serial, request)
-        trace.paired(mine.drafter_address)
-        self.drafters.count(mine.drafter_address, +1)
-        self._empty.clear()
-        # Counted here, since an engine that hangs reports no steps.
-        self._metrics.sessions.under_way.set(self.num_sessions)
-        compiling: asyncio.Task[None] | None = None
-        try:
-            if request.sampling.grammar:
-                compiling = asyncio.create_task(self._compile(request, mine))
-            else:
-                self._begin(request, mine)
-            yield outbox
-        finally:
-            if compiling is not None:
-                compiling.cancel()
-            self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
-            self._outboxes.close(serial)
-            self._traces.pop(serial, None)
-            if self._under_way.get(request.session_id) is mine:
-                del self._under_way[request.session_id]
-            self.drafters.count(mine.drafter_address, -1)
-            self._metrics.sessions.under_way.set(self.num_sessions)
-            if not self.num_sessions:
-                self._empty.set()
-            # If the session ended by itself, the engine has dropped it, and this does nothing.
-            with suppress(UnavailableError):
-                self.engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
-
-    def _taken_in(self, serial: int, request: GenerateRequest) -> _UnderWay:
-        """Returns a session with its first drafter, or none if it wants no drafts of the tier."""
-        wanted = frozenset(request.speculation.methods or self.identity.methods) & frozenset(TIER_METHODS)
-        methods = wanted if request.speculation.cap else frozenset()
-        return _UnderWay(
-            serial=serial,
-            epoch=request.epoch,
-            tenant=request.tenant,
-            priority=request.priority,
-            methods=methods,
-            drafter_address=self.drafters.choose(methods),
-        )
-
     def _fence(self, request: GenerateRequest) -> None:
-        """Ends the stream of an owner that has lost the session; its last tokens are dropped."""
+        """Ends a session of an owner that has lost it; its last tokens are dropped."""
         known = self._under_way.get(request.session_id)
-        if known is None:
-            return
-        self.engine.post(Cancel(session_id=request.session_id, serial=known.serial), always=True)
-        error = StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}")
-        self._outboxes.fail(known.serial, error)
+        if known is not None:
+            self._end(known, StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}"))
 
     async def _show_life(self) -> None:
-        """Sends signs of life for silent sessions; never returns.
+        """Sends signs of life to silent gateways; never returns.
 
-        Those that the engine has are alive while it makes progress, the others while they wait for their grammars.
+        The engine is alive while it makes progress, or has no session: those that wait for their grammars wait for it.
         """
-        num_calls = self.engine.num_calls
+        num_calls, loop = self.engine.num_calls, asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LIFE_S)
             works = self.engine.num_calls != num_calls
-            self._outboxes.show_life(each.serial for each in self._under_way.values() if works or not each.begun)
             num_calls = self.engine.num_calls
+            if works or not any(each.begun for each in self._sessions.values()):
+                for gateway, sessions in self._gateways.items():
+                    if sessions:
+                        gateway.show_life(loop.time())
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
@@ -353,10 +434,12 @@ class TargetHost:
             if isinstance(output, TargetOutput):
                 self._hand_on(output)
         except Exception:
-            # What did not reach the outboxes is lost; gateways notice the gap and ask again.
+            # What did not reach the logs is lost; gateways place these sessions anew.
             logger.exception("a step could not be handed on")
             for serial, _ in output.committed if isinstance(output, TargetOutput) else ():
-                self._outboxes.fail(serial, UnavailableError("tokens of the session could not be handed on"))
+                if serial in self._sessions:
+                    error = UnavailableError("tokens of the session could not be handed on")
+                    self._end(self._sessions[serial], error)
 
     def _tell_drafters(self, news: DrafterNews) -> None:
         for address, to_drafter in news.to_drafters.items():
@@ -368,7 +451,30 @@ class TargetHost:
         report = output.report
         self._num_places = report.num_running if report.num_waiting else self.max_sessions
         for seen in report.traced:
-            if seen.serial in self._traces:
-                self._traces[seen.serial].saw(seen)
-        self._outboxes.deliver(output.committed)
+            if seen.serial in self._sessions:
+                self._sessions[seen.serial].trace.saw(seen)
+        now_s = asyncio.get_running_loop().time()
+        for serial, outcome in output.committed:
+            # It may have left meanwhile.
+            if serial in self._sessions:
+                self._tell(self._sessions[serial], outcome, now_s)
+        self._gathering.after_step()
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)
+
+    def _tell(self, session: _UnderWay, outcome: CommittedTokens | PacelineError, now_s: float) -> None:
+        """Notes for the gateway what a step committed of a session, or that it ended it."""
+        if isinstance(outcome, PacelineError):
+            self._end(session, outcome)
+            return
+        try:
+            session.log.put(outcome, now_s)
+        except UnavailableError as error:
+            self._end(session, error)
+            return
+        except asyncio.QueueFull:
+            self._cut_off(session.log.gateway, UnavailableError("the gateway does not read its log"))
+            return
+        session.log.gateway.lives()
+        if outcome.result is not None:
+            session.trace.ended(outcome.result)
+            self._forget(session)

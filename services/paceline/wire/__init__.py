@@ -20,9 +20,12 @@ from paceline.wire.drafts import draft_response_from_pb as draft_response_from_p
 from paceline.wire.drafts import draft_response_to_pb as draft_response_to_pb
 from paceline.wire.drafts import in_parts as in_parts
 from paceline.wire.drafts import size_of as size_of
-from paceline.wire.sessions import check_asked as check_asked
-from paceline.wire.sessions import committed_from_pb as committed_from_pb
-from paceline.wire.sessions import committed_to_pb as committed_to_pb
+from paceline.wire.sessions import AskedSession as AskedSession
+from paceline.wire.sessions import LogPart as LogPart
 from paceline.wire.sessions import generate_request_from_pb as generate_request_from_pb
-from paceline.wire.sessions import generate_request_to_pb as generate_request_to_pb
+from paceline.wire.sessions import log_from_pb as log_from_pb
+from paceline.wire.sessions import log_to_pb as log_to_pb
 from paceline.wire.sessions import position_logprobs_to_pb as position_logprobs_to_pb
+from paceline.wire.sessions import size_of_committed as size_of_committed
+from paceline.wire.sessions import start_session_to_pb as start_session_to_pb
+from paceline.wire.sessions import starts_from_pb as starts_from_pb

@@ -24,6 +24,8 @@ from paceline.wire.columns import check_count
 
 _DataT = TypeVar("_DataT", ModelIdentity, SpeculationRecord, Timings)
 
+# Version of what gateways, verifiers and drafters say to each other; both ends of a stream must have the same.
+PROTOCOL = 4
 MAX_UINT32 = 2**32 - 1
 # Ids are in every message of a session, and in its errors.
 MAX_SESSION_ID_CHARS = 256
@@ -31,6 +33,14 @@ MAX_SESSION_ID_CHARS = 256
 MAX_NAMES = 64
 # A smaller positive value would arrive as 0, which means "not set" on the wire.
 SMALLEST_FLOAT32 = 2.0**-126
+
+
+def check_protocol(peer: str, protocol: int) -> None:
+    """Refuses a peer of another version by its first message."""
+    if protocol != PROTOCOL:
+        raise RemoteProtocolError(
+            f"protocol: {peer} speaks version {protocol or 1} and we speak {PROTOCOL}: run the same release everywhere"
+        )
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:

@@ -38,6 +38,8 @@ from paceline.wire.columns import (
 )
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
+    PROTOCOL,
+    check_protocol,
     decimal,
     fields_of,
     identity_from_pb,
@@ -46,8 +48,6 @@ from paceline.wire.common import (
     sampling_to_pb,
 )
 
-# Version of what verifier and drafter say to each other; both must have the same.
-PROTOCOL = 4
 MAX_CONFIDENCE = 255
 # Of a session in a message; a tree has no place for more (`paceline.forest.records.SLOTS`).
 MAX_NODES = 1024
@@ -188,11 +188,7 @@ def draft_response_from_pb(
 
 
 def _greeting(model: common_pb2.ModelIdentity, peer: str, protocol: int) -> ModelIdentity:
-    if protocol != PROTOCOL:
-        raise RemoteProtocolError(
-            f"protocol: {peer} speaks version {protocol or 1} of the draft protocol, and we speak {PROTOCOL}: run the"
-            " same release on verifiers and drafters"
-        )
+    check_protocol(peer, protocol)
     return identity_from_pb(model)
 
 

@@ -1,11 +1,24 @@
-"""Messages between gateway and verifier, on the wire."""
+"""Messages between gateway and verifier, on the wire: sessions to run, and the log of what has become of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from paceline.core.errors import InvalidRequestError, RemoteProtocolError
+import numpy as np
+
+from paceline.core.errors import (
+    EngineDiedError,
+    InvalidRequestError,
+    OverloadedError,
+    PacelineError,
+    RemoteProtocolError,
+    StaleEpochError,
+    UnavailableError,
+    shortened,
+)
 from paceline.core.messages import (
     NS_PER_S,
     CommittedTokens,
@@ -17,7 +30,7 @@ from paceline.core.messages import (
 )
 from paceline.core.params import SpeculationParams, check_priority
 from paceline.rpc.v1 import common_pb2, verifier_pb2
-from paceline.wire.columns import check_count
+from paceline.wire.columns import MAX_SESSIONS, WORD, check_count, check_size, read, read_sessions
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     MAX_UINT32,
@@ -38,15 +51,116 @@ _FINISH_REASON_TO_PB = {
 }
 _FINISH_REASON_FROM_PB = {value: reason for reason, value in _FINISH_REASON_TO_PB.items()}
 _FATE_TO_PB = {
-    TokenFate.ACCEPTED: verifier_pb2.TOKEN_FATE_ACCEPTED,
-    TokenFate.RECOVERED: verifier_pb2.TOKEN_FATE_RECOVERED,
-    TokenFate.BONUS: verifier_pb2.TOKEN_FATE_BONUS,
-    TokenFate.PLAIN: verifier_pb2.TOKEN_FATE_PLAIN,
+    TokenFate.ACCEPTED: int(verifier_pb2.TOKEN_FATE_ACCEPTED),
+    TokenFate.RECOVERED: int(verifier_pb2.TOKEN_FATE_RECOVERED),
+    TokenFate.BONUS: int(verifier_pb2.TOKEN_FATE_BONUS),
+    TokenFate.PLAIN: int(verifier_pb2.TOKEN_FATE_PLAIN),
 }
-_FATE_FROM_PB = {int(value): fate for fate, value in _FATE_TO_PB.items()}
+_FATE_FROM_PB = {value: fate for fate, value in _FATE_TO_PB.items()}
+# How a verifier ends one session. Of any other error a gateway learns the problem alone.
+_ERRORS = {kind.__name__: kind for kind in (EngineDiedError, StaleEpochError, UnavailableError)}
+MAX_PROBLEM_CHARS, MAX_FIELD_CHARS = 256, 64
+# A client is told the pause as it comes.
+MAX_RETRY_AFTER_S = 3600.0
+
+# Of a session in a message, and of a token or a log probability.
+_SESSION_BYTES, _ENTRY_BYTES = 64, 16
+
+# A session's number, and what has become of it.
+Outcome = tuple[int, CommittedTokens | PacelineError]
+# A session's number, and what it asks for, or why that cannot be served.
+Start = tuple[int, GenerateRequest | InvalidRequestError]
 
 
-def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGenerateRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPart:
+    """What a verifier tells one gateway at once.
+
+    Attributes:
+        outcomes: What was committed of sessions, each named once, then how sessions ended early.
+        taken: Numbers of sessions that it has accepted.
+        alive: The engine makes progress.
+    """
+
+    outcomes: Sequence[Outcome] = ()
+    taken: Sequence[int] = ()
+    alive: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class AskedSession:
+    """What a gateway has asked for, and what of it has come.
+
+    Attributes:
+        vocab_size: Tokens of the verifier's model.
+        num_generated: Generated tokens of the session so far, including those that it began with.
+        num_judged: Tokens of the prompt whose log probabilities have come.
+    """
+
+    request: GenerateRequest
+    vocab_size: int
+    num_generated: int = field(init=False)
+    num_judged: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_generated = len(self.request.committed_token_ids)
+
+    def check(self, offset: int, token_ids: Sequence[int]) -> None:
+        """Refuses tokens that were not asked for, that are none, or that do not join onto those before.
+
+        Raises:
+            RemoteProtocolError: Names what is wrong.
+        """
+        check_count("VerifyResponse.token_ids", len(token_ids), self.request.sampling.max_tokens - self.num_generated)
+        highest = max(token_ids, default=0)
+        if highest >= self.vocab_size:
+            raise RemoteProtocolError(
+                f"VerifyResponse.token_ids: {highest} is outside the vocabulary of {self.vocab_size}"
+            )
+        if token_ids and offset != self.num_generated:
+            raise RemoteProtocolError(
+                f"VerifyResponse.offsets: must be {self.num_generated}, the number of tokens received, got {offset}"
+            )
+
+    def check_judged(self, message: verifier_pb2.SessionLogprobs, num_tokens: int) -> None:
+        """Refuses log probabilities that were not asked for, or that are none, before anything is made of them.
+
+        Raises:
+            RemoteProtocolError: Names what is wrong.
+        """
+        sampling, kind = self.request.sampling, "SessionLogprobs"
+        if message.logprobs and len(message.logprobs) != num_tokens:
+            raise RemoteProtocolError(f"{kind}.logprobs: has {len(message.logprobs)} entries for {num_tokens} tokens")
+        check_count(
+            f"{kind}.prompt_logprobs", len(message.prompt_logprobs), self.request.num_to_judge - self.num_judged
+        )
+        if message.prompt_logprobs and message.prompt_offset != self.num_judged + 1:
+            raise RemoteProtocolError(
+                f"{kind}.prompt_offset: must be {self.num_judged + 1}, got {message.prompt_offset}"
+            )
+        _check_judged(f"{kind}.logprobs", message.logprobs, sampling.logprobs, self.vocab_size)
+        _check_judged(f"{kind}.prompt_logprobs", message.prompt_logprobs, sampling.prompt_logprobs, self.vocab_size)
+
+    def take(self, committed: CommittedTokens) -> None:
+        """Counts what has come.
+
+        Raises:
+            RemoteProtocolError: Tokens come before all log probabilities of the prompt.
+        """
+        self.num_judged += len(committed.prompt_logprobs)
+        self.num_generated += len(committed.token_ids)
+        due = self.request.num_to_judge
+        if committed.token_ids and self.num_judged < due:
+            raise RemoteProtocolError(f"SessionLogprobs.prompt_logprobs: {self.num_judged} came of {due} tokens")
+
+
+def size_of_committed(committed: CommittedTokens) -> int:
+    """An upper bound of its bytes on the wire."""
+    judged = sum(1 + len(each.top) for each in (*committed.logprobs, *committed.prompt_logprobs))
+    return _SESSION_BYTES + _ENTRY_BYTES * (len(committed.token_ids) + judged)
+
+
+def start_session_to_pb(number: int, request: GenerateRequest) -> verifier_pb2.StartSession:
     """Encodes one session for a verifier.
 
     Raises:
@@ -54,7 +168,8 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
     """
     check_uint32("prompt_token_ids", request.prompt_token_ids)
     check_priority(request.priority)
-    return verifier_pb2.VerifierGenerateRequest(
+    return verifier_pb2.StartSession(
+        number=number,
         session_id=request.session_id,
         epoch=request.epoch,
         prompt_token_ids=request.prompt_token_ids,
@@ -66,16 +181,30 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         priority=request.priority,
+        traceparent=request.traceparent,
     )
 
 
-def generate_request_from_pb(
-    message: verifier_pb2.VerifierGenerateRequest, traceparent: str = "", *, context_len: int = MAX_UINT32
-) -> GenerateRequest:
+def starts_from_pb(message: verifier_pb2.VerifyRequest, *, context_len: int = MAX_UINT32) -> list[Start]:
+    """Decodes the sessions that a gateway wants to be run; what is wrong with one is nobody else's problem.
+
+    Args:
+        context_len: Tokens that the verifier takes; a longer text is refused before its tokens are made.
+    """
+    return [(each.number, _start_from_pb(each, context_len)) for each in message.starts]
+
+
+def _start_from_pb(message: verifier_pb2.StartSession, context_len: int) -> GenerateRequest | InvalidRequestError:
+    try:
+        return generate_request_from_pb(message, context_len=context_len)
+    except InvalidRequestError as error:
+        return error
+
+
+def generate_request_from_pb(message: verifier_pb2.StartSession, *, context_len: int = MAX_UINT32) -> GenerateRequest:
     """Decodes one session for a verifier; absent `speculation` means its defaults.
 
     Args:
-        traceparent: Of its metadata.
         context_len: Tokens that the verifier takes; a longer text is refused before its tokens are made.
 
     Raises:
@@ -109,54 +238,145 @@ def generate_request_from_pb(
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         priority=message.priority,
-        traceparent=traceparent,
+        traceparent=message.traceparent,
     )
 
 
-def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerateResponse:
-    """Encodes the tokens one step committed."""
-    return verifier_pb2.VerifierGenerateResponse(
-        token_ids=committed.token_ids,
-        logprobs=[position_logprobs_to_pb(position) for position in committed.logprobs],
-        result=None if committed.result is None else _result_to_pb(committed.result),
-        lossy=committed.lossy,
-        token_fates=[_FATE_TO_PB[fate] for fate in committed.fates],
-        offset=committed.offset,
-        running=committed.running,
-        prompt_logprobs=[position_logprobs_to_pb(position) for position in committed.prompt_logprobs],
-        prompt_offset=committed.prompt_offset,
-        speculation=None if committed.speculation is None else speculation_record_to_pb(committed.speculation),
-    )
+def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
+    """Encodes what a verifier tells a gateway."""
+    message = verifier_pb2.VerifyResponse(alive=part.alive, taken=part.taken)
+    numbers: list[int] = []
+    offsets: list[int] = []
+    ends: list[int] = []
+    tokens: list[int] = []
+    fates = bytearray()
+    for number, each in part.outcomes:
+        if isinstance(each, PacelineError):
+            message.errors.append(_error_to_pb(number, each))
+            continue
+        numbers.append(number)
+        offsets.append(each.offset)
+        tokens += each.token_ids
+        ends.append(len(tokens))
+        fates += bytes(map(_FATE_TO_PB.__getitem__, each.fates)) if each.fates else bytes(len(each.token_ids))
+        _add_rare(message, number, each)
+    message.sessions, message.offsets, message.ends, message.token_ids = map(_column, (numbers, offsets, ends, tokens))
+    message.fates = bytes(fates)
+    return message
 
 
-def check_asked(
-    message: verifier_pb2.VerifierGenerateResponse,
-    request: GenerateRequest,
-    *,
-    num_generated: int,
-    num_judged: int,
-    vocab_size: int,
-) -> None:
-    """Refuses what a verifier was not asked for, or what is no token, before anything is made of it.
+def _column(values: Sequence[int]) -> bytes:
+    return np.array(values, WORD).tobytes()
+
+
+def log_from_pb(
+    message: verifier_pb2.VerifyResponse, sessions: Mapping[int, AskedSession], last_number: int
+) -> LogPart:
+    """Decodes what a verifier tells, and counts it; other sessions' are passed over.
+
+    What was not asked for, or does not join onto what came before, is an error of its session alone.
 
     Args:
-        message: Of the verifier.
-        num_generated: Generated tokens of the session before this message.
-        num_judged: Log probabilities of its prompt before it.
-        vocab_size: Tokens of its model.
+        sessions: Those that run there, by number.
+        last_number: The highest that a session was given.
 
     Raises:
-        RemoteProtocolError: There are more tokens than may still come, or more log probabilities; or one is not of the
-            vocabulary, or is no number.
+        RemoteProtocolError: Columns differ in length, or name sessions that nobody started.
     """
-    kind, sampling = "VerifierGenerateResponse", request.sampling
-    check_count(f"{kind}.token_ids", len(message.token_ids), sampling.max_tokens - num_generated)
-    check_count(f"{kind}.prompt_logprobs", len(message.prompt_logprobs), request.num_to_judge - num_judged)
-    highest = max(message.token_ids, default=0)
-    if highest >= vocab_size:
-        raise RemoteProtocolError(f"{kind}.token_ids: {highest} is outside the vocabulary of {vocab_size}")
-    _check_judged(f"{kind}.logprobs", message.logprobs, sampling.logprobs, vocab_size)
-    _check_judged(f"{kind}.prompt_logprobs", message.prompt_logprobs, sampling.prompt_logprobs, vocab_size)
+    numbers, ends, tokens = read_sessions(message, "token_ids", last_number=last_number)
+    offsets = read(message, "offsets", len(numbers)).tolist()
+    check_size("VerifyResponse.fates", len(message.fates), len(tokens))
+    check_count("VerifyResponse.errors", len(message.errors), MAX_SESSIONS)
+    listed = numbers.tolist()
+    rare = _Rare(message, frozenset(listed))
+    outcomes: list[Outcome] = []
+    start = 0
+    for number, offset, end in zip(listed, offsets, ends.tolist(), strict=True):
+        asked = sessions.get(number)
+        if asked is not None:
+            try:
+                asked.check(offset, token_ids := tuple(tokens[start:end].tolist()))
+                committed = rare.completed(number, asked, _committed(offset, token_ids, message.fates[start:end]))
+                asked.take(committed)
+                outcomes.append((number, committed))
+            except RemoteProtocolError as error:
+                outcomes.append((number, error))
+        start = end
+    outcomes += [(each.number, _error_from_pb(each)) for each in message.errors if each.number in sessions]
+    return LogPart(outcomes=outcomes, taken=[*message.taken], alive=message.alive)
+
+
+def _committed(offset: int, token_ids: tuple[int, ...], fates: bytes) -> CommittedTokens:
+    try:
+        known = tuple([_FATE_FROM_PB[each] for each in fates]) if any(fates) else ()
+    except KeyError as error:
+        raise RemoteProtocolError(f"VerifyResponse.fates: got {error}") from None
+    return CommittedTokens(token_ids, known, offset=offset)
+
+
+def _add_rare(message: verifier_pb2.VerifyResponse, number: int, committed: CommittedTokens) -> None:
+    """Adds what few messages have."""
+    if committed.running:
+        message.running.append(number)
+    if committed.lossy:
+        message.lossy.append(number)
+    if committed.logprobs or committed.prompt_logprobs:
+        message.logprobs.add(
+            number=number,
+            logprobs=map(position_logprobs_to_pb, committed.logprobs),
+            prompt_logprobs=map(position_logprobs_to_pb, committed.prompt_logprobs),
+            prompt_offset=committed.prompt_offset,
+        )
+    if committed.result is not None:
+        message.results.append(_result_to_pb(number, committed.result))
+    elif committed.speculation is not None:
+        message.records.add(number=number, speculation=speculation_record_to_pb(committed.speculation))
+
+
+class _Rare:
+    """What few messages have, by the numbers of its sessions."""
+
+    def __init__(self, message: verifier_pb2.VerifyResponse, numbers: frozenset[int]) -> None:
+        self._numbers = numbers
+        self._running, self._lossy = (self._of("running", message.running), self._of("lossy", message.lossy))
+        self._logprobs = self._named("logprobs", message.logprobs)
+        self._records = self._named("records", message.records)
+        self._results = self._named("results", message.results)
+        self._any = bool(self._running or self._lossy or self._logprobs or self._records or self._results)
+
+    def completed(self, number: int, asked: AskedSession, committed: CommittedTokens) -> CommittedTokens:
+        """Adds what there is of a session to its tokens.
+
+        Raises:
+            RemoteProtocolError: It cannot be right, or was not asked for.
+        """
+        if not self._any:
+            return committed
+        judged, record, result = (each.get(number) for each in (self._logprobs, self._records, self._results))
+        if judged is not None:
+            asked.check_judged(judged, len(committed.token_ids))
+            committed = committed._replace(
+                logprobs=tuple(map(_position_logprobs_from_pb, judged.logprobs)),
+                prompt_logprobs=tuple(map(_position_logprobs_from_pb, judged.prompt_logprobs)),
+                prompt_offset=judged.prompt_offset,
+            )
+        ended = None if result is None else _result_from_pb(result)
+        known = None if record is None else speculation_record_from_pb(record.speculation)
+        return committed._replace(
+            running=number in self._running,
+            lossy=number in self._lossy,
+            result=ended,
+            speculation=known if ended is None else ended.speculation,
+        )
+
+    def _named(self, field: str, entries: Sequence[Any]) -> dict[int, Any]:
+        numbers = self._of(field, [each.number for each in entries])
+        return dict(zip(numbers, entries, strict=True)) if numbers else {}
+
+    def _of(self, field: str, numbers: Sequence[int]) -> Sequence[int]:
+        if numbers and not (len(numbers) == len(found := set(numbers)) and found <= self._numbers):
+            raise RemoteProtocolError(f"VerifyResponse.{field}: names sessions twice, or others than `sessions` does")
+        return numbers
 
 
 def _check_judged(
@@ -173,38 +393,24 @@ def _check_judged(
                 raise RemoteProtocolError(f"{name}: the log probability of {entry.token_id} is no number")
 
 
-def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> CommittedTokens:
-    """Decodes the tokens one step committed.
-
-    Raises:
-        RemoteProtocolError: Log probabilities or fates and tokens differ in number, or a fate or the finish reason is
-            unknown.
-    """
-    num_tokens = len(message.token_ids)
-    for name, entries in (("logprobs", message.logprobs), ("token_fates", message.token_fates)):
-        if entries and len(entries) != num_tokens:
-            raise RemoteProtocolError(
-                f"VerifierGenerateResponse.{name}: has {len(entries)} entries for {num_tokens} tokens"
-            )
-    return CommittedTokens(
-        token_ids=tuple(message.token_ids),
-        fates=tuple(_fate_from_pb(value) for value in message.token_fates),
-        logprobs=tuple(_position_logprobs_from_pb(position) for position in message.logprobs),
-        result=_result_from_pb(message.result) if message.HasField("result") else None,
-        lossy=message.lossy,
-        offset=message.offset,
-        running=message.running,
-        prompt_logprobs=tuple(_position_logprobs_from_pb(position) for position in message.prompt_logprobs),
-        prompt_offset=message.prompt_offset,
-        speculation=speculation_record_from_pb(message.speculation) if message.HasField("speculation") else None,
-    )
+def _error_to_pb(number: int, error: PacelineError) -> verifier_pb2.SessionError:
+    message = verifier_pb2.SessionError(number=number, kind=type(error).__name__)
+    if isinstance(error, InvalidRequestError):
+        message.field, message.problem = shortened(error.field, MAX_FIELD_CHARS), error.problem
+    else:
+        message.problem = shortened(str(error), MAX_PROBLEM_CHARS)
+    if isinstance(error, OverloadedError):
+        message.retry_after_ns = round(error.retry_after_s * NS_PER_S)
+    return message
 
 
-def _fate_from_pb(value: int) -> TokenFate:
-    fate = _FATE_FROM_PB.get(value)
-    if fate is None:
-        raise RemoteProtocolError(f"VerifierGenerateResponse.token_fates: got {value}")
-    return fate
+def _error_from_pb(message: verifier_pb2.SessionError) -> PacelineError:
+    problem = shortened(message.problem, MAX_PROBLEM_CHARS)
+    if message.kind == InvalidRequestError.__name__:
+        return InvalidRequestError(shortened(message.field, MAX_FIELD_CHARS), problem)
+    if message.kind == OverloadedError.__name__:
+        return OverloadedError(problem, retry_after_s=min(message.retry_after_ns / NS_PER_S, MAX_RETRY_AFTER_S))
+    return _ERRORS.get(message.kind, PacelineError)(problem)
 
 
 def position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
@@ -225,8 +431,9 @@ def _position_logprobs_from_pb(message: common_pb2.PositionLogprobs) -> Position
     )
 
 
-def _result_to_pb(result: GenerateResult) -> verifier_pb2.VerifierGenerateResult:
-    return verifier_pb2.VerifierGenerateResult(
+def _result_to_pb(number: int, result: GenerateResult) -> verifier_pb2.SessionResult:
+    return verifier_pb2.SessionResult(
+        number=number,
         finish_reason=_FINISH_REASON_TO_PB[result.finish_reason],
         num_prompt_tokens=result.num_prompt_tokens,
         num_cached_tokens=result.num_cached_tokens,
@@ -236,10 +443,10 @@ def _result_to_pb(result: GenerateResult) -> verifier_pb2.VerifierGenerateResult
     )
 
 
-def _result_from_pb(message: verifier_pb2.VerifierGenerateResult) -> GenerateResult:
+def _result_from_pb(message: verifier_pb2.SessionResult) -> GenerateResult:
     reason = _FINISH_REASON_FROM_PB.get(message.finish_reason)
     if reason is None:
-        raise RemoteProtocolError(f"VerifierGenerateResult.finish_reason: got {message.finish_reason}")
+        raise RemoteProtocolError(f"SessionResult.finish_reason: got {message.finish_reason}")
     return GenerateResult(
         finish_reason=reason,
         num_prompt_tokens=message.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Calls verifiers: one channel per address, every await bounded, cancellation passed on at once.
+"""Calls verifiers: one stream per address for all sessions there, every await bounded, cancellation passed on at once.
 
 It knows the wire, and neither text nor HTTP.
 """
@@ -6,22 +6,39 @@ It knows the wire, and neither text nor HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import suppress
+from contextvars import Context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import grpc
 
-from paceline.core.errors import PacelineError, PeerLostError, RemoteProtocolError, UnavailableError
-from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
-from paceline.obs.tracing import TRACEPARENT
+from paceline.core.errors import (
+    InvalidRequestError,
+    PacelineError,
+    PeerLostError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest, SpeculationRecord
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, TAKEN
+from paceline.service.peer_queue import PeerQueue
+from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from paceline.service.status import error_from_rpc
-from paceline.wire import check_asked, committed_from_pb, generate_request_to_pb
+from paceline.wire import AskedSession, log_from_pb, size_of_committed, start_session_to_pb
+from paceline.wire.common import PROTOCOL, check_protocol
 
-STATUS_TIMEOUT_S = 1.0
+# A verifier tells at once, of a session that is left, what speculation did for it.
+RECORD_TIMEOUT_S = 1.0
+# Bytes that may wait for a client that does not read, and for a verifier.
+CLIENT_BYTES, VERIFIER_BYTES = 16 * 1024 * 1024, 64 * 1024 * 1024
+# Of a message beside its only session.
+MESSAGE_BYTES = 64
 _CHANNEL_OPTIONS = (
     *CHANNEL_OPTIONS,
     *KEEPALIVE_OPTIONS,
@@ -30,97 +47,266 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
-_Call = grpc.aio.UnaryStreamCall[verifier_pb2.VerifierGenerateRequest, verifier_pb2.VerifierGenerateResponse]
+_Call = grpc.aio.StreamStreamCall[verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse]
+logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RunningCall:
     """One session on a verifier.
 
     Attributes:
-        request: The session.
+        asked: The session, and what has come of it.
         address: The verifier's.
-        vocab_size: Tokens of its model.
-        heard_s: When it was called or last sent a message, monotonic seconds.
         ran: Whether an engine has computed a part of it.
-        unheard: Whether the verifier was lost after it had accepted the session, and before its first message.
-        num_heard: Messages received.
-        num_generated: Generated tokens of the session so far, including those that it began with.
-        num_judged: Tokens of the prompt whose log probabilities have come.
+        taken: Whether the verifier has accepted it.
+        unheard: Whether the verifier was lost after it had accepted the session, and before it told anything of it.
         ended_by: Why the gateway itself ended it; None while it runs.
+        is_left: The client has all that it wants; what is yet to come is the record.
     """
 
-    request: GenerateRequest
+    asked: AskedSession
     address: str
-    vocab_size: int
-    heard_s: float
     ran: bool = False
+    taken: bool = False
     unheard: bool = False
-    num_heard: int = 0
-    num_generated: int = 0
-    num_judged: int = 0
     ended_by: PacelineError | None = None
+    is_left: bool = False
+    _stream: _Stream | None = None
+    _num_heard: int = 0
+    _arrived: PeerQueue[CommittedTokens | PacelineError] = field(default_factory=lambda: PeerQueue(CLIENT_BYTES))
 
-    def check(self) -> None:
-        """Raises the error that the gateway ended the call with, if it did."""
-        if self.ended_by is not None:
-            raise self.ended_by
+    @property
+    def request(self) -> GenerateRequest:
+        return self.asked.request
 
-    def lost(self, error: grpc.aio.AioRpcError) -> None:
-        """The call has failed; raises the error that the gateway ended it with, if it did."""
-        self.check()
-        self.unheard = not self.num_heard and TAKEN in dict(error.initial_metadata())
+    @property
+    def heard_s(self) -> float:
+        """When the verifier last showed life, or was given its first session, monotonic seconds."""
+        assert self._stream is not None, "it has begun"
+        return self._stream.heard_s
 
-    def decoded(self, message: verifier_pb2.VerifierGenerateResponse) -> CommittedTokens:
-        """Decodes a message of the verifier.
+    def begun(self, stream: _Stream) -> None:
+        self._stream = stream
 
-        Raises:
-            RemoteProtocolError: It is malformed, or tells of something that the verifier was not asked for.
-        """
-        check_asked(
-            message,
-            self.request,
-            num_generated=self.num_generated,
-            num_judged=self.num_judged,
-            vocab_size=self.vocab_size,
-        )
-        return committed_from_pb(message)
-
-    def take(self, committed: CommittedTokens, now_s: float) -> None:
-        """Takes in a message of the verifier.
+    def put(self, outcome: CommittedTokens | PacelineError) -> None:
+        """Takes in what the verifier tells, or that it is lost.
 
         Raises:
-            RemoteProtocolError: Tokens are missing before these, or these were sent before.
+            asyncio.QueueFull: The client does not read.
         """
-        self.heard_s = now_s
-        self.num_heard += 1
-        self._take_judged(committed)
-        if committed.token_ids and committed.offset != self.num_generated:
-            raise RemoteProtocolError(
-                f"VerifierGenerateResponse.offset: must be {self.num_generated}, the number of tokens received, got "
-                f"{committed.offset}"
-            )
-        self.ran |= committed.running or bool(committed.token_ids)
-        self.num_generated += len(committed.token_ids)
+        if isinstance(outcome, PacelineError):
+            self.unheard = self.taken and not self._num_heard
+            self._arrived.put([(outcome, 0)])
+            return
+        self._num_heard += 1
+        self.ran |= outcome.running or bool(outcome.token_ids)
+        if self.is_left or outcome.token_ids or outcome.prompt_logprobs or outcome.result or outcome.speculation:
+            self._arrived.put([(outcome, size_of_committed(outcome))])
 
-    def _take_judged(self, committed: CommittedTokens) -> None:
-        if committed.prompt_logprobs and committed.prompt_offset != self.num_judged + 1:
-            raise RemoteProtocolError(
-                f"VerifierGenerateResponse.prompt_offset: must be {self.num_judged + 1}, got {committed.prompt_offset}"
+    def end(self, error: PacelineError) -> None:
+        """The gateway ends it: its reader gets the error, at once or with its next read."""
+        self.ended_by = error
+        self._arrived.fail(error)
+
+    async def next(self) -> CommittedTokens:
+        """Returns what the verifier told next.
+
+        Raises:
+            PacelineError: The session has ended early.
+        """
+        outcome = await self._arrived.get()
+        if isinstance(outcome, PacelineError):
+            raise outcome
+        return outcome
+
+    async def record(self) -> SpeculationRecord | None:
+        """Returns what speculation did for a session that is being left, or None if that is not told in time."""
+        with suppress(TimeoutError, PacelineError):
+            async with asyncio.timeout(RECORD_TIMEOUT_S):
+                while True:
+                    told = await self.next()
+                    if told.result is not None:
+                        return told.result.speculation
+                    if not (told.token_ids or told.prompt_logprobs or told.running):
+                        return told.speculation
+        return None
+
+
+class _Stream:
+    """All sessions of this gateway on one verifier; dialled with the first of them.
+
+    Attributes:
+        over: It has ended, with all its sessions.
+        heard_s: When the verifier last showed life, or was given its first session.
+    """
+
+    def __init__(
+        self, address: str, stub: verifier_pb2_grpc.VerifierAsyncStub, silence_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.address = address
+        self.over = False
+        self._silence_s = silence_s
+        self._clock = clock
+        self.heard_s = clock()
+        self._calls: dict[int, RunningCall] = {}
+        self._asked: dict[int, AskedSession] = {}
+        self._last_number = 0
+        self._requests: PeerQueue[verifier_pb2.VerifyRequest] = PeerQueue(VERIFIER_BYTES)
+        # Runs while the verifier has sessions.
+        self._watch: asyncio.TimerHandle | None = None
+        # Makes the error of each session when the stream ends.
+        self._why: Callable[[], PacelineError] = partial(UnavailableError, f"the stream to {address} was closed")
+        # An empty context: it outlives the request it was dialled for, and must not log under its trace.
+        self._task = asyncio.create_task(self._run(stub), name=f"sessions at {address}", context=Context())
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def calls(self) -> Collection[RunningCall]:
+        return self._calls.values()
+
+    def start(self, call: RunningCall) -> int:
+        """Starts a session; returns its number.
+
+        Raises:
+            InvalidRequestError: It is too large for a message, or a number of it for its field.
+        """
+        number = self._last_number + 1
+        message = verifier_pb2.VerifyRequest(starts=[start_session_to_pb(number, call.request)])
+        num_bytes = message.ByteSize()
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise InvalidRequestError("request", f"has {num_bytes} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        if not self._calls:
+            self.heard_s = self._clock()
+        self._last_number = number
+        self._calls[number], self._asked[number] = call, call.asked
+        call.begun(self)
+        if self._watch is None:
+            self._look()
+        self._say(message, num_bytes)
+        return number
+
+    def leave(self, number: int) -> None:
+        """Frees a session, if it still runs; what is told of it from now on is passed over."""
+        if self._drop(number) is not None:
+            self._say(verifier_pb2.VerifyRequest(leaves=[number]), MESSAGE_BYTES)
+
+    async def record(self, number: int) -> SpeculationRecord | None:
+        """Frees a session; returns what speculation did for it, or None if the verifier does not tell."""
+        call = self._calls.get(number)
+        if call is None:
+            return None
+        call.is_left = True
+        self._say(verifier_pb2.VerifyRequest(leaves=[number]), MESSAGE_BYTES)
+        try:
+            return await call.record()
+        finally:
+            self._drop(number)
+
+    def close(self) -> None:
+        """Ends the stream with its sessions."""
+        self._task.cancel()
+
+    def _say(self, message: verifier_pb2.VerifyRequest, num_bytes: int) -> None:
+        try:
+            self._requests.put([(message, num_bytes)])
+        except asyncio.QueueFull:
+            self._end(partial(PeerLostError, f"the verifier at {self.address} does not read"))
+
+    def _drop(self, number: int) -> RunningCall | None:
+        self._asked.pop(number, None)
+        return self._calls.pop(number, None)
+
+    def _look(self) -> None:
+        """Ends the stream if the verifier has been silent for too long, and looks again when it may have been."""
+        self._watch = None
+        left_s = self.heard_s + self._silence_s - self._clock()
+        if self._calls and left_s <= 0.0:
+            self._end(partial(PeerLostError, f"the verifier at {self.address} was silent for {self._silence_s:g} s"))
+        elif self._calls:
+            self._watch = asyncio.get_running_loop().call_later(left_s, self._look)
+
+    def _end(self, why: Callable[[], PacelineError]) -> None:
+        self._why = why
+        self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.over = True
+        if self._watch is not None:
+            self._watch.cancel()
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            self._why = partial(self._error_of, error)
+        elif isinstance(error, RemoteProtocolError | UnavailableError):
+            self._why = partial(type(error), str(error))
+        elif error is not None:
+            logger.error("reading a verifier's stream failed", exc_info=error, extra={"verifier": self.address})
+            self._why = partial(UnavailableError, f"the stream of {self.address} cannot be read")
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.put(self._why())
+
+    def _error_of(self, error: grpc.aio.AioRpcError) -> PacelineError:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return RemoteProtocolError(
+                f"protocol: the verifier at {self.address} speaks a version before {PROTOCOL}, which we speak: run the"
+                " same release everywhere"
             )
-        self.num_judged += len(committed.prompt_logprobs)
-        due = self.request.num_to_judge
-        if committed.token_ids and self.num_judged < due:
-            raise RemoteProtocolError(
-                f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {due} tokens"
-            )
+        return error_from_rpc(error)
+
+    async def _run(self, stub: verifier_pb2_grpc.VerifierAsyncStub) -> None:
+        call = stub.Verify(self._said())
+        try:
+            greeting = await self._read(call)
+            check_protocol(f"the verifier at {self.address}", greeting.protocol)
+            while True:
+                self._take(await self._read(call))
+        finally:
+            call.cancel()
+
+    async def _said(self) -> AsyncIterator[verifier_pb2.VerifyRequest]:
+        yield verifier_pb2.VerifyRequest(protocol=PROTOCOL)
+        while True:
+            yield await self._requests.get()
+
+    async def _read(self, call: _Call) -> verifier_pb2.VerifyResponse:
+        message: Any = await call.read()
+        if message is None:  # gRPC's result for bytes that are not a message
+            raise RemoteProtocolError(f"the verifier at {self.address} sent bytes that are no message")
+        if not isinstance(message, verifier_pb2.VerifyResponse):
+            raise UnavailableError(f"the verifier at {self.address} ended the stream")
+        return message
+
+    def _take(self, message: verifier_pb2.VerifyResponse) -> None:
+        part = log_from_pb(message, self._asked, self._last_number)
+        if part.alive:
+            self.heard_s = self._clock()
+        for number in part.taken:
+            if number in self._calls:
+                self._calls[number].taken = True
+        for number, outcome in part.outcomes:
+            call = self._calls.get(number)
+            if call is not None:
+                self._hand_on(number, call, outcome)
+
+    def _hand_on(self, number: int, call: RunningCall, outcome: CommittedTokens | PacelineError) -> None:
+        if isinstance(outcome, RemoteProtocolError):
+            # The verifier does not know what is wrong with what it told.
+            self.leave(number)
+        elif isinstance(outcome, PacelineError) or outcome.result is not None:
+            self._drop(number)
+        try:
+            call.put(outcome)
+        except asyncio.QueueFull:
+            self.leave(number)
+            call.end(UnavailableError("the client does not read its tokens"))
 
 
 class VerifierClient:
     """Runs sessions on verifiers.
 
     Args:
-        silence_s: Longest wait for a verifier's next message, in seconds.
+        silence_s: Longest time without a sign of life from a verifier that has sessions, in seconds.
         tls: Certificate to show; None: plain text.
         clock: Monotonic seconds.
     """
@@ -132,7 +318,7 @@ class VerifierClient:
         self._tls = tls
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._calls: dict[_Call, RunningCall] = {}
+        self._streams: dict[str, _Stream] = {}
         self._abort_reason = ""
 
     @property
@@ -141,99 +327,75 @@ class VerifierClient:
         return bool(self._abort_reason)
 
     def running(self, address: str, request: GenerateRequest, vocab_size: int) -> RunningCall:
-        """Returns the state of a call that is about to begin."""
-        return RunningCall(
-            request=request,
-            address=address,
-            vocab_size=vocab_size,
-            heard_s=self._clock(),
-            num_generated=len(request.committed_token_ids),
-        )
+        """Returns the state of a session that is about to begin."""
+        return RunningCall(asked=AskedSession(request=request, vocab_size=vocab_size), address=address)
 
     async def generate(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what the verifier commits, with a result in the last message; closing the generator cancels the call.
+        """Yields what the verifier commits, with a result in the last message; closing the generator frees the session.
+
+        A session that `is_left` after a message ends with one that has its record alone.
 
         Args:
-            running: The call; kept up to date while it runs.
+            running: The session; kept up to date while it runs.
 
         Raises:
-            PacelineError: The verifier raised it, or the gateway ended the call with it.
+            PacelineError: The verifier ended it so, or the gateway did.
             UnavailableError: The verifier cannot be reached, is silent too long, or the gateway shuts down.
             RemoteProtocolError: The verifier broke the protocol.
         """
         if self.aborted:
             raise UnavailableError(self._abort_reason)
-        request = running.request
-        metadata = ((TRACEPARENT, request.traceparent),) if request.traceparent else None
-        call: _Call = self._stub(running.address).Generate(generate_request_to_pb(request), metadata=metadata)
-        self._calls[call] = running
+        stream = self._stream(running.address)
+        number = stream.start(running)
         try:
             while True:
-                committed = await self._read(call, running)
-                running.take(committed, self._clock())
-                if committed.token_ids or committed.prompt_logprobs or committed.result is not None:
-                    yield committed
+                committed = await running.next()
+                yield committed
                 if committed.result is not None:
-                    await self._await_status(call)
+                    return
+                if running.is_left:
+                    record = await stream.record(number)
+                    yield CommittedTokens(token_ids=(), speculation=record)
                     return
         finally:
-            del self._calls[call]
-            call.cancel()
+            stream.leave(number)
 
     def end(self, chosen: Callable[[RunningCall], bool], error: PacelineError) -> None:
-        """Ends the chosen calls: their readers get the error, at once or with their next read."""
-        for call, running in list(self._calls.items()):
-            if not running.ended_by and chosen(running):
-                running.ended_by = error
-                call.cancel()
+        """Ends the chosen sessions: their readers get the error, at once or with their next read."""
+        for stream in self._streams.values():
+            for running in stream.calls:
+                if not running.ended_by and chosen(running):
+                    running.end(error)
 
     def abort(self, reason: str) -> None:
-        """Ends all calls, and refuses later ones, with `UnavailableError(reason)`."""
+        """Ends all sessions, and refuses later ones, with `UnavailableError(reason)`."""
         self._abort_reason = reason
         self.end(lambda _: True, UnavailableError(reason))
 
     async def keep_only(self, addresses: Collection[str]) -> None:
-        """Closes channels to verifiers that are gone and have no running call."""
-        used = {running.address for running in self._calls.values()}
+        """Closes streams to verifiers that are gone and have no session."""
+        used = {address for address, stream in self._streams.items() if stream.calls}
         for address in self._channels.keys() - set(addresses) - used:
-            await self._channels.pop(address).close(None)
+            await self._close(address)
 
     async def close(self) -> None:
-        """Closes all channels; running calls end."""
-        channels, self._channels = self._channels, {}
-        for opened in channels.values():
-            await opened.close(None)
+        """Closes all streams; sessions end."""
+        for address in [*self._channels]:
+            await self._close(address)
 
-    def _stub(self, address: str) -> verifier_pb2_grpc.VerifierAsyncStub:
+    async def _close(self, address: str) -> None:
+        stream = self._streams.pop(address, None)
+        if stream is not None:
+            stream.close()
+        await self._channels.pop(address).close(None)
+
+    def _stream(self, address: str) -> _Stream:
         opened = self._channels.get(address)
         if opened is None:
             opened = channel(address, tls=self._tls, role=VERIFIER, options=_CHANNEL_OPTIONS)
             self._channels[address] = opened
-        return verifier_pb2_grpc.VerifierStub(opened)
-
-    async def _await_status(self, call: _Call) -> None:
-        """Lets the verifier end the call itself, so that it does not take a finished session for a cancelled one."""
-        try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
-                await call.code()
-        except TimeoutError:
-            return
-
-    async def _read(self, call: _Call, running: RunningCall) -> CommittedTokens:
-        running.check()
-        try:
-            async with asyncio.timeout(self._silence_s):
-                message = await call.read()
-        except TimeoutError:
-            raise PeerLostError(f"the verifier at {running.address} was silent for {self._silence_s:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            running.lost(error)
-            raise error_from_rpc(error) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
-                running.check()
-            raise
-        if not isinstance(message, verifier_pb2.VerifierGenerateResponse):
-            raise RemoteProtocolError(f"the verifier at {running.address} ended the stream without a result")
-        return running.decoded(message)
+        stream = self._streams.get(address)
+        if stream is None or stream.over:
+            stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(opened)
+            stream = self._streams[address] = _Stream(address, stub, self._silence_s, self._clock)
+        return stream

@@ -289,11 +289,12 @@ class Failover:
         try:
             with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
                 if traceparent := traceparent_of(placement):
-                    running.request = replace(generate, traceparent=traceparent)
+                    running.asked.request = replace(generate, traceparent=traceparent)
                 async with aclosing(self._client.generate(running)) as steps:
                     async for step in steps:
                         self._fleet.reach.heard(verifier.replica_id)
                         yield step
+                        running.is_left = trail.over
         finally:
             self._in_flight[verifier.replica_id] -= 1
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)

@@ -134,12 +134,14 @@ class Sessions:
                 metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 async with aclosing(self._committed(request, trail)) as steps:
                     async for step in steps:
+                        if trail.over:
+                            # The record of what speculation did.
+                            continue
                         piece = output.take(step)
+                        trail.over = output.stopped
                         if piece is not None:
                             stopwatch.tokens(len(piece.token_ids))
                             yield piece
-                        if output.stopped:
-                            break
                 ending = output.ending(trail)
                 stopwatch.ended(ending)
                 trail.end(SessionState(ending.finish_reason.value))
@@ -191,7 +193,7 @@ class Sessions:
             )
         if logged or result is not None:
             yield CommittedTokens(token_ids=logged, result=result)
-        if result is None:
+        if result is None and not trail.over:
             async with aclosing(self._failover.committed(request, trail)) as steps:
                 async for step in steps:
                     yield step

@@ -27,7 +27,7 @@ class _TokenFate:
 class _TokenFateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TokenFate.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     TOKEN_FATE_UNSPECIFIED: _TokenFate.ValueType  # 0
-    """Never sent."""
+    """Not known."""
     TOKEN_FATE_ACCEPTED: _TokenFate.ValueType  # 1
     """A draft token that matched."""
     TOKEN_FATE_RECOVERED: _TokenFate.ValueType  # 2
@@ -41,7 +41,7 @@ class TokenFate(_TokenFate, metaclass=_TokenFateEnumTypeWrapper):
     """How a committed token came about."""
 
 TOKEN_FATE_UNSPECIFIED: TokenFate.ValueType  # 0
-"""Never sent."""
+"""Not known."""
 TOKEN_FATE_ACCEPTED: TokenFate.ValueType  # 1
 """A draft token that matched."""
 TOKEN_FATE_RECOVERED: TokenFate.ValueType  # 2
@@ -53,11 +53,42 @@ TOKEN_FATE_PLAIN: TokenFate.ValueType  # 4
 Global___TokenFate: typing_extensions.TypeAlias = TokenFate
 
 @typing.final
-class VerifierGenerateRequest(google.protobuf.message.Message):
+class VerifyRequest(google.protobuf.message.Message):
+    """What a gateway says."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    LEAVES_FIELD_NUMBER: builtins.int
+    protocol: builtins.int
+    """Version of what gateways, verifiers and drafters say to each other; in the first message."""
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StartSession]:
+        """Sessions to run."""
+
+    @property
+    def leaves(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of sessions that are wanted no more. Their records are told, if they still ran."""
+
+    def __init__(
+        self,
+        *,
+        protocol: builtins.int = ...,
+        starts: collections.abc.Iterable[Global___StartSession] | None = ...,
+        leaves: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leaves", b"leaves", "protocol", b"protocol", "starts", b"starts"]) -> None: ...
+
+Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
+
+@typing.final
+class StartSession(google.protobuf.message.Message):
     """One session to run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NUMBER_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
@@ -69,16 +100,19 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Names the session in the stream: 1 or more, and above that of the session before."""
     session_id: builtins.str
     """Chosen by the gateway, unique in the fleet."""
     epoch: builtins.int
-    """Ownership number; messages of older epochs are dropped."""
+    """Ownership number; the newest owner of a session gets it, and the older one an error."""
     max_wait_ns: builtins.int
     """Longest expected wait for a place with which the session is taken; absent: any. A session that goes on is always
     taken.
     """
     whole: builtins.bool
-    """The client gets the text in one piece: messages may be half a second apart."""
+    """The client gets the text in one piece: its tokens may come half a second apart."""
     cache_salt: builtins.str
     """Prompts share cached pages only with those of the same salt."""
     priority: builtins.int
@@ -87,6 +121,8 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     """Whose the session is, as a digest. Tenants share places, pages, prompt rows and the time in which grammars are
     compiled. Empty: not known.
     """
+    traceparent: builtins.str
+    """W3C trace context of the session; empty: none."""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt, at least one token."""
@@ -106,6 +142,7 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        number: builtins.int = ...,
         session_id: builtins.str = ...,
         epoch: builtins.int = ...,
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
@@ -117,96 +154,176 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         priority: builtins.int = ...,
         tenant: builtins.str = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "tenant", b"tenant", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "number", b"number", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "tenant", b"tenant", "traceparent", b"traceparent", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
-Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest
+Global___StartSession: typing_extensions.TypeAlias = StartSession
 
 @typing.final
-class VerifierGenerateResponse(google.protobuf.message.Message):
-    """Tokens as they are committed: those of a step, or of several while many sessions run. A message without tokens is a
-    sign of life.
+class VerifyResponse(google.protobuf.message.Message):
+    """What has happened to a gateway's sessions since the message before: in a step, or in several while many sessions run.
+    Columns are numbers of four bytes, little-endian.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
-    LOGPROBS_FIELD_NUMBER: builtins.int
-    RESULT_FIELD_NUMBER: builtins.int
-    LOSSY_FIELD_NUMBER: builtins.int
-    TOKEN_FATES_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
+    FATES_FIELD_NUMBER: builtins.int
+    TAKEN_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
-    PROMPT_OFFSET_FIELD_NUMBER: builtins.int
-    SPECULATION_FIELD_NUMBER: builtins.int
-    lossy: builtins.bool
-    """Their law is not the target's; see SpeculationRecord."""
-    offset: builtins.int
-    """Generated tokens of the session before these."""
-    running: builtins.bool
-    """The engine computes the session now; sent once, before its first tokens."""
-    prompt_offset: builtins.int
-    """Position in the prompt of the first of `prompt_logprobs`; 1 at least, for nothing says how likely the first token is."""
+    LOSSY_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    RECORDS_FIELD_NUMBER: builtins.int
+    RESULTS_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
+    protocol: builtins.int
+    """See `VerifyRequest.protocol`."""
+    alive: builtins.bool
+    """The engine makes progress. Said at least once in some seconds while the gateway has sessions."""
+    sessions: builtins.bytes
+    """Numbers of the sessions of which tokens, log probabilities, results or records are told."""
+    offsets: builtins.bytes
+    """One a session: its generated tokens before these."""
+    ends: builtins.bytes
+    """One a session: where its tokens end in `token_ids`."""
+    token_ids: builtins.bytes
+    """Committed tokens, oldest first."""
+    fates: builtins.bytes
+    """One byte a token: how it came about, as in `TokenFate`."""
     @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Committed tokens, oldest first."""
+    def taken(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sessions that the verifier has accepted; said at once, before anything else of them."""
 
     @property
-    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
-        """One entry per token if log probabilities were asked for."""
+    def running(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those of `sessions` that the engine computes now; said once, before their first tokens."""
 
     @property
-    def result(self) -> Global___VerifierGenerateResult:
-        """Set in the last message only."""
+    def lossy(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those of `sessions` whose tokens follow another law than the target's; see SpeculationRecord."""
 
     @property
-    def token_fates(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___TokenFate.ValueType]:
-        """One entry per token: how each came about. None: not known."""
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionLogprobs]:
+        """Log probabilities, where they were asked for."""
 
     @property
-    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
-        """Of the prompt's tokens from `prompt_offset` on, if they were asked for: all of them come before the first token, in
-        messages of their own, and none of them in a session that goes on after committed tokens.
-        """
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionSpeculation]:
+        """What speculation did: now and then, and for sessions that their gateway leaves."""
 
     @property
-    def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationRecord:
-        """What speculation did for the session under this epoch, up to these tokens; in messages with tokens."""
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionResult]:
+        """Sessions that have ended; nothing more is told of them."""
+
+    @property
+    def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionError]:
+        """Sessions that were refused, or ended early; nothing more is told of them."""
 
     def __init__(
         self,
         *,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
-        result: Global___VerifierGenerateResult | None = ...,
-        lossy: builtins.bool = ...,
-        token_fates: collections.abc.Iterable[Global___TokenFate.ValueType] | None = ...,
-        offset: builtins.int = ...,
-        running: builtins.bool = ...,
-        prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
-        prompt_offset: builtins.int = ...,
-        speculation: paceline.rpc.v1.common_pb2.SpeculationRecord | None = ...,
+        protocol: builtins.int = ...,
+        alive: builtins.bool = ...,
+        sessions: builtins.bytes = ...,
+        offsets: builtins.bytes = ...,
+        ends: builtins.bytes = ...,
+        token_ids: builtins.bytes = ...,
+        fates: builtins.bytes = ...,
+        taken: collections.abc.Iterable[builtins.int] | None = ...,
+        running: collections.abc.Iterable[builtins.int] | None = ...,
+        lossy: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: collections.abc.Iterable[Global___SessionLogprobs] | None = ...,
+        records: collections.abc.Iterable[Global___SessionSpeculation] | None = ...,
+        results: collections.abc.Iterable[Global___SessionResult] | None = ...,
+        errors: collections.abc.Iterable[Global___SessionError] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["result", b"result", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "result", b"result", "running", b"running", "speculation", b"speculation", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "ends", b"ends", "errors", b"errors", "fates", b"fates", "logprobs", b"logprobs", "lossy", b"lossy", "offsets", b"offsets", "protocol", b"protocol", "records", b"records", "results", b"results", "running", b"running", "sessions", b"sessions", "taken", b"taken", "token_ids", b"token_ids"]) -> None: ...
 
-Global___VerifierGenerateResponse: typing_extensions.TypeAlias = VerifierGenerateResponse
+Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse
 
 @typing.final
-class VerifierGenerateResult(google.protobuf.message.Message):
+class SessionLogprobs(google.protobuf.message.Message):
+    """Log probabilities of one session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_OFFSET_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Number of the session."""
+    prompt_offset: builtins.int
+    """Position in the prompt of the first of `prompt_logprobs`; 1 at least, for nothing says how likely the first token is."""
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """One entry per token of the message."""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """Of the prompt's tokens from `prompt_offset` on: all of them come before the first token, and none of them in a
+        session that goes on after committed tokens.
+        """
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "number", b"number", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset"]) -> None: ...
+
+Global___SessionLogprobs: typing_extensions.TypeAlias = SessionLogprobs
+
+@typing.final
+class SessionSpeculation(google.protobuf.message.Message):
+    """What speculation did for one session under this epoch, up to the tokens of the message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    SPECULATION_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Number of the session."""
+    @property
+    def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationRecord:
+        """What it did."""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        speculation: paceline.rpc.v1.common_pb2.SpeculationRecord | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["speculation", b"speculation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "speculation", b"speculation"]) -> None: ...
+
+Global___SessionSpeculation: typing_extensions.TypeAlias = SessionSpeculation
+
+@typing.final
+class SessionResult(google.protobuf.message.Message):
     """How a session ended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NUMBER_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Number of the session."""
     finish_reason: paceline.rpc.v1.common_pb2.FinishReason.ValueType
     """Why."""
     num_prompt_tokens: builtins.int
@@ -226,6 +343,7 @@ class VerifierGenerateResult(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        number: builtins.int = ...,
         finish_reason: paceline.rpc.v1.common_pb2.FinishReason.ValueType = ...,
         num_prompt_tokens: builtins.int = ...,
         num_cached_tokens: builtins.int = ...,
@@ -234,6 +352,40 @@ class VerifierGenerateResult(google.protobuf.message.Message):
         timings: paceline.rpc.v1.common_pb2.Timings | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["speculation", b"speculation", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "speculation", b"speculation", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "number", b"number", "speculation", b"speculation", "timings", b"timings"]) -> None: ...
 
-Global___VerifierGenerateResult: typing_extensions.TypeAlias = VerifierGenerateResult
+Global___SessionResult: typing_extensions.TypeAlias = SessionResult
+
+@typing.final
+class SessionError(google.protobuf.message.Message):
+    """Why a session was refused, or ended early."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_NS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Number of the session."""
+    kind: builtins.str
+    """Name of the error's type."""
+    problem: builtins.str
+    """What is wrong; of a field, without its name."""
+    field: builtins.str
+    """The field of the request that is wrong, if one is."""
+    retry_after_ns: builtins.int
+    """When to come back, if the verifier is full."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        kind: builtins.str = ...,
+        problem: builtins.str = ...,
+        field: builtins.str = ...,
+        retry_after_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "kind", b"kind", "number", b"number", "problem", b"problem", "retry_after_ns", b"retry_after_ns"]) -> None: ...
+
+Global___SessionError: typing_extensions.TypeAlias = SessionError

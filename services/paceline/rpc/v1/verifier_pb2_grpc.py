@@ -35,10 +35,10 @@ class VerifierStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/paceline.rpc.v1.Verifier/Generate',
-                request_serializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifierGenerateRequest.SerializeToString,
-                response_deserializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifierGenerateResponse.FromString,
+        self.Verify = channel.stream_stream(
+                '/paceline.rpc.v1.Verifier/Verify',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
                 _registered_method=True)
 
 
@@ -46,8 +46,9 @@ class VerifierServicer(object):
     """Served by every verifier, called by gateways.
     """
 
-    def Generate(self, request, context):
-        """Runs one session to its end. Cancelling the call frees the session on both tiers within one step.
+    def Verify(self, request_iterator, context):
+        """All sessions of one gateway. They end with the stream, and are freed on both tiers within one step; a gateway that
+        leaves too much unread loses it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,10 +57,10 @@ class VerifierServicer(object):
 
 def add_VerifierServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifierGenerateRequest.FromString,
-                    response_serializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifierGenerateResponse.SerializeToString,
+            'Verify': grpc.stream_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -74,7 +75,7 @@ class Verifier(object):
     """
 
     @staticmethod
-    def Generate(request,
+    def Verify(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -84,12 +85,12 @@ class Verifier(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/paceline.rpc.v1.Verifier/Generate',
-            paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifierGenerateRequest.SerializeToString,
-            paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifierGenerateResponse.FromString,
+            '/paceline.rpc.v1.Verifier/Verify',
+            paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_verifier__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

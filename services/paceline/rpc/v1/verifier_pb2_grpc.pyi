@@ -25,48 +25,50 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_VerifierGenerateType = typing_extensions.TypeVar(
-    '_VerifierGenerateType',
-    grpc.UnaryStreamMultiCallable[
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse,
+_VerifierVerifyType = typing_extensions.TypeVar(
+    '_VerifierVerifyType',
+    grpc.StreamStreamMultiCallable[
+        paceline.rpc.v1.verifier_pb2.VerifyRequest,
+        paceline.rpc.v1.verifier_pb2.VerifyResponse,
     ],
-    grpc.aio.UnaryStreamMultiCallable[
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse,
+    grpc.aio.StreamStreamMultiCallable[
+        paceline.rpc.v1.verifier_pb2.VerifyRequest,
+        paceline.rpc.v1.verifier_pb2.VerifyResponse,
     ],
-    default=grpc.UnaryStreamMultiCallable[
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse,
+    default=grpc.StreamStreamMultiCallable[
+        paceline.rpc.v1.verifier_pb2.VerifyRequest,
+        paceline.rpc.v1.verifier_pb2.VerifyResponse,
     ],
 )
 
-class VerifierStub(typing.Generic[_VerifierGenerateType]):
+class VerifierStub(typing.Generic[_VerifierVerifyType]):
     """Served by every verifier, called by gateways."""
 
     @typing.overload
     def __init__(self: VerifierStub[
-        grpc.UnaryStreamMultiCallable[
-            paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
-            paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse,
+        grpc.StreamStreamMultiCallable[
+            paceline.rpc.v1.verifier_pb2.VerifyRequest,
+            paceline.rpc.v1.verifier_pb2.VerifyResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
     def __init__(self: VerifierStub[
-        grpc.aio.UnaryStreamMultiCallable[
-            paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
-            paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse,
+        grpc.aio.StreamStreamMultiCallable[
+            paceline.rpc.v1.verifier_pb2.VerifyRequest,
+            paceline.rpc.v1.verifier_pb2.VerifyResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
-    Generate: _VerifierGenerateType
-    """Runs one session to its end. Cancelling the call frees the session on both tiers within one step."""
+    Verify: _VerifierVerifyType
+    """All sessions of one gateway. They end with the stream, and are freed on both tiers within one step; a gateway that
+    leaves too much unread loses it.
+    """
 
 VerifierAsyncStub: typing_extensions.TypeAlias = VerifierStub[
-    grpc.aio.UnaryStreamMultiCallable[
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
-        paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse,
+    grpc.aio.StreamStreamMultiCallable[
+        paceline.rpc.v1.verifier_pb2.VerifyRequest,
+        paceline.rpc.v1.verifier_pb2.VerifyResponse,
     ],
 ]
 
@@ -74,11 +76,13 @@ class VerifierServicer(metaclass=abc.ABCMeta):
     """Served by every verifier, called by gateways."""
 
     @abc.abstractmethod
-    def Generate(
+    def Verify(
         self,
-        request: paceline.rpc.v1.verifier_pb2.VerifierGenerateRequest,
+        request_iterator: _MaybeAsyncIterator[paceline.rpc.v1.verifier_pb2.VerifyRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse], collections.abc.AsyncIterator[paceline.rpc.v1.verifier_pb2.VerifierGenerateResponse]]:
-        """Runs one session to its end. Cancelling the call frees the session on both tiers within one step."""
+    ) -> typing.Union[collections.abc.Iterator[paceline.rpc.v1.verifier_pb2.VerifyResponse], collections.abc.AsyncIterator[paceline.rpc.v1.verifier_pb2.VerifyResponse]]:
+        """All sessions of one gateway. They end with the stream, and are freed on both tiers within one step; a gateway that
+        leaves too much unread loses it.
+        """
 
 def add_VerifierServicer_to_server(servicer: VerifierServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

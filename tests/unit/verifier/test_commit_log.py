@@ -1,0 +1,290 @@
+"""What of a session's tokens leaves when: the first and the last at once, those between together."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.core.errors import RemoteProtocolError, UnavailableError
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateResult,
+    PositionLogprobs,
+    SpeculationRecord,
+    TokenFate,
+)
+from paceline.verifier import commit_log
+from paceline.verifier.commit_log import RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog, joined
+from paceline.wire import LogPart
+
+FOR_EVER_S = 1e6
+RESULT = GenerateResult(
+    finish_reason=FinishReason.LENGTH, num_prompt_tokens=1, num_cached_tokens=0, num_generated_tokens=6
+)
+
+
+def step(*token_ids: int, result: GenerateResult | None = None) -> CommittedTokens:
+    """Tokens that count from 1 on, so that each says where it belongs."""
+    fates = (TokenFate.PLAIN,) * len(token_ids)
+    return CommittedTokens(token_ids=token_ids, fates=fates, result=result, offset=token_ids[0] - 1)
+
+
+class Log:
+    """One gateway's log, and its sessions by their numbers."""
+
+    def __init__(self, longest_s: float = 0.0, per_session_s: float = FOR_EVER_S) -> None:
+        self.gateway = GatewayLog()
+        self.sessions: dict[int, SessionLog] = {}
+        self._gathering = Gathering(longest_s, self.sessions.values, per_session_s)
+
+    def start(self, number: int = 1, *, whole: bool = False, offset: int = 0) -> SessionLog:
+        session = SessionLog(self.gateway, number, whole=whole, offset=offset, now_s=now_s())
+        self.sessions[number] = session
+        return session
+
+    def commit(self, *steps: CommittedTokens) -> None:
+        """The sessions' tokens of one step, in order of their numbers."""
+        for session, committed in zip(self.sessions.values(), steps, strict=False):
+            session.put(committed, now_s())
+        self._gathering.after_step()
+
+    async def parts(self) -> list[LogPart]:
+        """What may leave now, message by message."""
+        parts = []
+        while True:
+            taking = asyncio.ensure_future(self.gateway.take())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if not taking.done():
+                taking.cancel()
+                return parts
+            part = taking.result()
+            assert part is not None
+            parts.append(part)
+
+    async def told(self, number: int = 1) -> list[tuple[int, ...]]:
+        """The tokens of a session that may leave now, message by message."""
+        return [
+            each.token_ids
+            for part in await self.parts()
+            for known, each in part.outcomes
+            if known == number and isinstance(each, CommittedTokens)
+        ]
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def steps_of_one(
+    log: Log, steps: Sequence[CommittedTokens], *, whole: bool = False
+) -> list[list[tuple[int, ...]]]:
+    log.start(whole=whole)
+    heard = []
+    for each in steps:
+        log.commit(each)
+        heard.append(await log.told())
+    return heard
+
+
+async def test_first_and_last_tokens_leave_at_once_and_those_between_gather() -> None:
+    steps = [step(1), step(2, 3), step(4), step(5), step(6, result=RESULT)]
+    # The first step empties all logs, the rest waits for ever.
+    assert await steps_of_one(Log(FOR_EVER_S), steps) == [[(1,)], [], [], [], [(2, 3, 4, 5, 6)]]
+
+
+async def test_without_an_interval_each_step_leaves_at_once() -> None:
+    steps = [step(1), step(2, 3), step(4), step(5, result=RESULT)]
+    assert await steps_of_one(Log(), steps) == [[(1,)], [(2, 3)], [(4,)], [(5,)]]
+
+
+async def test_what_gathers_leaves_without_a_further_step() -> None:
+    log = Log(FOR_EVER_S, per_session_s=0.02)
+    log.start()
+    for each in (step(1), step(2), step(3)):
+        log.commit(each)
+    assert await log.told() in ([(1,)], [(1, 2, 3)])
+    log.commit(step(4))
+    log.commit(step(5))
+    part = await log.gateway.take()
+    assert part is not None
+    assert [each.token_ids for _, each in part.outcomes if isinstance(each, CommittedTokens)] == [(4, 5)]
+
+
+async def test_sessions_of_a_step_leave_in_one_message_and_a_new_one_does_not_wait_for_the_others() -> None:
+    log = Log(FOR_EVER_S)
+    log.start(1)
+    log.commit(step(1))
+    assert await log.told() == [(1,)]
+    log.start(2)
+    log.commit(step(2), step(1))
+    assert [[number for number, _ in part.outcomes] for part in await log.parts()] == [[2]]
+    log = Log()
+    for number in (1, 2, 3):
+        log.start(number)
+    log.commit(step(1), step(1), step(1))
+    assert [[number for number, _ in part.outcomes] for part in await log.parts()] == [[1, 2, 3]]
+
+
+async def test_an_error_comes_after_what_was_committed() -> None:
+    log = Log(FOR_EVER_S)
+    session = log.start()
+    log.commit(step(1))
+    assert await log.told() == [(1,)]
+    log.commit(step(2))
+    error = UnavailableError("it shuts down")
+    session.fail(error)
+    (part,) = await log.parts()
+    assert [each if each is error else each.token_ids for _, each in part.outcomes] == [(2,), error]
+
+
+async def test_a_text_wanted_whole_leaves_rarely_but_its_end_at_once() -> None:
+    steps = [step(1), step(2), step(3), step(4, result=RESULT)]
+    assert await steps_of_one(Log(), steps, whole=True) == [[(1,)], [], [], [(2, 3, 4)]]
+
+
+async def test_tokens_that_do_not_join_onto_those_before_are_an_error_and_not_told() -> None:
+    for stray in (step(3), step(1)):
+        log = Log()
+        log.start()
+        log.commit(step(1))
+        with pytest.raises(UnavailableError, match=f"token 1 of the session was to come, not {stray.offset}"):
+            log.commit(stray)
+        assert await log.told() == [(1,)]
+
+
+async def test_a_session_that_goes_on_begins_with_the_token_after_those_it_has() -> None:
+    log = Log()
+    log.start(offset=4)
+    log.commit(step(5, 6))
+    assert await log.told() == [(5, 6)]
+
+
+async def test_a_sign_of_life_is_for_gateways_that_were_told_nothing_and_is_one_for_all_sessions() -> None:
+    log = Log(FOR_EVER_S)
+    log.start(1)
+    log.start(2)
+    log.gateway.show_life(now_s() + 0.5 * SILENCE_S)
+    assert await log.parts() == []
+    for _ in range(3):
+        log.gateway.show_life(now_s() + 2 * SILENCE_S)
+    assert await log.parts() == [LogPart(outcomes=[], taken=[], alive=True)]
+    log.gateway.lives()
+    assert await log.parts() == []
+
+
+async def test_that_a_session_runs_is_told_at_once_and_its_first_tokens_wait_for_nothing_after_it() -> None:
+    log = Log(FOR_EVER_S)
+    log.start()
+    log.commit(CommittedTokens(token_ids=(), running=True))
+    (part,) = await log.parts()
+    assert part.outcomes == [(1, CommittedTokens(token_ids=(), running=True))]
+    log.commit(step(1))
+    assert await log.told() == [(1,)]
+
+
+async def test_records_come_with_results_with_sessions_that_are_left_and_now_and_then() -> None:
+    log, record = Log(), SpeculationRecord(num_steps=3)
+    first, _ = log.start(1), log.start(2)
+    log.commit(step(1)._replace(speculation=record), step(1))
+    assert [each.speculation for part in await log.parts() for _, each in part.outcomes] == [None, None]
+    log.commit(step(2)._replace(speculation=record), step(2))
+    told, _ = first.take(1, now_s() + 2 * RECORD_S)
+    assert told.speculation == record
+    log.commit(step(3)._replace(speculation=record), step(3))
+    first.leave()
+    (part,) = await log.parts()
+    left = CommittedTokens(token_ids=(), offset=3, speculation=record)
+    assert dict(part.outcomes)[1] == left
+
+
+async def test_a_session_that_is_left_is_answered_also_where_nothing_is_known_of_it() -> None:
+    log = Log()
+    log.start().leave()
+    (part,) = await log.parts()
+    assert part.outcomes == [(1, CommittedTokens(token_ids=()))]
+
+
+async def test_numbers_of_sessions_grow() -> None:
+    gateway = GatewayLog()
+    gateway.accept(2)
+    for number in (2, 1, 0):
+        with pytest.raises(RemoteProtocolError, match=f"must be above 2, got {number}"):
+            gateway.accept(number)
+
+
+async def test_a_log_that_is_closed_ends_once_all_is_told() -> None:
+    log = Log()
+    session = log.start()
+    log.commit(step(1))
+    session.fail(UnavailableError("it shuts down"))
+    log.gateway.close()
+    assert await log.gateway.take() is not None
+    assert await log.gateway.take() is None
+
+
+def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
+    chances = [PositionLogprobs(token_id=token_id, logprob=-float(token_id), top=()) for token_id in (1, 2, 3)]
+    parts = [
+        CommittedTokens(token_ids=(), running=True, offset=5),
+        CommittedTokens(token_ids=(1,), fates=(TokenFate.PLAIN,), logprobs=(chances[0],), offset=5),
+        CommittedTokens(
+            token_ids=(2, 3),
+            fates=(TokenFate.ACCEPTED, TokenFate.BONUS),
+            logprobs=(chances[1], chances[2]),
+            result=RESULT,
+            lossy=True,
+            offset=6,
+        ),
+    ]
+    assert joined(parts) == CommittedTokens(
+        token_ids=(1, 2, 3),
+        fates=(TokenFate.PLAIN, TokenFate.ACCEPTED, TokenFate.BONUS),
+        logprobs=tuple(chances),
+        result=RESULT,
+        lossy=True,
+        offset=5,
+        running=True,
+    )
+
+
+async def test_a_gateway_that_does_not_read_is_left_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_log, "LOG_BYTES", 1000)
+    log = Log()
+    log.start(1)
+    log.start(2)
+    top = tuple((token_id, -1.0) for token_id in range(20))
+    judged = (PositionLogprobs(token_id=1, logprob=-1.0, top=top),)
+    steps = [CommittedTokens(token_ids=(1,), logprobs=judged, offset=offset) for offset in range(100)]
+    with pytest.raises(asyncio.QueueFull):
+        for each in steps:
+            log.commit(each, each)
+
+
+async def test_log_probabilities_of_a_long_prompt_leave_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_log, "LOG_BYTES", 1000)
+    log = Log()
+    log.start()
+    judged = (PositionLogprobs(token_id=1, logprob=-1.0, top=tuple((each, -1.0) for each in range(20))),)
+    log.commit(CommittedTokens(token_ids=(1,) * 50, logprobs=50 * judged))
+    (part,) = await log.parts()
+    ((_, committed),) = part.outcomes
+    assert len(committed.logprobs) == 50
+
+
+async def test_what_is_too_much_for_a_message_leaves_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_log, "PART_BYTES", 200)
+    log = Log()
+    for number in (1, 2, 3):
+        log.start(number)
+    log.commit(step(1), step(1), step(1))
+    for each in (step(2), step(3)):
+        log.commit(each, each, each)
+    parts = await log.parts()
+    assert len(parts) > 2
+    told = {
+        number: [t for p in parts for n, each in p.outcomes if n == number for t in each.token_ids]
+        for number in (1, 2, 3)
+    }
+    assert told == {1: [1, 2, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
