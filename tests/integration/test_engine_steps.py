@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from paceline.core.draft_policy import FixedGamma, Goodput
+from paceline.core.errors import OverloadedError
 from paceline.core.params import SamplingParams
+from paceline.engine.loading import load_decoder
 from paceline.forest.linking import MOST_UNANSWERED
 from tests.support.engines import EnginePair, prompts
 
@@ -107,3 +109,42 @@ def test_the_policy_is_told_which_steps_had_prefill_in_them(tiny_pair):
     pair.round(draft_steps=0)
     pair.round(draft_steps=0)
     assert policy.steps == [(3, 0, 3, 0), (3, 0, 3, 3), (4, 0, 4, 0)], "and of steps of prefill alone nothing"
+
+
+class FullDevice:
+    """A model whose device has no room for some of its steps."""
+
+    def __init__(self, decoder):
+        self._decoder, self.num_launched, self.full = decoder, 0, frozenset()
+
+    def __getattr__(self, name):
+        return getattr(self._decoder, name)
+
+    def launch(self, *arguments):
+        self.num_launched += 1
+        if self.num_launched in self.full:
+            raise MemoryError("no room")
+        return self._decoder.launch(*arguments)
+
+
+def test_a_step_that_does_not_fit_ends_its_largest_session_and_no_other(tiny_pair):
+    expected = EnginePair(*tiny_pair, policy=FixedGamma(gamma=3))
+    decoder = FullDevice(load_decoder(tiny_pair[0], "float32", "cpu", 1))
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=3), decoder=decoder)
+    for each in (expected, pair):
+        for name, prompt in zip("ab", prompts(2), strict=True):
+            each.submit(name, prompt, GREEDY)
+    for _ in range(6):
+        pair.round()
+    # While guesses are verified, and while the prompts of two newcomers are read.
+    for each in (expected, pair):
+        each.submit("small", list(range(70, 94)), GREEDY)
+    pair.submit("c", list(range(2, 62)), GREEDY)
+    decoder.full = frozenset({decoder.num_launched + 1})
+    for each in (expected, pair):
+        each.run()
+    for name in ("a", "b", "small"):
+        assert pair.sessions[name].token_ids == expected.sessions[name].token_ids
+    error = pair.sessions["c"].error
+    assert isinstance(error, OverloadedError)
+    assert "of which this session had 60" in str(error)

@@ -101,6 +101,9 @@ class Model(Protocol):
         Args:
             cache: Of `new_cache`; nobody else touches it before the step is over.
             wanted: What will be asked for, so that the device begins with it; None: that is not known.
+
+        Raises:
+            MemoryError: The device has no room for it; nothing was computed.
         """
         ...
 

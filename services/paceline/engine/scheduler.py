@@ -313,6 +313,12 @@ class Scheduler:
                 each.pages.forget()
         self.drop(part.session)
 
+    def abandon(self, plan: StepPlan) -> None:
+        """The step could not be computed: its sessions are planned for anew."""
+        self._scratch.give_back(*plan.guesses.kv.tolist())
+        for part in plan.parts:
+            part.session.prefilled_to = part.session.pages.num_computed
+
     def end_step(self, plan: StepPlan, now_s: float) -> None:
         """The step is over; the policy learns the time of the whole cycle, since events and waiting cost time too."""
         for session in self._running:

@@ -14,7 +14,7 @@ from paceline.core.acceptance_rules import Verdict, rule_of
 from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.errors import InvalidRequestError, MovedError, PacelineError
+from paceline.core.errors import InvalidRequestError, MovedError, OverloadedError, PacelineError
 from paceline.core.messages import CommittedStates, CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
@@ -274,7 +274,10 @@ class TargetEngine:
         builder = BatchBuilder()
         firsts = _pack(builder, plan)
         judging = Judging(plan, firsts)
-        pending = self._decoder.launch(builder.build(), self._cache, judging.walks)
+        try:
+            pending = self._decoder.launch(builder.build(), self._cache, judging.walks)
+        except MemoryError as error:
+            return [self._refuse_largest(plan, error)]
         judging.follow(pending)
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part, Verdict]] = []
@@ -292,6 +295,19 @@ class TargetEngine:
             if not part.session.ended:
                 self._sources.add(part.session)
         return outcomes
+
+    def _refuse_largest(self, plan: StepPlan, error: MemoryError) -> Outcome:
+        """The device has no room for the step: the session with most rows ends, and the others' rows come again."""
+        self.scheduler.abandon(plan)
+        part = max(plan.parts, key=lambda each: each.num_rows)
+        self.scheduler.drop(part.session)
+        logger.error("a step does not fit the device's memory", extra={"rows": plan.num_rows}, exc_info=error)
+        refused = OverloadedError(
+            f"the device's memory has no room for a step of {plan.num_rows} rows, "
+            f"of which this session had {part.num_rows}",
+            retry_after_s=1.0,
+        )
+        return part.session.serial, refused
 
     def _send_states(self) -> None:
         """Queues hidden states for drafters that draft from them; at most `STATE_BYTES` a step."""

@@ -81,8 +81,12 @@ class CudaBackend(LlamaBackend):
     @override
     def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> CudaPending:
         asked = Asked.of(batch, wanted)
-        logits, sent = self._launch(batch, cache, kept, None, asked.arrays)
-        return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
+        try:
+            logits, sent = self._launch(batch, cache, kept, None, asked.arrays)
+            return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise MemoryError(str(error)) from error
 
     @override
     def draft(self, batch: Batch, cache: KVCache, kept: StateLayout, burst: Burst) -> Drafted:
@@ -210,7 +214,7 @@ class _Steps:
             fill: Changes these arrays there before they are read.
         """
         rows, cache = padded(batch.num_rows), self.cache
-        sources, targets = cache.take_moves()
+        sources, targets = cache.waiting
         arrays = {**self._arrays(batch, rows), "sources": sources, "targets": targets, **arrays}
         size = sum(map(aligned_bytes, arrays.values()))
         final = self._final[:rows] if rows <= ROWS[-1] else self._final.new_empty((rows, self._final.shape[1]))
@@ -218,6 +222,7 @@ class _Steps:
         sent = (self._buffer if fits else StepBuffer(self._stream, size)).send(arrays)
         if len(sources):
             self._stream.run(lambda: cache.move(sent["sources"], sent["targets"]))
+            cache.moves.clear()
         if fill is not None:
             self._stream.run(partial(fill, sent))
         recorded = self._recorded.get(rows) if fits and layers is None and kept is self._kept else None

@@ -48,10 +48,10 @@ class CudaKVCache(KVCache):
         self.moves.update([(target, self.moves.get(source, source)) for source, target in moves])
         moves.clear()
 
-    def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def waiting(self) -> tuple[np.ndarray, np.ndarray]:
         """Sources and targets, int64 [n], of the moves that wait."""
         targets, sources = np.array([*self.moves.items()], np.int64).reshape(-1, 2).T
-        self.moves.clear()
         return sources, targets
 
     @override
