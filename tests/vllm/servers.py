@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -103,13 +103,15 @@ def _answered(check: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
 
 
 class Drafter:
-    """Draws from the demo drafter at one address, in as many lives as a test wants; dead at first.
+    """Drafts at one address, in as many lives as a test wants; dead at first.
 
     Args:
         folder: Of its log.
+        model: Checkpoint folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Path = DEMO_DRAFTER) -> None:
+        self._model = model
         self._log = folder / "drafter.log"
         self.port = free_port(HOST)
         self._process: Process | None = None
@@ -119,7 +121,7 @@ class Drafter:
         return f"{HOST}:{self.port}"
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "paceline.drafter", "--model", str(DEMO_DRAFTER), "--dtype", "float32"]
+        argv = [sys.executable, "-m", "paceline.drafter", "--model", str(self._model), "--dtype", "float32"]
         argv += ["--host", HOST, "--port", str(self.port), "--metrics-port", "0", "--redis-url", "memory://"]
         argv += ["--threads", "1"]
         env = child_environment(os.environ, num_threads=1)
@@ -153,15 +155,23 @@ class Vllm:
         folder: Of its log.
         drafter: Address of a drafter.
         proposer: The class that vLLM asks for guesses.
+        more: Further arguments of vLLM.
     """
 
-    def __init__(self, target: Path, folder: Path, drafter: str | None = None, proposer: str = PROPOSER) -> None:
+    def __init__(
+        self,
+        target: Path,
+        folder: Path,
+        drafter: str | None = None,
+        proposer: str = PROPOSER,
+        more: Sequence[str] = (),
+    ) -> None:
         self.port = free_port(HOST)
         # As `vllm serve` starts it, whose command line does not know its own version in the CPU build.
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
         argv += ["--host", HOST, "--port", str(self.port), "--served-model-name", "target", "--dtype", "float32"]
         argv += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--block-size", "32"]
-        argv += ["--enforce-eager"]
+        argv += ["--enforce-eager", *more]
         if drafter is not None:
             speculation = {"method": "custom_class", "model": proposer, "num_speculative_tokens": MAX_CHAIN}
             tier = {"drafters": [drafter], "cpus": ",".join(map(str, TIER_CPUS)), "learned_dir": "none"}
@@ -198,9 +208,11 @@ class Vllm:
 
 
 @contextmanager
-def vllm(target: Path, folder: Path, drafter: str | None = None, proposer: str = PROPOSER) -> Iterator[Vllm]:
+def vllm(
+    target: Path, folder: Path, drafter: str | None = None, proposer: str = PROPOSER, more: Sequence[str] = ()
+) -> Iterator[Vllm]:
     """A `vllm serve` that stops at the end."""
-    server = Vllm(target, folder, drafter, proposer)
+    server = Vllm(target, folder, drafter, proposer, more)
     try:
         yield server
     finally:
