@@ -58,7 +58,7 @@ def spoiled(batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         (6, 2, 24, torch.float32, 8, 6),
         (4, 4, 16, torch.float32, 16, 1),
         (7, 1, 32, torch.bfloat16, 4, 16),
-        (2, 1, 160, torch.bfloat16, 1, 8),
+        (2, 1, 160, torch.bfloat16, 1, 64),
     ],
 )
 def test_rows_attend_their_pages_and_ancestors_and_nothing_else(
@@ -67,7 +67,10 @@ def test_rows_attend_their_pages_and_ancestors_and_nothing_else(
     monkeypatch.setattr(attention, "PROGRAMS", programs)
     monkeypatch.setattr(plan, "lane_width", lambda rows: width)
     torch.manual_seed(width)
-    traffic = Traffic(heads + dim)
+    traffic, joined = Traffic(heads + dim), 0
+    for _ in range(3):
+        # Contexts grow beyond what one part holds.
+        traffic.step(100)
     for _ in range(3):
         batch = traffic.step(12)
         keys, values = torch.randn((2, ALL_BLOCKS, kv_heads, BLOCK_SIZE, dim)).to(DEVICE, kind)
@@ -77,6 +80,8 @@ def test_rows_attend_their_pages_and_ancestors_and_nothing_else(
         expected = in_float64(batch, query, keys, values, dim**-0.5)
         off = (found[: batch.num_rows].double().cpu() - expected).norm() / expected.norm()
         assert off < KINDS[kind]
+        joined += int(((lanes.row_parts[:, 1] > 1) & (lanes.node_bits != 0)).sum())
+    assert (joined > 0) == (programs > 6), "trees below divided contexts are half of the matter"
 
 
 def test_a_context_longer_than_a_tile_is_joined_from_parts_of_equal_length() -> None:

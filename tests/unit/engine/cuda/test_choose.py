@@ -25,8 +25,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "top-k-of-many": {"top_k": 600},
     "top-p": {"temperature": 0.8, "top_p": 0.9},
     "top-p-of-most": {"temperature": 3.0, "top_p": 0.999},
+    "top-p-of-few": {"temperature": 1.5, "min_p": 0.1, "top_p": 0.95},
     "all": {"temperature": 1.2, "top_k": 50, "top_p": 0.8, "min_p": 0.001},
     "one": {"top_k": 1},
+    "half": {"top_p": 0.5},
 }
 
 
@@ -48,7 +50,10 @@ def rows_of(rng: np.random.Generator, vocab: int) -> dict[str, np.ndarray]:
     masked = np.where(rng.random(vocab) < 0.7, -np.inf, normal * 3)
     few = np.full(vocab, -np.inf)
     few[rng.integers(vocab, size=3)] = rng.standard_normal(3)
+    equal = np.full(vocab, -np.inf)
+    equal[rng.choice(vocab, 7, replace=False)] = 3.0
     rows = {
+        "few-ties": equal,
         "flat": normal * 0.01, "usual": normal * 4, "peaked": peaked, "many-ties": np.round(normal), "masked": masked,
         "few": few, "equal": np.zeros(vocab), "signed-zeros": np.where(normal > 0, 0.0, -0.0), "huge": normal * 1e38,
         "subnormal": normal * 1e-42,
@@ -110,7 +115,7 @@ def test_the_token_is_that_of_the_loops_on_a_cpu_where_a_few_of_many_blocks_matt
 
 @pytest.mark.parametrize("vocab", [300, 5003])
 def test_a_ranking_is_that_of_the_loops_on_a_cpu_and_its_shares_follow_from_their_scores(vocab: int) -> None:
-    step = step_of(vocab, ["greedy", "hot", "top-k", "top-p"], ["usual", "many-ties", "few"])
+    step = step_of(vocab, ["greedy", "hot", "top-k", "half"], ["usual", "many-ties", "few", "few-ties"])
     expected, scores = step.expected(NUM_RANKED)
     found, shares = rank(*step.asked())
     assert found.tolist() == expected.tolist()
