@@ -46,9 +46,22 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TunedState:
-    """The file of what a verifier has learned, JSON; without a path nothing is kept."""
+    """The file of what a verifier has learned, JSON; without a path nothing is kept.
+
+    Attributes:
+        kind: Names everything that the content depends on.
+    """
 
     path: Path | None
+    kind: str = ""
+
+    def read(self) -> Learned | None:
+        """The content; None: there is none, or it is no JSON object."""
+        try:
+            found = None if self.path is None else json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
 
     def load_into(self, learner: Learner) -> None:
         """Lets a learner start with the content, if it exists and is usable."""
@@ -71,11 +84,11 @@ class TunedState:
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
-                await asyncio.to_thread(self._write, learned())
+                await asyncio.to_thread(self.write, learned())
         finally:
-            self._write(learned())
+            self.write(learned())
 
-    def _write(self, learned: Learned) -> None:
+    def write(self, learned: Learned) -> None:
         """Writes atomically: a reader sees the old content or the new one."""
         if self.path is None:
             return
@@ -99,21 +112,17 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
         facts: Everything else that the content depends on.
     """
+    kind = hashlib.sha256(repr((__version__, _machine(), *facts)).encode()).hexdigest()[:16]
     if learned_dir == KEEP_NOTHING:
-        return NO_STATE
+        return TunedState(None, kind)
     if learned_dir:
         with named("--learned-dir", learned_dir):
-            return _file_in(Path(learned_dir).expanduser(), facts)
+            return TunedState(Path(learned_dir).expanduser() / f"{kind}.json", kind)
     try:
-        return _file_in(user_cache(environ) / "learned", facts)
+        return TunedState(user_cache(environ) / "learned" / f"{kind}.json", kind)
     except NothingWritableError as error:
         logger.warning("what is learned is not kept: %s", error)
-        return NO_STATE
-
-
-def _file_in(folder: Path, facts: tuple[Any, ...]) -> TunedState:
-    key = repr((__version__, _machine(), *facts))
-    return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
+        return TunedState(None, kind)
 
 
 def _machine() -> str:
