@@ -65,6 +65,7 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
         [needs],
         page_bytes=draft_page_bytes(needs.page_bytes),
         scratch_bytes=0,
+        copied_rows=config.max_num_batched_tokens,
         context_len=identity.context_len,
         host_pages=HOST_PAGES[DRAFTER],
         least_pages=LEAST_PAGES,

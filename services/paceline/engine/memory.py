@@ -27,8 +27,6 @@ from paceline.engine.loading import choose_dtype
 logger = logging.getLogger(__name__)
 
 KIB, MIB, GB = 1024, 1024 * 1024, 1e9
-# Each row of logits exists twice in float32: as the model returns it, and as the processors leave it.
-LOGIT_BYTES = 2 * 4
 ROOT = Path("/")
 # Limit, use and the name of what can be dropped from it in memory.stat: of version 2, and of version 1.
 CGROUP_FILES = (
@@ -49,7 +47,7 @@ class ModelNeeds:
     Attributes:
         weight_bytes: As served; loading never holds more.
         page_bytes: KV of one page.
-        logit_bytes: Of one row of a step.
+        logit_bytes: Of one row of logits.
     """
 
     weight_bytes: int
@@ -77,7 +75,7 @@ def model_needs(folder: Path, dtype: str, device: str, *, state_width: int = 0) 
     return ModelNeeds(
         weight_bytes=checkpoint.num_parameters * kept,
         page_bytes=BLOCK_SIZE * (numbers + state_width * config.num_heads * config.head_dim) * kept,
-        logit_bytes=LOGIT_BYTES * config.vocab_size,
+        logit_bytes=torch.float32.itemsize * config.vocab_size,
     )
 
 
@@ -143,6 +141,7 @@ def plan_service(
     *,
     page_bytes: int,
     scratch_bytes: int,
+    copied_rows: int,
     context_len: int,
     host_pages: int,
     least_pages: int,
@@ -152,6 +151,7 @@ def plan_service(
     Args:
         models: All that it loads; the logits of a full step are those of the first.
         page_bytes: Of one page in all models, with the scratch that grows with the pages.
+        copied_rows: Rows of logits that exist once more at a time, to be changed or read.
         host_pages: Most pages in the memory of a host, which others use as well, unless a number is asked for.
         least_pages: Fewer are of no use.
 
@@ -166,7 +166,7 @@ def plan_service(
         free_bytes=free_host_bytes() if on_host else torch.cuda.mem_get_info(device)[0],
         utilization=config.memory_utilization,
         weight_bytes=sum(model.weight_bytes for model in models),
-        scratch_bytes=scratch_bytes + config.max_num_batched_tokens * models[0].logit_bytes,
+        scratch_bytes=scratch_bytes + (config.max_num_batched_tokens + copied_rows) * models[0].logit_bytes,
         page_bytes=page_bytes,
         most_pages=min(useful, host_pages) if capped else useful,
         least_pages=least_pages,

@@ -15,7 +15,7 @@ from paceline.core.calibration import NOT_KEPT, CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, OverloadedError, PacelineError
-from paceline.core.messages import CommittedStates, CommittedTokens, GenerateRequest, ModelIdentity
+from paceline.core.messages import CommittedStates, CommittedTokens, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
 from paceline.core.step_time import StepCost
@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
+# Logits of a prompt that are taken from a step at a time: at 150,000 ids those of a whole step are 300 MB.
+PROMPT_ROWS = 64
 # What calibrations of drafters are kept as, whatever their addresses were.
 TIER = "tier"
 
@@ -369,8 +371,12 @@ def _pack(builder: BatchBuilder, plan: StepPlan) -> list[int]:
 
 def _prompt_judged(part: Part, first: int, pending: Pending) -> CommittedTokens:
     """Log probabilities of tokens of the prompt; `first` is the row of the last committed token, if it has one."""
-    stop = first if part.commits else first + 1
-    return part.session.judge_prompt(part.judged, pending.logits(range(stop - len(part.judged), stop)))
+    stop, logprobs = first if part.commits else first + 1, list[PositionLogprobs]()
+    rows = range(stop - len(part.judged), stop)
+    for start in range(0, len(rows), PROMPT_ROWS):
+        some = slice(start, start + PROMPT_ROWS)
+        logprobs += part.session.judge_prompt(part.judged[some], pending.logits(rows[some]))
+    return part.session.hand_out_prompt(logprobs)
 
 
 def _shown_error(session_id: str, error: Exception) -> PacelineError:

@@ -258,7 +258,7 @@ class TargetSession:
             self._sampler.logprobs(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)
         ]
 
-    def judge_prompt(self, positions: range, logits: Logits) -> CommittedTokens:
+    def judge_prompt(self, positions: range, logits: Logits) -> list[PositionLogprobs]:
         """Returns log probabilities of the tokens of the prompt that stand after some of its positions.
 
         Args:
@@ -270,12 +270,10 @@ class TargetSession:
         """
         count = self.request.sampling.prompt_logprobs
         assert count is not None, "asked for, or there would be no rows"
-        return self.hand_out_prompt(
-            [
-                self._sampler.logprobs(row, self.tokens[position + 1], count)
-                for position, row in zip(positions, logits, strict=True)
-            ]
-        )
+        return [
+            self._sampler.logprobs(row, self.tokens[position + 1], count)
+            for position, row in zip(positions, logits, strict=True)
+        ]
 
     # What clients and traces are told
 

@@ -202,6 +202,12 @@ def test_only_rows_that_tokens_lead_to_cost_a_grammar_anything() -> None:
     assert grammar.asked == [(), (1,), (1, 2)]
 
 
+def test_of_what_a_grammar_allows_only_what_the_request_allows_too_may_be_chosen() -> None:
+    session, row = session_of(grammar=Counting(1, 2, 3), allowed_token_ids=(2, 5)), np.zeros(VOCAB, np.float32)
+    session.change(row, [])
+    assert np.flatnonzero(np.isfinite(row)).tolist() == [2]
+
+
 def test_a_grammar_that_cannot_go_on_ends_its_session_only_where_the_text_leads() -> None:
     tree, logits = ((-1, 1), (-1, 3)), np.zeros((3, VOCAB), np.float32)
     logits[0, 1] = 9.0

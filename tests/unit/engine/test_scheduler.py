@@ -463,8 +463,9 @@ def judged(verifier: Verifier, name: str) -> list[int]:
     return [each.prompt_offset + index for each in heard for index in range(len(each.prompt_logprobs))]
 
 
-def test_a_prompt_that_is_to_be_judged_is_computed_whole_whatever_is_known_of_it() -> None:
-    verifier = Verifier(max_rows=32)
+@pytest.mark.parametrize("max_rows", [32, 128])
+def test_a_prompt_that_is_to_be_judged_is_computed_whole_whatever_is_known_of_it(max_rows: int) -> None:
+    verifier = Verifier(max_rows=max_rows)
     verifier.submit("before", prompt_len=70, max_tokens=1, cache_salt="same")
     verifier.run()
     verifier.submit("judged", prompt_len=70, **judging("same"))
