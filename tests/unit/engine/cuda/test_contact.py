@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
-from loadtest import gpu, gpu_parts
+from loadtest import gpu, gpu_fleet, gpu_parts
 
+from paceline.simulated.device import Pace, SimulatedTarget
+from paceline.simulated.model import find_profile
 from paceline.simulated.profile import read_profile, write_profile
+from paceline.simulated.text import TextLaw
 from tests.unit.engine.cuda.interpreted import DEVICE, INTERPRETED
+from tests.unit.engine.tiny_models import NUM_BLOCKS, PROMPT, TABLE, chain, pack
 
 CONTACT = gpu_parts.Contact(
     device=DEVICE,
@@ -64,3 +69,22 @@ def test_without_a_gpu_it_says_so(capsys):
         gpu.main([])
     assert ended.value.code == gpu.NO_GPU
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_a_computed_target_says_what_a_simulated_one_says(monkeypatch):
+    monkeypatch.setenv(gpu_fleet.SHAPE, "tiny")
+    monkeypatch.setenv(gpu_fleet.DEVICE, DEVICE.type)
+    monkeypatch.setattr(gpu_fleet, "MOST_ROWS", 1)
+    law = TextLaw(words=np.arange(3, 90), eos_token_id=None, mean_length=0.0)
+    pace = Pace(find_profile(gpu.LIKE).target, sleep=lambda _: None)
+    targets = [kind(law, pace, 97) for kind in (gpu_fleet.ComputedTarget, SimulatedTarget)]
+    caches = [target.new_cache(NUM_BLOCKS) for target in targets]
+    walks = gpu_parts.chains(1, 1, 5, gpu_parts.GREEDY)
+    for cache in caches:
+        cache.apply_moves([(5, 6)])
+    found, expected = (
+        target.launch(pack(chain(PROMPT[:5]), [TABLE], [4]), cache, walks).logits([0])
+        for target, cache in zip(targets, caches, strict=True)
+    )
+    assert np.array_equal(found, expected)
+    assert caches[0].computed.keys.any(), "the step was computed"
