@@ -16,7 +16,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +97,8 @@ class Helper:
         self._learned.load_into(self._scheduler)
         # The step whose chains the proposer waits for, and the timer that ends our wait for guesses.
         self._awaited: int | None = None
+        # The step whose commit is on its way to drafters, and of which nothing else is done yet.
+        self._unanswered: StepMessage | None = None
         self._timer: asyncio.TimerHandle | None = None
         # What the proposer was last sent as `ChainsMessage.awaits`.
         self._awaits = False
@@ -125,24 +127,43 @@ class Helper:
     # The proposer
 
     def _read(self) -> None:
-        try:
-            received = self._socket.recv(READ_BYTES)
+        with self._ends_if_lost():
+            try:
+                received = self._socket.recv(READ_BYTES)
+            except BlockingIOError:
+                return
             for content in self._frames.feed(received):
                 self._step_ended(step_from(content))
-        except BlockingIOError:
-            return
+            if not received:
+                self.ended.set()
+
+    @contextlib.contextmanager
+    def _ends_if_lost(self) -> Iterator[None]:
+        """Ends this helper where a block does not understand the proposer: a new one starts from a clean state."""
+        try:
+            yield
         except (OSError, BrokenMessageError, KeyError, ValueError) as error:
-            # A new helper starts from a clean state.
             logger.error("the proposer is not understood; this helper ends", extra={"error": repr(error)})
-            received = b""
-        if not received:
             self.ended.set()
 
     def _step_ended(self, message: StepMessage) -> None:
+        # Of a step that came in the same bytes.
+        self._answer()
         self._stop_waiting()
         self._scheduler.commit(message, time.monotonic())
-        # At once: drafters have nothing to do until they get the commit.
+        # At once: drafters have nothing to do until they get the commit. Their streams write it before the rest.
         self._send_to_drafters()
+        self._unanswered = message
+        asyncio.get_running_loop().call_soon(self._answer)
+
+    def _answer(self) -> None:
+        message, self._unanswered = self._unanswered, None
+        if message is not None:
+            with self._ends_if_lost():
+                self._go_on(message)
+
+    def _go_on(self, message: StepMessage) -> None:
+        """What is left to do of a step once drafters have its commit."""
         if message.awaited:
             self._awaited = message.step
             self._answer_or_wait()
