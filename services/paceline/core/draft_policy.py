@@ -5,28 +5,20 @@ verifying are `best_prefix(B, s, T)` (`paceline.core.goodput`), and
 
     price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
-Whether a verifier drafts at all: `paceline.core.drafting_mode`.
+Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from paceline.core.drafting_mode import DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, Best, MovingAverage, best_prefix, is_worth
-from paceline.core.step_profile import StepProfile, Take, step_profile_from
+from paceline.core.drafting_mode import MOST_ON_LOAN, DraftingMode, Mode
+from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.forest import Bools, Ints, Picked
 
-# Seconds that a guess is taken to cost besides its row: it is requested, judged, and moved or dropped.
-NODE_S = 5e-5
-# Rows of prompts over a step's others up to which what they take can be left out of its time.
-MOST_PROMPT = 0.25
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
 MOST_PRICE = 0.99
 
@@ -37,23 +29,21 @@ class Goodput:
     Args:
         cost: Of steps, by their rows.
         max_nodes: Most nodes a session may have verified in one step.
-        tried_up_to: Sessions up to which drafting is taken to be worth it before anything is known; infinite where
-            drafters have hardware of their own, so that nothing is taken from the verifier.
+        most_on_loan: Sessions up to which drafting is tried as soon as plain steps are known; infinite where drafters
+            have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
         times: Of steps that draft.
         mode: Whether steps draft.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
-        take: What a rehearsal sees at present, whatever would pay; None: there is none.
     """
 
     def __init__(
-        self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16, tried_up_to: float = math.inf
+        self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16, most_on_loan: float = MOST_ON_LOAN
     ) -> None:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
-        self.take: Take | None = None
-        self._tried_up_to = tried_up_to
+        self.mode = DraftingMode(most_on_loan)
         self._price: MovingAverage | None = None
         self._answered = True
         self.start_from(cost)
@@ -68,45 +58,40 @@ class Goodput:
     @property
     def drafts(self) -> bool:
         """Whether the step that `enter` announced drafts; if not, nothing of speculation runs."""
-        return self.mode.mode is Mode.DRAFTING if self.take is None else self.take.drafts
+        return self.mode.mode is Mode.DRAFTING
 
-    def start_from(self, cost: StepCost, *, plain: StepCost | None = None) -> None:
-        """Begins anew from the times of steps without sessions.
+    def start_from(
+        self,
+        cost: StepCost,
+        *,
+        plain: StepCost | None = None,
+        doubt: float = 1.0,
+        steps: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """Begins a new table of step times from a profile.
 
         Args:
             cost: By rows, while drafters work.
             plain: While they idle; None: the same.
+            doubt: How many times as far off as a measured profile it may be.
+            steps: Rows and seconds of steps without guesses that were seen since.
         """
-        self._cost = replace(cost, node_s=cost.node_s or NODE_S)
-        self.use(StepProfile.assumed(plain or cost, self._cost, self._tried_up_to), rehearsed=False)
+        self._plain, self.times = plain or cost, StepTimes(cost, doubt=doubt)
+        for rows, seconds in steps:
+            self.times.observe(rows=rows, guesses=0, seconds=seconds)
 
-    def use(self, profile: StepProfile, *, rehearsed: bool = True) -> None:
-        """Begins anew from what a rehearsal has found, unless it is what is known already."""
-        if not rehearsed or profile != self.mode.profile:
-            self._begin(StepTimes(), DraftingMode(profile, rehearsed=rehearsed))
+    def learned(self) -> dict[str, list[float]]:
+        """What a successor may begin with: step times, and the rates of both modes."""
+        return {"step_times": self.times.learned(), "rates": self.mode.learned()}
 
-    def _begin(self, times: StepTimes, mode: DraftingMode) -> None:
-        self.times, self.mode = times, mode
-        # By sessions what `StepProfile.over` gives.
-        self._over: dict[int, tuple[Floats, Floats]] = {}
-
-    def learned(self) -> dict[str, Any]:
-        """What a successor may begin with: factors on step times and on what each load promises, and the profile."""
-        profile = self.mode.profile.learned() if self.mode.rehearsed else None
-        return {"step_times": self.times.learned(), "loads": self.mode.learned(), "profile": profile}
-
-    def resume(self, learned: Mapping[str, Any]) -> None:
+    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
 
         Raises:
-            ConfigError, KeyError, TypeError, ValueError: It is not what such a policy learns.
+            KeyError, ValueError: It is not what such a policy learns.
         """
-        kept = learned["profile"]
-        profile = self.mode.profile if kept is None else step_profile_from(kept)
-        times, mode = StepTimes(), DraftingMode(profile, rehearsed=kept is not None)
-        times.resume(learned["step_times"])
-        mode.resume(learned["loads"])
-        self._begin(times, mode)
+        self.times.resume(learned["step_times"])
+        self.mode.resume(learned["rates"])
 
     def enter(self, num_sessions: int) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
@@ -114,9 +99,7 @@ class Goodput:
         Args:
             num_sessions: How many; 0 where none of them may speculate.
         """
-        if self.take is None:
-            self.mode.enter(num_sessions)
-        drafts = num_sessions > 0 and self.drafts
+        drafts = self.mode.enter(num_sessions) is Mode.DRAFTING
         if not drafts:
             self._price, self._answered = None, True
         return drafts
@@ -139,35 +122,12 @@ class Goodput:
         ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
         count = 0
         if num_sessions:
-            seconds = self.times.seconds(self._table(num_sessions, len(ranked), other_rows))
-            best = best_prefix(num_sessions, ranked, seconds)
-            self._set_prices(self._price_of(best, num_sessions, other_rows), reads=other_rows > 0)
+            step = Steps(self.times.table, num_sessions, other_rows)
+            best = step.best(ranked)
+            self._set_prices(step.price(best), reads=other_rows > 0)
             count = best.count
         self._answered = answered is None or bool(2 * answered.sum() >= len(answered))
-        if self.take is not None:
-            return best_each(held[:, : self.take.gamma], held.size)
         return best_each(held, count)
-
-    def _table(self, num_sessions: int, most: int, other_rows: int = 0) -> Floats:
-        """What the profile says of steps with 0 to `most` guesses, `[most + 1]`: its points, and kernels' own steps."""
-        return self._cost.with_guesses(num_sessions + other_rows, most) * self._over_cost(num_sessions, most)
-
-    def _over_cost(self, num_sessions: int, most: int) -> Floats:
-        """The profile's seconds over those of steps of as many rows and no sessions, `[most + 1]`."""
-        known = self._over.get(num_sessions)
-        if known is None:
-            known = self._over[num_sessions] = self.mode.profile.over(self._cost, num_sessions)
-        return np.interp(np.arange(most + 1) / num_sessions, *known)
-
-    def _price_of(self, best: Best, num_sessions: int, other_rows: int) -> float:
-        """What the last of the best guesses costs in tokens: what is less likely is not worth a row.
-
-        The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less
-        in hand than usual have not come to it.
-        """
-        last = max(1, best.count) - 1
-        slope = self._cost.slope(num_sessions + other_rows + last) * self._over_cost(num_sessions, last)[last]
-        return max(LEAST_SURVIVAL, best.rate * self.times.guess * float(slope))
 
     def _set_prices(self, price: float, *, reads: bool) -> None:
         self.least_survival = price
@@ -184,21 +144,18 @@ class Goodput:
             guesses: Of theirs that it verified.
             tokens: What these sessions committed.
             seconds: From the end of the step before it.
-            other_rows: Its rows of prompts; a step with some does not teach the former, nor with many the latter.
+            other_rows: Its rows of prompts; a step with some teaches neither.
         """
-        if self.take is not None:
-            if not other_rows and self._answered:
-                self.take.add(guesses=guesses, tokens=tokens, seconds=seconds)
-            return
-        if self.drafts and not other_rows and roots + guesses <= MOST_ROWS:
-            table = self._table(roots, guesses)
-            self.times.observe(roots_s=float(table[0]), guesses_s=float(table[-1] - table[0]), seconds=seconds)
-        rows = roots + guesses
-        reads = other_rows > MOST_PROMPT * rows
-        if other_rows and not reads:
-            # Under load, nearly every step reads a few rows of some prompt.
-            seconds *= self._cost.at(rows) / self._cost.at(rows + other_rows)
-        self.mode.observe(num_sessions=roots, tokens=tokens, seconds=seconds, reads=reads, answered=self._answered)
+        if self.drafts and not other_rows:
+            self.times.observe(rows=roots + guesses, guesses=guesses, seconds=seconds)
+        self.mode.observe(
+            num_sessions=roots,
+            tokens=tokens,
+            seconds=seconds,
+            plain_s=self._plain.at(roots),
+            reads=other_rows > 0,
+            answered=self._answered,
+        )
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
@@ -208,6 +165,20 @@ class Goodput:
             gains: What the next nodes would add, `[sessions]`.
         """
         return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
+
+    def num_asked(
+        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
+    ) -> int:
+        """For how many sessions, those of most gain first, a source that takes time is called: the same objective.
+
+        Args:
+            gains: Tokens that the source would add, of each session, best first.
+            expected: Tokens of the whole step without it.
+            step_s: Time of a step without it.
+            call_s: From a number of sessions to the seconds of one call for all of them.
+        """
+        seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
+        return best_prefix(expected, gains, seconds).count
 
 
 class FixedGamma(Goodput):
@@ -240,6 +211,11 @@ class FixedGamma(Goodput):
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
         return bool(gains.any())
+
+    def num_asked(
+        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
+    ) -> int:
+        return len(gains)
 
 
 def best_each(survivals: Floats, count: int) -> Ints:

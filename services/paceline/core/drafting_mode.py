@@ -1,14 +1,15 @@
-"""Whether a verifier drafts or decodes plainly: what a profile promises, corrected by what traffic shows.
+"""Whether a verifier drafts or decodes plainly: measured at each load, not derived.
 
 In `PLAIN` nothing of speculation runs. In `DRAFTING` drafters and the sources inside the verifier work, and steps
-verify the guesses that pay. By load, a factor on each side of the comparison is learned from the steps of that mode:
+verify the guesses that pay. The better mode is the one whose steps commit more tokens a second, all costs included:
 
-    expected[plain]    = 1 / (plain factor * profile.plain(load))          tokens/s of a session
-    expected[drafting] = drafting factor * profile.promise(load)
+    rate[load][mode] = committed tokens / seconds of whole steps, with forgetting.
 
-The mode changes once the other one has been expected to be better for a while. An account has the last word: what
-drafting loses against plain decoding is taken from it, a small share of the time is paid in, and when it is overdrawn
-steps are plain. When it is full, drafting is tried whatever is expected of it: machines and texts change.
+The other mode is tried now and then, by one rule: trials may lose a small share of the time. A trial begins when what
+it is expected to lose has been saved up, so at once where it is expected to win, and ends early when it loses clearly.
+
+Tokens count by session, and seconds in plain steps of the start-up profile, so that steps over five sessions and over
+eight compare: a rate of 1 is that of plain decoding as the profile has it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.step_profile import StepProfile
+import numpy as np
 
-# Weight of a new step in a factor, and steps that what is expected stands for.
-WEIGHT, EXPECTED_STEPS = 0.02, 6
-# How much better the other mode must be, and for how many steps.
-BETTER, BETTER_STEPS = 1.03, 16
-# Plain steps that the account holds at most, and that it may be overdrawn by: with what is paid in with every step, no
-# 200 steps lose more than 5, and another one by the error of what plain steps take: 3 %.
-MOST_SAVED, PAID_IN = 2.0, 0.005
-# Sessions up to which drafting is begun with before plain steps were seen: alone, a session nearly always gains. And
-# steps that draft after which plain ones are looked at again, as many as what is expected stands for.
-BEGIN_DRAFTING, LOOK_AGAIN = 2, 1000
+from paceline.core.goodput import EXPLORATION
+
+# Steps after which an observation counts half.
+HALF_LIFE = 200
+# Steps of a trial that count: before it may be called off, usually, and at most.
+LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
+# The most that do not count: drafters read what they have missed, and prompts are read.
+MOST_UNCOUNTED = 64
+# Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
+# do. And the least spread of single steps, as a share of their mean.
+CLEAR, LEAST_SPREAD = 3.0, 0.05
+# Sessions up to which a load that was never seen begins with drafting: alone, a session nearly always gains.
+BEGIN_DRAFTING = 2
+# Sessions up to which the first trial is on loan where drafters lend their verifier cores. With more, a step that
+# drafts took as long as nine plain ones there, and half a dozen of them a fifth of what such sessions do in their first
+# seconds.
+MOST_ON_LOAN = 4
+# Share by which drafting is taken to be slower while nothing is known of it.
+UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
 SAME_LOAD = 0.7
-# No step counts for more than this many usual ones, or plain ones: such a delay is an accident. The first that draft
-# may be as dear as that squared: one took as long as nine plain ones where drafters lend their cores.
+# No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 3.0
 
 
@@ -48,139 +57,237 @@ class Mode(enum.Enum):
         return Mode.PLAIN if self is Mode.DRAFTING else Mode.DRAFTING
 
 
+class Rate:
+    """Tokens over time, of steps of one mode at one load.
+
+    Args:
+        value: What is known from before; it stands for `LEAST_STEPS` steps. None: nothing.
+    """
+
+    def __init__(self, value: float | None = None) -> None:
+        # Sums over steps of 1, tokens, time, tokens squared, tokens * time and time squared.
+        self._sums = np.zeros(6)
+        if value is not None:
+            self._sums += LEAST_STEPS * np.array([1.0, value, 1.0, value * value, value, 1.0])
+
+    def add(self, tokens: float, time: float) -> None:
+        if self.steps >= LEAST_STEPS:
+            time = min(time, MOST_DELAY * self.step_time)
+        self._sums += (1.0, tokens, time, tokens * tokens, tokens * time, time * time)
+
+    def keep(self, share: float) -> None:
+        """Forgets all but this share."""
+        self._sums *= share
+
+    @property
+    def steps(self) -> float:
+        return float(self._sums[0])
+
+    @property
+    def step_time(self) -> float:
+        return float(self._sums[2] / self._sums[0])
+
+    @property
+    def value(self) -> float:
+        """Tokens over time."""
+        return float(self._sums[1] / self._sums[2])
+
+    @property
+    def error(self) -> float:
+        value, (steps, tokens, time, tokens2, cross, time2) = self.value, self._sums
+        residual = tokens2 - value * (2.0 * cross - value * time2)
+        return math.sqrt(max(residual, (LEAST_SPREAD * tokens) ** 2 / steps)) / float(time)
+
+
 @dataclass(slots=True)
-class Factor:
-    """What steps show over what a profile says: their mean at first, then with forgetting."""
+class Trial:
+    """The other mode at work for a few steps.
 
-    value: float = 1.0
-    num_steps: int = EXPECTED_STEPS
+    Attributes:
+        counted: Steps that count.
+        lost: What it has lost, in plain steps.
+        warm_up: The part of that which was lost before its first counted step.
+    """
 
-    def add(self, seen: float) -> None:
-        self.num_steps += 1
-        self.value += max(WEIGHT, 1 / self.num_steps) * (seen - self.value)
+    counted: int = 0
+    steps: int = 0
+    lost: float = 0.0
+    warm_up: float = 0.0
 
 
 @dataclass(slots=True)
 class Load:
-    """What steps over about so many sessions have shown: seconds of plain ones, and tokens/s of those that draft."""
+    """What is known of steps over about so many sessions.
 
-    plain: Factor = field(default_factory=Factor)
-    drafting: Factor = field(default_factory=Factor)
+    Args:
+        mode: That in use, trials apart.
+        loss: Share that drafting is taken to be slower by, before it was tried.
+        on_loan: The first trial need not be saved up for: it is paid off later.
+
+    Attributes:
+        rates: Of both modes.
+        saved: What a trial may lose now, in plain steps; less than 0: what the last ones lost beyond that.
+        warm_up: What the last trial lost before its first counted step.
+    """
+
+    mode: Mode
+    loss: float = UNKNOWN_LOSS
+    on_loan: bool = False
+    rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
+    saved: float = 0.0
+    trial: Trial | None = None
+    warm_up: float = 0.0
+
+    @property
+    def at_work(self) -> Mode:
+        """The mode of the next step."""
+        return self.mode if self.trial is None else self.mode.other
+
+    def tried(self, mode: Mode) -> bool:
+        """Whether a mode's rate is known."""
+        return self.rates[mode].steps > 0.0
+
+    def observe(self, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
+        """Takes in a step of the mode at work; see `DraftingMode.observe`."""
+        if not reads:
+            self.saved += EXPLORATION * time
+            if answered:
+                self._count(tokens, time)
+        if self.trial is not None:
+            self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
+        elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
+            self.trial = Trial()
+            other = self.rates[self.mode.other]
+            if other.steps > LEAST_STEPS:
+                # The machine and the texts may have changed since.
+                other.keep(LEAST_STEPS / other.steps)
+
+    def _count(self, tokens: float, time: float) -> None:
+        for rate in self.rates.values():
+            # What little is left is kept: better than nothing.
+            if rate.steps > 1.0:
+                rate.keep(0.5 ** (1.0 / HALF_LIFE))
+        self.rates[self.at_work].add(tokens, time)
+
+    def _go_on(self, trial: Trial, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
+        ours, other = self.rates[self.mode], self.rates[self.mode.other]
+        trial.steps += 1
+        if not reads:
+            trial.counted += answered
+            trial.lost += time - tokens / ours.value
+            trial.warm_up = trial.warm_up if trial.counted else trial.lost
+        over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
+        if trial.counted < LEAST_STEPS:
+            if over:
+                self.end_trial()
+            return
+        gain, error = other.value - ours.value, math.hypot(ours.error, other.error)
+        if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
+            self.end_trial(won=gain > 0.0)
+
+    def end_trial(self, *, won: bool = False) -> None:
+        """Ends a trial, if there is one, and pays for it."""
+        if self.trial is None:
+            return
+        # Nothing is saved up for several trials in a row.
+        self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
+        self.warm_up = max(0.0, self.trial.warm_up)
+        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS
+        self.trial = None
+        if won:
+            self.mode = self.mode.other
+
+    def _expected_loss(self) -> float:
+        """Plain steps that a trial is expected to lose; what is not sure of the mode in use speaks for it."""
+        ours, other = self.rates[self.mode], self.mode.other
+        if self.tried(other):
+            loss = 1.0 - self.rates[other].value / (ours.value + ours.error)
+        elif other is Mode.PLAIN:
+            loss = 1.0 - 1.0 / (ours.value + ours.error)
+        else:
+            loss = self.loss
+        return self.warm_up + max(0.0, loss) * USUAL_STEPS * ours.step_time
 
 
 class DraftingMode:
     """Decides in which mode a verifier's next step runs.
 
     Args:
-        profile: What steps take and bring.
-        rehearsed: Whether that was seen, and not assumed.
+        most_on_loan: Sessions up to which a first trial is on loan.
 
     Attributes:
-        mode: That of the next step.
         loads: By the logarithm of their sessions to the base 2.
-        saved: What drafting may lose, in plain steps; less than 0: what it has lost beyond that.
     """
 
-    def __init__(self, profile: StepProfile, *, rehearsed: bool = False) -> None:
-        self.profile = profile
-        self.rehearsed = self._plain_is_known = rehearsed
-        self.mode = Mode.PLAIN
+    def __init__(self, most_on_loan: float = MOST_ON_LOAN) -> None:
+        self._most_on_loan = most_on_loan
         self.loads: dict[int, Load] = {}
-        self.saved = 0.0
-        self._at: int | None = None
-        # Steps in this mode, and the last ones in a row at which the other one was expected to be better.
-        self._num_steps = self._num_better = 0
-        # Plain steps that are still looked at, whatever is expected of drafting.
-        self._num_looks = 0
+        self._at = 0
+        self._load: Load | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """That of the next step."""
+        return Mode.PLAIN if self._load is None else self._load.at_work
 
     def enter(self, num_sessions: int) -> Mode:
         """The next step is to be over so many sessions; 0: none of them may speculate. Returns its mode."""
         if not num_sessions:
-            self._at, self.mode = None, Mode.PLAIN
-            return self.mode
+            self._leave(None)
+            return Mode.PLAIN
         exact = math.log2(num_sessions)
-        if self._at is None or abs(exact - self._at) > SAME_LOAD:
-            self._at, self._num_better = round(exact), 0
-            if self._at not in self.loads:
-                self.loads[self._at] = self._new_load(self._at)
-            wins = self.expected(Mode.DRAFTING, num_sessions) > BETTER * self.expected(Mode.PLAIN, num_sessions)
-            self._change_to(Mode.DRAFTING if wins and self._may_lose else Mode.PLAIN)
-            if not self._plain_is_known and num_sessions > BEGIN_DRAFTING:
-                self._look_at_plain(self.loads[self._at])
+        if self._load is None or abs(exact - self._at) > SAME_LOAD:
+            self._at = round(exact)
+            load = self.loads.get(self._at)
+            if load is None:
+                load = self.loads[self._at] = self._new_load(self._at)
+            self._leave(load)
         return self.mode
 
-    def _look_at_plain(self, load: Load) -> None:
-        self._plain_is_known = True
-        self._change_to(Mode.PLAIN)
-        self._num_looks = load.plain.num_steps = EXPECTED_STEPS
-
-    def _change_to(self, mode: Mode) -> None:
-        if mode is not self.mode:
-            self.mode, self._num_steps, self._num_better, self._num_looks = mode, 0, 0, 0
-
-    @property
-    def _may_lose(self) -> bool:
-        """Whether the account has room for a plain step."""
-        return self.saved >= 1.0 - MOST_SAVED
-
-    def _new_load(self, at: int) -> Load:
-        """A load that was never seen begins as the nearest one that was."""
-        if not self.loads:
-            return Load()
-        near = self.loads[min(self.loads, key=lambda known: abs(known - at))]
-        return Load(Factor(near.plain.value), Factor(near.drafting.value))
-
-    def expected(self, mode: Mode, num_sessions: int) -> float:
-        """Tokens/s of a session in a step over so many, once `enter` has announced such steps."""
-        assert self._at is not None, "enter() comes first"
-        load = self.loads[self._at]
-        if mode is Mode.DRAFTING:
-            return load.drafting.value * self.profile.at(num_sessions).promise
-        return 1.0 / (load.plain.value * self.profile.at(num_sessions).plain_s)
-
-    def observe(self, *, num_sessions: int, tokens: int, seconds: float, reads: bool, answered: bool) -> None:
+    def observe(
+        self, *, num_sessions: int, tokens: int, seconds: float, plain_s: float, reads: bool, answered: bool
+    ) -> None:
         """Takes in a step.
 
         Args:
             num_sessions: Those that decoded.
             tokens: What they committed.
             seconds: From the end of the step before it.
-            reads: Whether it read prompts: such a step shows nothing of either mode.
+            plain_s: What a plain step over as many sessions takes by the start-up profile.
+            reads: Whether it read prompts: such a step counts for neither mode.
             answered: Whether drafters have answered, if they are to: before, a step does not show what they are worth.
         """
-        if self._at is None or reads or not num_sessions:
-            return
-        load, steps = self.loads[self._at], self.profile.at(num_sessions)
-        self._num_steps += 1
-        full, self.saved = self.saved >= MOST_SAVED, self.saved + PAID_IN
-        if self.mode is Mode.PLAIN:
-            load.plain.add(min(seconds / steps.plain_s, MOST_DELAY * load.plain.value))
-        else:
-            lost = seconds * self.expected(Mode.PLAIN, num_sessions) - tokens / num_sessions
-            self.saved -= min(lost, MOST_DELAY if self._num_steps > EXPECTED_STEPS else MOST_DELAY**2)
-            if answered:
-                load.drafting.add(tokens / num_sessions / seconds / steps.promise)
-        self.saved = min(self.saved, MOST_SAVED)
-        self._decide(load, num_sessions, full=full, answered=answered)
+        if self._load is not None and num_sessions:
+            self._load.observe(tokens / num_sessions, seconds / plain_s, reads=reads, answered=answered)
 
-    def _decide(self, load: Load, num_sessions: int, *, full: bool, answered: bool) -> None:
-        other, mine = (self.expected(mode, num_sessions) for mode in (self.mode.other, self.mode))
-        self._num_better = self._num_better + 1 if answered and other > BETTER * mine else 0
-        better = self._num_better >= BETTER_STEPS
-        if self.mode is Mode.PLAIN:
-            looked, self._num_looks = self._num_looks == 1, max(0, self._num_looks - 1)
-            if full or (self._may_lose and (better or (looked and other > mine))):
-                self._change_to(Mode.DRAFTING)
-        elif better or self.saved < -MOST_SAVED:
-            # Whatever was expected: it is not better than plain steps.
-            load.drafting.value *= min(1.0, other / mine / BETTER)
-            self._change_to(Mode.PLAIN)
-        elif self._num_steps >= LOOK_AGAIN:
-            self._look_at_plain(load)
+    def _leave(self, load: Load | None) -> None:
+        if self._load is not None and self._load is not load:
+            self._load.end_trial()
+        self._load = load
+
+    def _new_load(self, at: int) -> Load:
+        """How a load begins that was never seen: drafting gains less as load rises."""
+        above = [known for place, known in self.loads.items() if place > at and known.tried(Mode.DRAFTING)]
+        if any(known.mode is Mode.DRAFTING for known in above):
+            return Load(Mode.DRAFTING)
+        below = [
+            known
+            for place, known in self.loads.items()
+            if place < at and known.mode is Mode.PLAIN and all(map(known.tried, Mode))
+        ]
+        if below:
+            ratio = min(known.rates[Mode.DRAFTING].value / known.rates[Mode.PLAIN].value for known in below)
+            return Load(Mode.PLAIN, loss=max(0.0, 1.0 - ratio))
+        if 2**at <= BEGIN_DRAFTING:
+            return Load(Mode.DRAFTING)
+        return Load(Mode.PLAIN, on_loan=2**at <= self._most_on_loan)
 
     def learned(self) -> list[float]:
-        """Of each load its logarithm and both factors; see `resume`."""
-        rows = [(float(at), load.plain.value, load.drafting.value) for at, load in sorted(self.loads.items())]
+        """Of each load its logarithm and both rates, 0 for one that is not known; see `resume`."""
+        rows = [
+            (float(at), *(load.rates[mode].value if load.tried(mode) else 0.0 for mode in Mode))
+            for at, load in sorted(self.loads.items())
+        ]
         return [value for row in rows for value in row]
 
     def resume(self, learned: Sequence[float]) -> None:
@@ -190,8 +297,10 @@ class DraftingMode:
             ValueError: It is not what `learned` gives.
         """
         loads: dict[int, Load] = {}
-        for at, *factors in zip(*[iter(learned)] * 3, strict=True):
-            if not all(map(math.isfinite, (at, *factors))) or at < 0 or min(factors) <= 0.0:
-                raise ValueError(f"needs loads of at least 0 and factors above 0, got {at:g} with {factors}")
-            loads[int(at)] = Load(*map(Factor, factors))
-        self.loads, self._plain_is_known = loads, self.rehearsed or bool(loads)
+        for at, *values in zip(*[iter(learned)] * 3, strict=True):
+            if not all(map(math.isfinite, (at, *values))) or at < 0 or min(values) < 0.0:
+                raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
+            rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
+            mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
+            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= self._most_on_loan, rates=rates)
+        self.loads = loads

@@ -1,13 +1,16 @@
 """The one objective: expected tokens over the seconds that they take.
 
 Whatever a step may spend time on brings some expected tokens for some seconds: verify one more guess, wait for the
-next ones. Of options in their order of merit, with expected tokens `E` before any of them and gains
-`g_1 >= g_2 >= ...`, the best are the first
+next ones, ask a source for some, let drafters work. Of options in their order of merit, with expected tokens `E` before
+any of them and gains `g_1 >= g_2 >= ...`, the best are the first
 
     m* = argmax over all m of (E + g_1 + ... + g_m) / T(m).
 
 All m, not the first local maximum: times bend where kernels round up. See DSpark (2607.05147) and TETRIS (2502.15197)
 for the same objective inside one box.
+
+What is not known must be tried, and a trial costs time. One rule for all: it may cost a small share of the time since
+the last one.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.step_time import Floats
+from paceline.core.step_time import Floats, StepCost
 
 # Guesses less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
+
+# Share of the time that all trials of one kind may cost, and of the sessions that take part in one: a commit scores
+# guesses whether they are verified or not, so that few teach nearly as much as all.
+EXPLORATION, TRIED_OF = 0.005, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,47 @@ def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Seque
 def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:
     """Whether one option is worth taking: `best_prefix` of it alone, for a step of `step_s` seconds."""
     return gain * step_s > expected * cost_s
+
+
+def num_tried(num_sessions: int) -> int:
+    """How many of `num_sessions` sessions take part in a trial."""
+    return -(-num_sessions // TRIED_OF)
+
+
+def may_try(cost_s: float, since_s: float) -> bool:
+    """Whether a trial that costs `cost_s` seconds may follow one that ended `since_s` ago."""
+    return cost_s <= EXPLORATION * since_s
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps over `num_sessions` sessions.
+
+    Args:
+        num_sessions: Roots in each.
+        other_rows: Rows of prompts in each.
+    """
+
+    table: StepCost
+    num_sessions: int
+    other_rows: int = 0
+
+    @property
+    def _rows(self) -> int:
+        return self.num_sessions + self.other_rows
+
+    def best(self, survivals: Sequence[float] | Floats) -> Best:
+        """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
+        return best_prefix(self.num_sessions, survivals, self.table.with_guesses(self._rows, len(survivals)))
+
+    def price(self, best: Best) -> float:
+        """What the last of the best guesses costs in tokens: what is less likely is not worth a row.
+
+        The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less
+        in hand than usual have not come to it.
+        """
+        last = max(1, best.count) - 1
+        return max(LEAST_SURVIVAL, best.rate * self.table.slope(self._rows + last))
 
 
 # Of a new observation: the last ten or so count.

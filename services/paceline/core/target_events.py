@@ -12,7 +12,6 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError, PacelineError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
 from paceline.core.messages import CommittedTokens, GenerateRequest, SpeculationRecord, ToDrafter, ToVerifier
-from paceline.core.step_profile import StepProfile, Take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +64,7 @@ class Paired:
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearse:
-    """Steps are of one kind from now on, and seen instead of learned from; None: they are as usual again."""
-
-    take: Take | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """What steps take and bring has been rehearsed."""
-
-    profile: StepProfile
-
-
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | Rehearse | Rehearsed
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +201,6 @@ class StepReport:
     asked_s: dict[str, float] = field(default_factory=dict)
     num_hits: int = 0
     num_misses: int = 0
-    # Whether it was for a rehearsal, so that nobody is to see it.
-    rehearsed: bool = False
     # Nodes that fell off or went with their session before a step verified them, by the source that guessed them first.
     unverified_by: Counter[str] = field(default_factory=Counter)
     # Guesses that came when other tokens were committed, or that are below none we know.

@@ -101,9 +101,6 @@ class Scheduler:
     def drop(self, session: TargetSession) -> None:
         """A session has ended, or its client has left."""
         del self._sessions[session.session_id]
-        if session.serial < 0:
-            # A rehearsal's: no prompt of anybody is to find its pages.
-            session.pages.forget()
         self.report.unverified_by.update(self.forest.gone(session.tree.row))
         # Its row is another session's once it is closed.
         self.tier.part(session.link)

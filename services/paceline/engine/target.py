@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.core.acceptance_rules import Verdict, rule_of
-from paceline.core.calibration import NOT_KEPT, CalibrationStore
+from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, OverloadedError, PacelineError
@@ -26,8 +26,6 @@ from paceline.core.target_events import (
     LinkChanged,
     Outcome,
     Paired,
-    Rehearse,
-    Rehearsed,
     StepReport,
     Submit,
     TargetEvent,
@@ -110,7 +108,7 @@ class TargetEngine:
             policy=policy,
             tier=DrafterTier(identity.vocab_size, self._forest),
         )
-        self._calibrations: CalibrationStore[tuple[str, bool, str, bool]] = CalibrationStore(self._forest, self._kind)
+        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
         self._plan: StepPlan | None = None
@@ -146,12 +144,6 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
-            case Rehearse():
-                self._policy.take = event.take
-                # What steps of the other kind have left behind is not the next one's.
-                self.scheduler.report = StepReport()
-            case Rehearsed():
-                self._policy.use(event.profile)
             case Cancel() | Paired():
                 session = self.scheduler.session(event.session_id, event.serial)
                 if session is not None:
@@ -163,9 +155,7 @@ class TargetEngine:
                 self.scheduler.drop(session)
             case Paired():
                 sources = self._sources.sources_of(session.request)
-                session.link.calibrations = self._calibrations_for(
-                    session.request, event.address, sources, session.serial
-                )
+                session.link.calibrations = self._calibrations_for(session.request, event.address, sources)
                 self.scheduler.tier.pair(session.link, event.address, self._clock())
 
     def _submit(self, event: Submit) -> None:
@@ -186,7 +176,7 @@ class TargetEngine:
             max_model_len=self._identity.context_len,
             pool=self.pool,
             forest=self._forest,
-            calibrations=self._calibrations_for(event.request, event.drafter_address, sources, event.serial),
+            calibrations=self._calibrations_for(event.request, event.drafter_address, sources),
             sources=sources,
             acceptance=rule_of(event.request.speculation, self._default_rule),
             # Steps are not interrupted, so it may have come one ago.
@@ -196,21 +186,18 @@ class TargetEngine:
         )
 
     def _calibrations_for(
-        self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource], serial: int
+        self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> dict[str, int]:
-        """Keeps apart drafters by address, acceptance rules, greedy sessions from others, and those of a rehearsal."""
+        """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
         rule = rule_of(request.speculation, self._default_rule)
-        ours = serial >= 0
-        known = {source.name: self._calibrations.of((source.name, greedy, rule, ours)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule, ours)))
+        known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
         return {**tier, **known}
 
-    def _kind(self, key: tuple[str, bool, str, bool]) -> str:
+    def _kind(self, key: tuple[str, bool, str]) -> str:
         """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
-        source, greedy, rule, ours = key
-        if not ours:
-            return NOT_KEPT
+        source, greedy, rule = key
         own = source in self._sources.names
         return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
 
@@ -272,7 +259,7 @@ class TargetEngine:
             self._cache.apply_moves(self.scheduler.moves)
             if tell is not None and self.scheduler.tier.has_work:
                 tell(self._news())
-            self._sources.grow(self.scheduler.report)
+            self._sources.grow(self.scheduler.report, self._clock() - plan.started_s)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
         return self._output(outcomes, self.scheduler.take_report(plan))
@@ -353,7 +340,6 @@ class TargetEngine:
     def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
         self._num_reported = self.num_sessions
         news, report = self._news(), self.scheduler.describe(report)
-        report.rehearsed = self._policy.take is not None
         return TargetOutput(
             committed=outcomes, to_drafters=news.to_drafters, broken_links=news.broken_links, report=report
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -23,12 +23,10 @@ from paceline.core.messages import (
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.rehearsal import Rehearsal
 from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
     LinkChanged,
-    Rehearsed,
     Submit,
     TargetEvent,
     TargetLimits,
@@ -221,12 +219,12 @@ class VerifierAtWork:
         self._drafters = {drafter.address: drafter for drafter in drafters}
         self._own = LOCAL if colocated else ""
         self._pairing = Pairing()
-        self._pairing.know(each.known() for each in drafters)
-        self._rehearsal: Rehearsal | None = None
         # With the addresses of their drafters, by number.
         self._requests: dict[int, tuple[Request, str]] = {}
         self._engine: EngineAtWork[TargetEvent, DrafterNews] = EngineAtWork(events, self._deliver)
-        self.policy = policy or Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes)
+        self.policy = policy or Goodput(
+            profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf
+        )
         self.engine = target_engine(self._engine, profile, self.policy, seed, colocated=colocated)
         self._engine.stepper = self.engine
         if colocated:
@@ -254,26 +252,6 @@ class VerifierAtWork:
             Submit(request=request, serial=asked.number, drafter_address=address, arrived_s=self._events.now_s)
         )
 
-    def rehearse(self, max_sessions: int) -> None:
-        """Finds out what steps take and bring with up to so many sessions, as verifiers do while nobody waits."""
-        address = self._own or self._pairing.choose((DRAFT_MODEL,))
-        self._rehearsal = Rehearsal(
-            drafter=address,
-            max_sessions=max_sessions,
-            vocab_size=VOCAB_SIZE,
-            context_len=CONTEXT_LEN,
-            temperatures=(0.0,),
-        )
-        self._post_all(self._rehearsal.go_on())
-
-    @property
-    def rehearses(self) -> bool:
-        return self._rehearsal is not None
-
-    def _post_all(self, events: Iterable[TargetEvent]) -> None:
-        for event in events:
-            self._engine.post(event)
-
     def receive(self, address: str, messages: Sequence[ToVerifier]) -> None:
         """Messages of a drafter's step arrive."""
         self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=self._events.now_s))
@@ -281,17 +259,8 @@ class VerifierAtWork:
     def _deliver(self, output: DrafterNews) -> None:
         for address, messages in output.to_drafters.items():
             self._drafters[address].send(messages, self)
-        if not isinstance(output, TargetOutput):
-            return
-        if self._rehearsal is not None and output.report.rehearsed:
-            self._post_all(self._rehearsal.saw(output))
-            if self._rehearsal.is_done:
-                self._post_all([Rehearsed(profile=self._rehearsal.profile())])
-                self._rehearsal = None
-            return
-        for serial, committed in output.committed:
-            if serial >= 0:
-                self._hand_on(serial, committed)
+        for serial, committed in output.committed if isinstance(output, TargetOutput) else ():
+            self._hand_on(serial, committed)
 
     def _hand_on(self, serial: int, committed: CommittedTokens | PacelineError) -> None:
         if isinstance(committed, PacelineError):

@@ -46,22 +46,9 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TunedState:
-    """The file of what a verifier has learned, JSON; without a path nothing is kept.
-
-    Attributes:
-        kind: Names everything that the content depends on.
-    """
+    """The file of what a verifier has learned, JSON; without a path nothing is kept."""
 
     path: Path | None
-    kind: str = ""
-
-    def read(self) -> Learned | None:
-        """The content; None: there is none, or it is no JSON object."""
-        try:
-            found = None if self.path is None else json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) else None
 
     def load_into(self, learner: Learner) -> None:
         """Lets a learner start with the content, if it exists and is usable."""
@@ -84,11 +71,11 @@ class TunedState:
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
-                await asyncio.to_thread(self.write, learned())
+                await asyncio.to_thread(self._write, learned())
         finally:
-            self.write(learned())
+            self._write(learned())
 
-    def write(self, learned: Learned) -> None:
+    def _write(self, learned: Learned) -> None:
         """Writes atomically: a reader sees the old content or the new one."""
         if self.path is None:
             return
@@ -112,17 +99,21 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
         facts: Everything else that the content depends on.
     """
-    kind = hashlib.sha256(repr((__version__, _machine(), *facts)).encode()).hexdigest()[:16]
     if learned_dir == KEEP_NOTHING:
-        return TunedState(None, kind)
+        return NO_STATE
     if learned_dir:
         with named("--learned-dir", learned_dir):
-            return TunedState(Path(learned_dir).expanduser() / f"{kind}.json", kind)
+            return _file_in(Path(learned_dir).expanduser(), facts)
     try:
-        return TunedState(user_cache(environ) / "learned" / f"{kind}.json", kind)
+        return _file_in(user_cache(environ) / "learned", facts)
     except NothingWritableError as error:
         logger.warning("what is learned is not kept: %s", error)
-        return TunedState(None, kind)
+        return NO_STATE
+
+
+def _file_in(folder: Path, facts: tuple[Any, ...]) -> TunedState:
+    key = repr((__version__, _machine(), *facts))
+    return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
 
 def _machine() -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoints.json_file import parse_object
 from paceline.core.draft_policy import FixedGamma, Goodput
+from paceline.core.drafting_mode import MOST_ON_LOAN
 from paceline.core.errors import ConfigError
-from paceline.core.messages import ModelIdentity
 from paceline.core.params import (
     ACCEPTANCE_RULES,
     COUPLED,
@@ -26,17 +25,13 @@ from paceline.core.params import (
 )
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import from_mapping, setting
-from paceline.service.learned import KEEP_NOTHING, TunedState, kept_in
+from paceline.service.learned import KEEP_NOTHING
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
-IDLE, BEFORE_READY, OFF = "idle", "before-ready", "off"
 TIER, IN_VERIFIER = "tier", "verifier"
 PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 DEFAULT_DRAFT_TOKENS = 12
-# Sessions up to which drafting is tried before a rehearsal where drafters lend their verifier cores. With more, a step
-# that drafts took as long as nine plain ones there.
-MOST_SHARING = 4
 # More than any model has.
 MOST_LAYERS = 1024
 NAME = "--speculative-config"
@@ -108,12 +103,6 @@ class VerifierConfig(ModelServiceConfig):
         low=0,
         high=10,
     )
-    rehearse: str = setting(
-        IDLE,
-        help="When sessions that nobody asked for show what steps take with drafters and without: while nobody waits "
-        "(it stops within a step), before the verifier says that it is ready (up to a minute), or off.",
-        choices=(IDLE, BEFORE_READY, OFF),
-    )
     learned_dir: str = setting(
         "",
         help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
@@ -131,24 +120,6 @@ class VerifierConfig(ModelServiceConfig):
             raise ConfigError(f"--vllm-arg needs --engine {VLLM}")
         if (self.engine == SIMULATED) != bool(self.profile):
             raise ConfigError(f"--engine {SIMULATED} and --profile need one another")
-
-    @property
-    def step_flags(self) -> tuple[object, ...]:
-        """Settings that the time of a step depends on, beside those of speculation."""
-        return self.dtype, self.device, self.threads, self.cpus, self.spare_cpus
-
-    def profile_file(self, identity: ModelIdentity, draft: ModelIdentity) -> TunedState:
-        """Where the profile of steps with a drafter is kept."""
-        models = (identity.weights_hash, draft.weights_hash, draft.arithmetic, self.profile, self.acceptance)
-        return kept_in(
-            self.learned_dir,
-            os.environ,
-            "profile",
-            *models,
-            self.max_num_seqs,
-            self.speculative_config,
-            *self.step_flags,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,11 +173,6 @@ class Speculation:
         """Layers of the target that draft, ascending; empty: the default number of first ones."""
         return tuple(range(self.exit_layer or 0)) or self.layers or ()
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether what steps take and bring decides how many guesses are verified."""
-        return self.policy == GOODPUT
-
     def draft_policy(self, *, shares_cores: bool) -> Goodput:
         """Makes a policy that has learned nothing yet.
 
@@ -216,7 +182,7 @@ class Speculation:
         gamma = self.num_speculative_tokens
         if self.policy == FIXED:
             return FixedGamma(gamma=gamma)
-        return Goodput(max_nodes=gamma, tried_up_to=MOST_SHARING if shares_cores else math.inf)
+        return Goodput(max_nodes=gamma, most_on_loan=MOST_ON_LOAN if shares_cores else math.inf)
 
     def _check_folders(self) -> None:
         served = set(self.methods) & set(TIER_METHODS)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from paceline.checkpoints.families import is_eagle3
@@ -72,8 +71,6 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         max_num_seqs=limits_of(config).max_num_seqs,
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
-        profile_of=partial(config.profile_file, identity) if speculation.is_measured else None,
-        rehearsal=config.rehearse,
     )
 
 
@@ -84,7 +81,8 @@ def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mappi
         config: Its settings; `learned_dir` names the folder.
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
     """
-    return kept_in(config.learned_dir, environ, identity.weights_hash, config.speculative_config, *config.step_flags)
+    flags = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)
+    return kept_in(config.learned_dir, environ, identity.weights_hash, config.speculative_config, *flags)
 
 
 def _with_folders(speculation: Speculation) -> Speculation:

@@ -15,7 +15,6 @@ from paceline.core.target_events import DrafterNews, Submit, TargetEvent
 from paceline.engine.bridge import Stepper
 from paceline.engine.grammar import Grammars
 from paceline.service.learned import NO_STATE, Learned, TunedState
-from paceline.verifier.config import OFF
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
@@ -50,8 +49,6 @@ class ServedEngine:
         max_num_seqs: Most sessions that run at once.
         make: Loads the model; called in the engine thread.
         learned: Where the engine keeps what it learns.
-        profile_of: From the identity of its drafter to where the profile of its steps is kept; None: it takes none.
-        rehearsal: When that is rehearsed, as in `--rehearse`.
     """
 
     identity: ModelIdentity
@@ -61,8 +58,6 @@ class ServedEngine:
     max_num_seqs: int
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
-    profile_of: Callable[[ModelIdentity], TunedState] | None = None
-    rehearsal: str = OFF
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.

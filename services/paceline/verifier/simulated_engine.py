@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from functools import partial
 
 from typing_extensions import override
 
@@ -84,8 +83,6 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
         max_num_seqs=limits_of(facts).max_num_seqs,
         make=lambda: _make(pages, simulation, identity, speculation),
-        profile_of=partial(config.profile_file, identity) if speculation.is_measured else None,
-        rehearsal=config.rehearse,
     )
 
 

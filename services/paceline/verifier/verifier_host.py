@@ -45,8 +45,6 @@ from paceline.service.supervision import Work
 from paceline.store.base import Store
 from paceline.tier.drafters import Drafters
 from paceline.verifier.commit_log import GatewayLog, Gathering, SessionLog
-from paceline.verifier.config import BEFORE_READY
-from paceline.verifier.rehearsing import READY_S, Rehearser
 from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
 from paceline.wire import LogPart, size_of
@@ -148,7 +146,6 @@ class TargetHost:
         self._over: PacelineError | None = None
         self._empty = asyncio.Event()
         self._empty.set()
-        self._rehearser = Rehearser(served, post=partial(self.engine.post, always=True), empty=self._empty)
 
     @property
     def num_sessions(self) -> int:
@@ -165,12 +162,6 @@ class TargetHost:
             if serial in self._sessions:
                 self._end(self._sessions[serial], EngineDiedError(f"{problem}, in a step of this session"))
         self._end_all(UnavailableError(problem))
-
-    async def prepared(self) -> None:
-        """Returns once a rehearsal that readiness waits for is over, or has taken too long."""
-        if self._served.rehearsal == BEFORE_READY:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._rehearser.done.wait(), READY_S)
 
     async def wind_down(self) -> None:
         """Refuses new sessions, waits `grace_s` seconds for those under way, then ends the rest with a status."""
@@ -198,11 +189,7 @@ class TargetHost:
 
     def background(self, store: Store) -> Mapping[str, Work]:
         """Names the tasks that show life to gateways, keep what is learned and look after drafters."""
-        own: dict[str, Work] = {
-            "life": self._show_life,
-            "learned": self._keep_learned,
-            "rehearsal": partial(self._rehearser.run, store),
-        }
+        own = {"life": self._show_life, "learned": self._keep_learned}
         return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
@@ -294,7 +281,6 @@ class TargetHost:
             self._served.check(request)
             self._admit(request)
             request = trace.hand_on(request)
-            self._rehearser.interrupt()
             self._fence(request)
             methods = self._methods(request)
             mine = _UnderWay(
@@ -431,7 +417,6 @@ class TargetHost:
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
-        self._rehearser.linked(address, draft)
         change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):
             self.engine.post(change, always=True)
@@ -464,9 +449,6 @@ class TargetHost:
 
     def _hand_on(self, output: TargetOutput) -> None:
         report = output.report
-        if report.rehearsed:
-            self._rehearser.saw(output)
-            return
         self._num_places = report.num_running if report.num_waiting else self.max_sessions
         for seen in report.traced:
             if seen.serial in self._sessions:

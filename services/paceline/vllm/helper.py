@@ -85,7 +85,7 @@ class Helper:
         )
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
-            policy=Goodput(max_nodes=job.max_chain, tried_up_to=most_on_loan(job.settings.drafters)),
+            policy=Goodput(max_nodes=job.max_chain, most_on_loan=most_on_loan(job.settings.drafters)),
             drafters=self._drafters,
             methods=(DRAFT_MODEL,),
             vocab_size=job.vocab_size,

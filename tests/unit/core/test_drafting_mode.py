@@ -1,7 +1,8 @@
-"""A profile's promise decides, traffic corrects it, and mistakes cost no more than the account holds."""
+"""The better mode at each load is found by measuring, and trials of the other one cost little; time is simulated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,33 +11,18 @@ import pytest
 
 from paceline.core.drafting_mode import (
     BEGIN_DRAFTING,
-    BETTER_STEPS,
-    EXPECTED_STEPS,
-    LOOK_AGAIN,
-    MOST_SAVED,
-    PAID_IN,
+    LEAST_STEPS,
+    MOST_ON_LOAN,
+    MOST_STEPS,
+    MOST_UNCOUNTED,
     DraftingMode,
     Mode,
 )
-from paceline.core.step_profile import StepProfile
-from paceline.core.step_time import StepCost
+from paceline.core.goodput import EXPLORATION
 
 PLAIN, DRAFTING = Mode.PLAIN, Mode.DRAFTING
 PLAIN_S = 0.020
-FLAT = StepCost(rows=(1, 512), seconds=(PLAIN_S, PLAIN_S))
-LOADS = (1, 4, 16, 64)
-
-
-def promising(*ratios: float) -> StepProfile:
-    """A rehearsed profile in which drafting is so many times as fast as plain decoding at each of the loads."""
-    return StepProfile(
-        loads=LOADS,
-        plain=(PLAIN_S,) * 4,
-        guesses=((0.0, 2.0),) * 4,
-        drafting=((PLAIN_S, PLAIN_S),) * 4,
-        tokens=tuple((0.5, ratio) for ratio in ratios),
-        delay=(0.005,) * 4,
-    )
+MANY = MOST_ON_LOAN
 
 
 @dataclass
@@ -44,27 +30,26 @@ class Verifier:
     """A verifier whose drafting is `speed_up(sessions)` times as fast as plain decoding.
 
     Attributes:
-        profile: What is known of it; the default: nothing, so that drafting is taken to win at any load.
         spread: Of the tokens of a session and step, as a share.
         lag: Steps until drafters answer.
         modes: Of all steps.
-        lost: Seconds lost to plain decoding up to each step.
+        lost_s, total_s: Time lost to the slower mode, and of all steps.
     """
 
     speed_up: Callable[[int], float]
-    profile: StepProfile = field(default_factory=lambda: StepProfile.assumed(FLAT, FLAT))
     spread: float = 0.3
     lag: int = 0
     slowness: float = 1.0
+    switch: DraftingMode = field(default_factory=DraftingMode)
     modes: list[Mode] = field(default_factory=list)
-    lost: list[float] = field(default_factory=lambda: [0.0])
+    lost_s: float = 0.0
+    total_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(3)
-        self.switch = DraftingMode(self.profile, rehearsed=self.profile.delay[0] > 0.0)
         self._unanswered = 0
 
-    def steps(self, count: int, num_sessions: int = 8, *, reads: bool = False) -> list[Mode]:
+    def steps(self, count: int, num_sessions: int = MANY, *, reads: bool = False) -> list[Mode]:
         """Runs steps; returns their modes."""
         modes = [self._step(num_sessions, reads) for _ in range(count)]
         self.modes += modes
@@ -74,99 +59,146 @@ class Verifier:
         mode = self.switch.enter(num_sessions)
         self._unanswered = self._unanswered + 1 if mode is DRAFTING else 0
         answered = mode is PLAIN or self._unanswered > self.lag
-        seconds, tokens = self.slowness * PLAIN_S * float(self.rng.uniform(0.9, 1.1)), float(num_sessions)
-        if mode is DRAFTING:
+        seconds, tokens = self.slowness * PLAIN_S * float(self.rng.uniform(0.9, 1.1)), num_sessions
+        speed_up = self.speed_up(num_sessions)
+        if mode is DRAFTING and answered:
             # Half as many tokens again as plain decoding, in whatever time makes the ratio right.
             noise = self.spread * float(self.rng.standard_normal()) / num_sessions**0.5
-            tokens *= (1.5 if answered else 1.0) * max(0.5, 1.0 + noise)
-            seconds *= 1.5 / self.speed_up(num_sessions)
-        self.lost.append(self.lost[-1] + seconds - tokens / num_sessions * self.slowness * PLAIN_S)
+            tokens = max(num_sessions, round(1.5 * num_sessions * (1.0 + noise)))
+            seconds *= 1.5 / speed_up
+        best = max(1.0, speed_up)
+        self.lost_s += seconds - tokens / num_sessions * self.slowness * PLAIN_S / best
+        self.total_s += seconds
         self.switch.observe(
-            num_sessions=num_sessions, tokens=round(tokens), seconds=seconds, reads=reads, answered=answered
+            num_sessions=num_sessions, tokens=tokens, seconds=seconds, plain_s=PLAIN_S, reads=reads, answered=answered
         )
         return mode
 
-    def worst(self, window: int) -> float:
-        """The most that as many steps have lost to plain ones, as a share of their time."""
-        window = min(window, len(self.lost) - 1)
-        lost = max(after - before for before, after in zip(self.lost, self.lost[window:], strict=False))
-        return lost / (window * PLAIN_S)
 
-
-def always(ratio: float, **options) -> Verifier:
-    return Verifier(lambda _: ratio, **options)
+def always(ratio: float) -> Verifier:
+    return Verifier(lambda _: ratio)
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("ratio", [0.5, 0.8, 1.2, 2.0])
-@pytest.mark.parametrize("promised", [0.7, 1.5])
-def test_the_faster_mode_wins_at_every_load_whatever_was_promised(
-    num_sessions: int, ratio: float, promised: float
-) -> None:
-    verifier = always(ratio, profile=promising(*[promised] * 4))
-    verifier.steps(1_300, num_sessions)
+def test_the_faster_mode_wins_at_every_load(num_sessions: int, ratio: float) -> None:
+    verifier = always(ratio)
+    verifier.steps(400 if num_sessions <= MOST_ON_LOAN else 2_000, num_sessions)
     wanted = DRAFTING if ratio > 1.0 else PLAIN
     assert verifier.steps(400, num_sessions).count(wanted) > 380
 
 
-def test_what_a_rehearsal_has_found_is_done_from_the_first_step_on() -> None:
-    verifier = always(1.5, profile=promising(2.0, 1.5, 1.2, 0.6))
-    assert [verifier.steps(1, load)[0] for load in (64, 16, 1, 64)] == [PLAIN, DRAFTING, DRAFTING, PLAIN]
-
-
-def test_before_a_rehearsal_drafting_is_tried_up_to_the_load_from_which_it_may_be_dear() -> None:
-    verifier = always(1.5, profile=StepProfile.assumed(FLAT, FLAT, tried_up_to=4))
-    assert verifier.steps(EXPECTED_STEPS + 1, 4) == [PLAIN] * EXPECTED_STEPS + [DRAFTING]
-    assert verifier.steps(BETTER_STEPS + 1, 16)[-1] is PLAIN
+def test_each_load_has_its_own_mode_and_keeps_it() -> None:
+    verifier = Verifier(lambda sessions: 2.0 if sessions < 12 else 0.7)
+    for _ in range(2):
+        for num_sessions in (1, 8, 32, 8, 1):
+            verifier.steps(1_500, num_sessions)
+    assert verifier.steps(50, 8).count(DRAFTING) == 50
+    assert verifier.steps(50, 32).count(PLAIN) > 40
+    assert verifier.steps(50, 1).count(DRAFTING) == 50
 
 
 def test_a_session_or_two_draft_at_once_and_more_begin_plainly() -> None:
     assert always(1.5).steps(1, BEGIN_DRAFTING) == [DRAFTING]
-    assert always(1.5).steps(1, BEGIN_DRAFTING + 1) == [PLAIN]
+    assert always(1.5).steps(LEAST_STEPS, BEGIN_DRAFTING + 1) == [PLAIN] * LEAST_STEPS
 
 
-def test_a_machine_whose_plain_steps_get_faster_is_found_out() -> None:
+def test_the_first_trial_of_many_sessions_comes_once_plain_decoding_is_known() -> None:
+    assert always(1.5).steps(LEAST_STEPS + 2)[-1] is DRAFTING
+
+
+def test_the_first_trial_of_more_sessions_is_saved_up_for_like_every_other_one() -> None:
     verifier = always(1.5)
-    verifier.slowness = 2.0
+    assert verifier.steps(1_000, 2 * MOST_ON_LOAN) == [PLAIN] * 1_000
+    assert verifier.steps(300, 2 * MOST_ON_LOAN)[-1] is DRAFTING
+
+
+def test_where_drafters_have_hardware_of_their_own_any_load_tries_once_plain_decoding_is_known() -> None:
+    verifier = Verifier(lambda _: 1.5, switch=DraftingMode(most_on_loan=math.inf))
+    assert verifier.steps(LEAST_STEPS + 2, 64)[-1] is DRAFTING
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize("lag", [0, 5])
+def test_trials_lose_half_a_percent_beyond_the_first_one(ratio: float, lag: int) -> None:
+    verifier = Verifier(lambda _: ratio, lag=lag)
+    verifier.steps(MOST_UNCOUNTED)
+    lost_s, total_s = verifier.lost_s, verifier.total_s
+    verifier.steps(10_000)
+    assert verifier.modes[MOST_UNCOUNTED:].count(DRAFTING) > 0, "texts and machines change"
+    # Even as little is measured with an error.
+    assert (verifier.lost_s - lost_s) / (verifier.total_s - total_s) < 1.5 * EXPLORATION
+
+
+def test_a_trial_that_loses_clearly_ends_early_and_one_that_hardly_does_takes_its_time() -> None:
+    for ratio, least, most in ((0.5, LEAST_STEPS, LEAST_STEPS), (0.97, 2 * LEAST_STEPS, MOST_STEPS)):
+        steps = always(ratio).steps(2 * MOST_STEPS)
+        assert least <= steps.count(DRAFTING) <= most
+
+
+def test_what_is_known_of_the_other_mode_is_kept_however_long_ago_it_was() -> None:
+    verifier = always(3.0)
+    verifier.steps(3_000)
+    (load,) = verifier.switch.loads.values()
+    assert load.tried(PLAIN)
+    assert load.rates[PLAIN].value == pytest.approx(1.0, rel=0.15)
+
+
+def test_after_a_long_time_there_is_one_trial_and_not_many() -> None:
+    verifier = always(0.7)
+    verifier.steps(100)
+    assert verifier.switch.loads[2].saved < 1.0
+    verifier.switch.loads[2].saved = 50.0
+    assert 0 < verifier.steps(100).count(DRAFTING) < 3 * LEAST_STEPS
+
+
+def test_many_lose_little_in_their_first_two_hundred_steps() -> None:
+    verifier = Verifier(lambda _: 0.67, lag=2)
+    verifier.steps(200, 16)
+    assert verifier.lost_s / verifier.total_s < 0.03
+
+
+def test_where_drafting_lost_more_sessions_wait_for_a_trial_and_where_it_won_fewer_do_not() -> None:
+    verifier = Verifier(lambda sessions: 0.6 if sessions > 4 else 2.0)
+    verifier.steps(1_500, 8)
+    assert verifier.steps(50, 64) == [PLAIN] * 50
+    winning = always(2.0)
+    winning.steps(1_500, 16)
+    assert winning.steps(1, 4) == [DRAFTING]
+
+
+def test_steps_that_read_prompts_say_nothing_of_either_mode() -> None:
+    verifier = always(2.0)
+    assert set(verifier.steps(50, reads=True)) == {PLAIN}
+    verifier.steps(50)
+    known = verifier.switch.learned()
+    verifier.slowness = 5.0
+    assert set(verifier.steps(50, reads=True)) == {DRAFTING}
+    assert verifier.switch.learned() == known
+
+
+def test_drafters_that_never_answer_are_given_up() -> None:
+    verifier = Verifier(lambda _: 2.0, lag=10**9)
+    assert verifier.steps(LEAST_STEPS + MOST_UNCOUNTED + 2)[-1] is PLAIN
+    assert verifier.steps(1_000).count(DRAFTING) <= MOST_UNCOUNTED
+
+
+def test_a_drafter_that_gets_better_is_found_and_one_that_gets_worse_is_dropped() -> None:
+    verifier = always(0.8)
     verifier.steps(500)
-    verifier.slowness, verifier.speed_up = 1.0, lambda _: 0.75
-    verifier.steps(LOOK_AGAIN)
-    assert verifier.steps(100).count(PLAIN) > 90
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("lag", [0, 5, 10**9])
-@pytest.mark.parametrize("num_sessions", [1, 16])
-def test_no_200_steps_lose_more_than_3_percent(ratio: float, lag: int, num_sessions: int) -> None:
-    verifier = always(ratio, lag=lag)
-    verifier.steps(5_000, num_sessions)
-    dearest = 1.5 / ratio
-    assert verifier.worst(200) < 0.03 + dearest / 200
-    assert verifier.lost[-1] / (5_000 * PLAIN_S) < 2 * PAID_IN + 0.01 * 0.03 + dearest / 5_000
-
-
-def test_texts_change_so_drafting_is_tried_again_and_again_and_a_better_drafter_is_found() -> None:
-    verifier = always(0.7, profile=promising(0.7, 0.7, 0.7, 0.7))
-    assert DRAFTING in verifier.steps(round(2 * MOST_SAVED / PAID_IN))
     verifier.speed_up = lambda _: 1.5
     verifier.steps(2_500)
-    assert verifier.steps(100).count(DRAFTING) > 90
-
-
-def test_a_drafter_that_gets_worse_is_dropped() -> None:
-    verifier = always(1.5)
-    verifier.steps(500)
+    assert verifier.steps(100).count(DRAFTING) == 100
     verifier.speed_up = lambda _: 0.6
-    verifier.steps(3 * BETTER_STEPS)
-    assert verifier.steps(100).count(PLAIN) > 90
+    assert verifier.steps(300).count(PLAIN) > 100, "plain decoding is known, so nothing need be saved up for it"
+    assert verifier.steps(100).count(PLAIN) > 80
 
 
 def test_a_machine_that_gets_slow_does_not_change_the_mode_for_long() -> None:
     verifier = always(1.5)
     verifier.steps(500)
     verifier.slowness = 2.0
-    verifier.steps(400)
-    assert verifier.steps(100).count(DRAFTING) > 90
+    assert verifier.steps(400).count(PLAIN) < 60
 
 
 def test_a_pause_of_the_machine_is_an_accident() -> None:
@@ -178,48 +210,35 @@ def test_a_pause_of_the_machine_is_an_accident() -> None:
     assert verifier.steps(50).count(DRAFTING) > 45
 
 
-def test_a_new_load_begins_with_what_the_nearest_one_has_shown() -> None:
-    verifier = always(0.5, profile=promising(1.5, 1.5, 1.5, 1.5))
-    verifier.steps(500, 8)
-    assert verifier.steps(1, 16) == [PLAIN]
-
-
-def test_steps_that_read_prompts_say_nothing_of_either_mode() -> None:
-    verifier = always(2.0)
-    verifier.steps(50)
-    known = verifier.switch.learned()
-    verifier.slowness = 5.0
-    assert set(verifier.steps(50, reads=True)) == {DRAFTING}
-    assert verifier.switch.learned() == known
-
-
 def test_without_a_session_that_may_speculate_steps_are_plain_and_teach_nothing() -> None:
-    switch = DraftingMode(promising(2.0, 2.0, 2.0, 2.0), rehearsed=True)
+    switch = DraftingMode()
     assert switch.enter(0) is PLAIN
-    switch.observe(num_sessions=3, tokens=3, seconds=1.0, reads=False, answered=True)
+    switch.observe(num_sessions=3, tokens=3, seconds=1.0, plain_s=1.0, reads=False, answered=True)
     assert switch.learned() == []
     assert switch.enter(1) is DRAFTING
     assert switch.enter(0) is PLAIN
 
 
 def test_a_load_is_the_same_within_a_factor_so_that_one_session_more_changes_no_mode() -> None:
-    verifier = always(2.0, profile=promising(2.0, 2.0, 0.5, 0.5))
-    verifier.steps(1, 4)
-    assert set(verifier.steps(10, 3) + verifier.steps(10, 6)) == {DRAFTING}
-    assert verifier.steps(1, 16) == [PLAIN]
+    verifier = Verifier(lambda sessions: 2.0 if sessions <= 6 else 0.5)
+    verifier.steps(200, 4)
+    assert set(verifier.steps(20, 3) + verifier.steps(20, 6)) == {DRAFTING}
+    verifier.steps(1, 7)
+    assert verifier.switch.mode is PLAIN
+    assert set(verifier.switch.loads) == {2, 3}
 
 
 def test_a_successor_begins_in_the_mode_that_was_better() -> None:
     verifier = Verifier(lambda sessions: 2.0 if sessions <= 8 else 0.5)
     for num_sessions in (8, 32):
-        verifier.steps(1_000, num_sessions)
-    switch = DraftingMode(verifier.profile)
+        verifier.steps(2_000, num_sessions)
+    switch = DraftingMode()
     switch.resume(verifier.switch.learned())
     assert [switch.enter(8), switch.enter(32)] == [DRAFTING, PLAIN]
     assert switch.learned() == pytest.approx(verifier.switch.learned())
 
 
-@pytest.mark.parametrize("learned", [[3.0, 1.0], [3.0, 1.0, 0.0], [3.0, float("nan"), 1.0], [-1.0, 1.0, 1.0]])
+@pytest.mark.parametrize("learned", [[3.0, 1.0], [3.0, 1.0, -1.0], [3.0, float("nan"), 1.0], [-1.0, 1.0, 1.0]])
 def test_what_was_not_learned_by_such_a_switch_is_refused(learned: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"needs loads of at least 0|shorter"):
-        DraftingMode(promising(1.0, 1.0, 1.0, 1.0)).resume(learned)
+    with pytest.raises(ValueError, match=r"needs loads and rates|shorter"):
+        DraftingMode().resume(learned)
