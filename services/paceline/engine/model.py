@@ -103,7 +103,7 @@ class Model(Protocol):
             wanted: What will be asked for, so that the device begins with it; None: that is not known.
 
         Raises:
-            MemoryError: The device has no room for it; nothing was computed.
+            MemoryError: The device has no room for it; nothing of it counts.
         """
         ...
 

@@ -56,6 +56,7 @@ class StepPlan:
         guesses: Of those that decode.
         num_rows: Rows to compute; 0: there is nothing to do.
         num_prefill_rows: Those of prompts.
+        abandoned: Whether the device had no room for it.
     """
 
     started_s: float
@@ -65,6 +66,7 @@ class StepPlan:
     guesses: Guesses
     num_rows: int = field(init=False)
     num_prefill_rows: int = field(init=False)
+    abandoned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.num_prefill_rows = sum(part.num_rows for part in self.reading)

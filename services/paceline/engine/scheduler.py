@@ -314,8 +314,12 @@ class Scheduler:
         self.drop(part.session)
 
     def abandon(self, plan: StepPlan) -> None:
-        """The step could not be computed: its sessions are planned for anew."""
+        """The step could not be computed: its sessions are planned for anew, and nothing is learned of it."""
+        for part in plan.decoding:
+            # Their slots are other nodes' soon.
+            self.forest.drop_kv(part.session.tree.row)
         self._scratch.give_back(*plan.guesses.kv.tolist())
+        plan.abandoned, self._cycle_since_s = True, None
         for part in plan.parts:
             part.session.prefilled_to = part.session.pages.num_computed
 
@@ -324,7 +328,7 @@ class Scheduler:
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
-        if not plan.num_rows:
+        if not plan.num_rows or plan.abandoned:
             return
         self._idle_since_s = now_s
         seconds = now_s - plan.started_s

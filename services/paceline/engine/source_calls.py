@@ -81,7 +81,7 @@ class SourceCalls:
     def grow(self, report: StepReport, seconds: float) -> None:
         """Has guesses added to the trees of the sessions of this step, which has taken `seconds` so far."""
         sessions, self._sessions = self._sessions, []
-        if not self._policy.drafts:
+        if not sessions or not self._policy.drafts:
             return
         if self._usual_step is None:
             self._usual_step = MovingAverage(seconds)

@@ -1,6 +1,6 @@
 """The verifier's engine: one step at a time, plan -> pack -> forward -> judge -> commit.
 
-It runs in the engine thread and owns the target model. What a step computes is the scheduler's (`paceline.core`). It
+It runs in the engine thread and owns the target model. What a step computes is the scheduler's (`engine.scheduler`). It
 knows sessions and messages as plain values, never a socket; time comes from the clock it is given.
 """
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from paceline.core import drafter_tier
 from paceline.core.draft_policy import Goodput
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, OverloadedError
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -450,6 +451,41 @@ def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are
     assert verifier.tokens("good") == [40, 41]
     assert [each.session_id for each in verifier.scheduler.running] == ["good"]
     assert not verifier.pool._block_of, "nobody else finds what it was computed from"
+
+
+class Watched(Policy):
+    """Notes the guesses of each step that it learns from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed: list[int] = []
+
+    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
+        del roots, tokens, seconds, other_rows
+        self.observed.append(guesses)
+
+
+def test_nothing_is_kept_or_learned_of_a_step_that_did_not_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Watched()
+    verifier = Verifier(policy=policy)
+    largest, session = (verifier.submit(name) for name in ("largest", "s"))
+    verifier.drafter()
+    verifier.step()
+    verifier.draft(largest, right=4)
+    verifier.draft(session, right=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(verifier.device, "launch", Mock(side_effect=MemoryError("no room")))
+        before = [*policy.observed], verifier.scheduler._drafts.step_s
+        assert verifier.step(seconds=5.0).num_rows == 8
+        assert ([*policy.observed], verifier.scheduler._drafts.step_s) == before
+    assert isinstance(verifier.errors["largest"], OverloadedError)
+    policy.price = 1.0
+    assert verifier.step().num_rows == 1, "a step that verifies nothing, and commits what was guessed"
+    assert verifier.engine.cache.moved == []
+    assert session.pages.num_missing == 1
+    verifier.run()
+    assert verifier.tokens("s") == text(5, 20)
+    assert verifier.scratch.num_used == 0
 
 
 def judging(name: str, **changes: Any) -> dict[str, Any]:

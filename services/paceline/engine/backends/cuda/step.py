@@ -1,4 +1,4 @@
-"""The layers of the Llama family over one cache: nine kernels a layer, of which four are products by torch.
+"""The layers of the Llama family over one cache: ten kernels a layer, of which four are products by torch.
 
 Nothing here reads a value on the host, and every shape follows from that of the step, so that a graph can replay it.
 The residual stream is float32; what lies between linears is in their kind.
