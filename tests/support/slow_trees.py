@@ -224,7 +224,11 @@ class SlowGrowth:
 
     def wants_nodes(self) -> bool:
         """Whether the verifier would take more."""
-        return self.price < 1.0 and len(self.tree.nodes()) < min(self.room, MAX_ROOM)
+        return self.price < 1.0 and self._room > 0
+
+    @property
+    def _room(self) -> int:
+        return max(0, min(self.room, MAX_ROOM) - len(self.tree.nodes()))
 
     def frontier(self, limit: int, context_len: int) -> list[SlowNode]:
         """Nodes worth computing, best first."""
@@ -247,7 +251,7 @@ class SlowGrowth:
 
     def _grow(self, node: SlowNode) -> None:
         survival = self.tree.survival(node)
-        worth = [guess for guess in self.kept[node] if survival * guess[1] >= AHEAD * self.price]
+        worth = [guess for guess in self.kept[node] if survival * guess[1] >= AHEAD * self.price][: self._room]
         self.kept[node] = self.kept[node][len(worth) :]
         for token, confidence in worth:
             if token not in node.children:

@@ -24,6 +24,8 @@ AHEAD = 0.1
 MOST_HELD = 3
 # More nodes ahead than any verifier uses; a peer that asks for more does not get it.
 MAX_ROOM = 256
+# Attention on CUDA sees so many nodes of a row's path, the row itself included.
+MAX_DEPTH = 64
 # Weight of a new observation of how sure the best guess below a node is.
 SHARE_WEIGHT = 0.1
 # What is drafted ahead takes at most this share of the time between two commits in one call, since a commit that comes
@@ -45,10 +47,18 @@ def wants_nodes(tree: Any) -> bool:
 
 
 @kernel
+def computed_to(tree: Any, context_len: int) -> int:
+    """Position from which on no node is computed: its children must lie in the context, and its path has a bound."""
+    return int(min(context_len - 1, tree.committed_len + MAX_DEPTH))
+
+
+@kernel
 def name_worthy(tree: Any, nodes: Any) -> None:
-    """Names the nodes that are worth it by now, so that they are pushed."""
+    """Names the nodes that are worth it by now while there is room, so that they are pushed."""
     least = least_weight(tree)
     for slot in range(tree.count):
+        if tree.named >= tree.room:
+            break
         node = nodes[slot]
         if not node.id and node.weight >= least:
             node.id = tree.next_id
@@ -109,7 +119,7 @@ def levels(f: Arrays, rows: Ints, slots: Ints, most: int, costs: Floats, context
             survival, position = math.exp(nodes[slot].weight), nodes[slot].position
         least = max(tree.price, 0.0)
         cost = costs[index]
-        cap = min(most, context_len - 1 - position, tree.room - tree.named)
+        cap = min(most, computed_to(tree, context_len) - position, tree.room - tree.named)
         if tree.held:
             # Its verifier has what it waited for.
             cap, cost, least = min(cap, int(AHEAD_SHARE / cost)), 0.0, AHEAD * tree.price
@@ -138,15 +148,15 @@ def reprice(f: Arrays, rows: Ints, prices: Floats, rooms: Ints) -> None:
 
 
 @kernel
-def grows(nodes: Any, slot: int, least: float, context_len: int) -> bool:
-    """Whether a node is worth computing: named, not computed, below a computed one, with children in the context."""
+def grows(nodes: Any, slot: int, least: float, end: int) -> bool:
+    """Whether a node is worth computing: named, not computed, below a computed one, before `computed_to`."""
     node = nodes[slot]
     return bool(
         node.id > 0
         and node.kv == NONE
         and node.weight >= least
         and (node.parent == ROOT or nodes[node.parent].kv != NONE)
-        and node.position + 1 < context_len
+        and node.position < end
     )
 
 
@@ -155,9 +165,9 @@ def can_grow(tree: Any, nodes: Any, context_len: int) -> bool:
     """Whether a tree has a node worth computing."""
     if not tree.ready or not wants_nodes(tree):
         return False
-    least = least_weight(tree)
+    least, end = least_weight(tree), computed_to(tree, context_len)
     for slot in range(tree.count):
-        if grows(nodes, slot, least, context_len):
+        if grows(nodes, slot, least, end):
             return True
     return False
 
@@ -183,9 +193,9 @@ def frontier(
         tree, nodes = f.trees[row], f.nodes[row]
         if not tree.ready or not wants_nodes(tree):
             continue
-        least, found = least_weight(tree), 0
+        least, end, found = least_weight(tree), computed_to(tree, context_len), 0
         for slot in range(tree.count):
-            if grows(nodes, slot, least, context_len):
+            if grows(nodes, slot, least, end):
                 found = insert(slots, weights, found, limit, slot, nodes[slot].weight)
         for rank in range(found):
             out_rows[total], out_slots[total], out_weights[total] = row, slots[rank], weights[rank]

@@ -12,7 +12,8 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine.draft_scheduler import QUIET_S
 from paceline.engine.draft_session import Offer
-from paceline.forest import ROOT
+from paceline.forest import NONE, ROOT
+from paceline.forest.drafting import MAX_DEPTH
 from tests.support.counting import VOCAB_SIZE, WRONG, Drafter, text
 
 
@@ -241,6 +242,30 @@ def test_at_a_price_of_1_prompts_are_read_and_no_tree_grows() -> None:
     drafter.commit("s", 21, price=0.1)
     drafter.run()
     assert drafter.guessed("s") == text(22, 4)
+
+
+def test_one_level_names_no_more_nodes_than_there_is_room_and_the_others_after_a_commit() -> None:
+    drafter = Drafter(width=8, sure=lambda _: 0.5)
+    drafter.open("s", room=3)
+    drafter.run()
+    assert len(drafter.tree("s")) == 3
+    drafter.commit("s", 5, room=3)
+    drafter.run()
+    assert len(drafter.tree("s")) == 3
+
+
+@pytest.mark.parametrize("max_levels", [1, 16, 100])
+def test_no_row_has_a_longer_path_than_devices_attend(max_levels: int) -> None:
+    drafter = Drafter(max_levels=max_levels)
+    drafter.open("s", room=100)
+    longest = 0
+    while drafter.scheduler.has_work:
+        plan = drafter.step()
+        below = [int((plan.kv[:, index] != NONE).sum()) for index in range(plan.kv.shape[1])]
+        starts = [0] * sum(each.expands for each in plan.catching_up) + [len(each.kv) for each in plan.growing]
+        longest = max(longest, *(at + more for at, more in zip(starts, below, strict=True)), 0)
+    assert longest == MAX_DEPTH
+    assert len(drafter.tree("s")) == MAX_DEPTH + 1
 
 
 def test_a_tree_grows_as_far_as_the_price_says_and_no_further_than_there_is_room() -> None:
