@@ -27,9 +27,10 @@ from paceline.service.supervision import Supervisor
 from paceline.verifier import commit_log, verifier_host
 from paceline.verifier.verifier_host import TargetHost
 from paceline.wire import start_session_to_pb
-from paceline.wire.columns import WORD
+from paceline.wire.columns import MAX_NUMBER, WORD
 from tests.integration.conftest import running_verifier, verifier_at
 from tests.integration.test_verifier_service import told
+from tests.support.clock import Clock
 from tests.support.fuzzing import until
 from tests.support.log_stream import ScriptedLog, VerifierCalls, verifier_calls
 from tests.support.memory_store import MemoryStore
@@ -299,31 +300,57 @@ async def lost(client: VerifierClient, running: RunningCall) -> tuple[bool, bool
 
 
 class Silent(verifier_pb2_grpc.VerifierServicer):
-    """Accepts sessions, and says nothing of them."""
+    """Accepts sessions, and says nothing of them; shows life once it may."""
+
+    def __init__(self) -> None:
+        self.lives = asyncio.Event()
 
     async def Verify(self, request_iterator, context) -> AsyncIterator[verifier_pb2.VerifyResponse]:
         async for message in ScriptedLog(self._run).messages(request_iterator):
             yield message
+            if message.taken:
+                await self.lives.wait()
+                yield verifier_pb2.VerifyResponse(alive=True)
 
     async def _run(self, _: GenerateRequest) -> AsyncIterator[CommittedTokens]:
         await asyncio.Event().wait()
         yield CommittedTokens(token_ids=())
 
 
-async def test_a_verifier_that_vanished_before_it_said_anything_may_have_computed_the_session() -> None:
-    server = grpc.aio.server()
-    verifier_pb2_grpc.add_VerifierServicer_to_server(Silent(), server)
+@pytest.mark.parametrize(("life_after_s", "unheard"), [(None, True), (0.5, True), (1.5, False)])
+async def test_a_verifier_that_vanished_before_it_said_anything_may_have_computed_the_session_unless_it_let_it_wait(
+    life_after_s: float | None, unheard: bool
+) -> None:
+    server, silent, clock = grpc.aio.server(), Silent(), Clock()
+    verifier_pb2_grpc.add_VerifierServicer_to_server(silent, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    request, client = ask("s"), VerifierClient(60)
+    request, client = ask("s"), VerifierClient(60, clock=clock)
     with DelayProxy(("127.0.0.1", port)) as proxy:
         running = client.running(proxy.address, request, vocab_size=256)
         losing = asyncio.create_task(lost(client, running))
-        await until(lambda: running.taken)
+        await until(lambda: running.taken_s is not None)
+        if life_after_s is not None:
+            clock.now_s = life_after_s
+            silent.lives.set()
+            await until(lambda: running.heard_s == life_after_s)
         proxy.cut()
-        assert await losing == (False, True)
+        assert await losing == (False, unheard)
     await client.close()
     await server.stop(None)
+
+
+async def test_a_stream_without_a_number_left_ends_and_the_next_session_dials_anew(tiny_pair) -> None:
+    async with running_verifier(tiny_pair[0]) as (calls, _):
+        stream = Stream(calls, ask("s"))
+        await stream.until_tokens()
+        dialled = calls._client._stream(calls.address)
+        dialled._last_number = MAX_NUMBER
+        with pytest.raises(UnavailableError, match="no number left"):
+            await calls.tokens(ask("beyond", max_tokens=2))
+        assert type(await stream.end()) is UnavailableError
+        await until(lambda: dialled.over)
+        assert len(await calls.tokens(ask("next", max_tokens=2))) == 2
 
 
 async def test_a_stream_that_breaks_loses_all_its_sessions_and_the_next_one_dials_again(tiny_pair) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.gateway.fleet import ejection
+from paceline.gateway.fleet.verifier_client import RunningCall
 from paceline.gateway.http import connection
 from paceline.gateway.http.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
@@ -348,6 +349,19 @@ async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Pa
         assert "was silent for 2 s" in last["error"]["message"]
         assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
         await assert_next_request_works(fleet)
+
+
+async def test_a_session_whose_client_does_not_read_ends_and_goes_to_no_other_verifier(
+    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(call: RunningCall, outcome: object) -> None:
+        raise asyncio.QueueFull
+
+    monkeypatch.setattr(RunningCall, "put", full)
+    assert "does not read its tokens" in error_of(await post(fresh_fleet), 503)["message"]
+    assert len(fresh_fleet.verifier.requests) == 1
+    monkeypatch.undo()
+    await assert_next_request_works(fresh_fleet)
 
 
 async def test_a_client_that_leaves_a_stream_cancels_the_verifiers_call(fresh_fleet: ScriptedFleet) -> None:

@@ -86,7 +86,7 @@ async def test_a_session_shows_life_while_its_grammar_is_compiled_and_then_runs(
         plain = await calls.tokens(asked("plain"))
         running = calls.running(asked("bound", "slow"))
         session = asyncio.create_task(calls.tokens_of(running))
-        await until(lambda: running.taken)
+        await until(lambda: running.taken_s is not None)
         taken_s = running.heard_s
         await until(lambda: running.heard_s > taken_s)
         # It has its place meanwhile, and the engine serves others.

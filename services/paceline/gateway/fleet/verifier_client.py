@@ -31,10 +31,13 @@ from paceline.service.peer_queue import PeerQueue
 from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from paceline.service.status import error_from_rpc
 from paceline.wire import AskedSession, log_from_pb, size_of_committed, start_session_to_pb
+from paceline.wire.columns import MAX_NUMBER
 from paceline.wire.common import PROTOCOL, check_protocol
 
 # A verifier tells at once, of a session that is left, what speculation did for it.
 RECORD_TIMEOUT_S = 1.0
+# An engine that computes a session says so within this time; while others run, its sign of life comes about as often.
+LIFE_AFTER_S = 1.0
 # Bytes that may wait for a client that does not read, and for a verifier.
 CLIENT_BYTES, VERIFIER_BYTES = 16 * 1024 * 1024, 64 * 1024 * 1024
 # Of a message beside its only session.
@@ -59,8 +62,9 @@ class RunningCall:
         asked: The session, and what has come of it.
         address: The verifier's.
         ran: Whether an engine has computed a part of it.
-        taken: Whether the verifier has accepted it.
-        unheard: Whether the verifier was lost after it had accepted the session, and before it told anything of it.
+        taken_s: When the verifier accepted it, monotonic seconds; None: it has not yet.
+        unheard: Whether the verifier was lost soon after it had accepted the session, and before it told anything of
+            it. One that has shown life for longer lets the session wait, for a place or its grammar.
         ended_by: Why the gateway itself ended it; None while it runs.
         is_left: The client has all that it wants; what is yet to come is the record.
     """
@@ -68,7 +72,7 @@ class RunningCall:
     asked: AskedSession
     address: str
     ran: bool = False
-    taken: bool = False
+    taken_s: float | None = None
     unheard: bool = False
     ended_by: PacelineError | None = None
     is_left: bool = False
@@ -96,7 +100,9 @@ class RunningCall:
             asyncio.QueueFull: The client does not read.
         """
         if isinstance(outcome, PacelineError):
-            self.unheard = self.taken and not self._num_heard
+            self.unheard = (
+                self.taken_s is not None and not self._num_heard and self.heard_s - self.taken_s < LIFE_AFTER_S
+            )
             self._arrived.put([(outcome, 0)])
             return
         self._num_heard += 1
@@ -170,8 +176,12 @@ class _Stream:
 
         Raises:
             InvalidRequestError: It is too large for a message, or a number of it for its field.
+            UnavailableError: The stream has no number left; it ends, and the next session dials anew.
         """
         number = self._last_number + 1
+        if number > MAX_NUMBER:
+            self._end(partial(UnavailableError, f"the stream to {self.address} has no number left for a session"))
+            raise self._why()
         message = verifier_pb2.VerifyRequest(starts=[start_session_to_pb(number, call.request)])
         num_bytes = message.ByteSize()
         if num_bytes > MAX_MESSAGE_BYTES:
@@ -283,7 +293,7 @@ class _Stream:
             self.heard_s = self._clock()
         for number in part.taken:
             if number in self._calls:
-                self._calls[number].taken = True
+                self._calls[number].taken_s = self._clock()
         for number, outcome in part.outcomes:
             call = self._calls.get(number)
             if call is not None:

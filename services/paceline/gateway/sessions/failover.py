@@ -139,7 +139,7 @@ class Failover:
 
         Raises:
             EndsEnginesError: Several engines in a row died of it.
-            PacelineError: A verifier refused the session, or none was found in time.
+            PacelineError: A verifier refused the session, none was found in time, or the gateway ended it.
         """
         attempts = _Attempts(request=request, trail=trail, until_s=self._clock() + self._failover_s)
         epoch = request.epoch
@@ -163,7 +163,7 @@ class Failover:
                 self._note_reach(running, verifier, error)
                 if isinstance(error, InvalidRequestError) and error.field == GRAMMAR_FIELD:
                     raise InvalidRequestError(request.grammar_field, error.problem) from None
-                if isinstance(error, _OF_THE_REQUEST) or self._client.aborted:
+                if isinstance(error, _OF_THE_REQUEST) or self._client.aborted or _ended_here(running):
                     raise
                 progressed = len(trail.token_ids) > known
                 if progressed:
@@ -298,6 +298,11 @@ class Failover:
         finally:
             self._in_flight[verifier.replica_id] -= 1
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
+
+
+def _ended_here(running: RunningCall) -> bool:
+    """Whether the gateway ended the session for good, such as one whose client does not read."""
+    return running.ended_by is not None and not isinstance(running.ended_by, MovedError)
 
 
 def _given_up(attempts: _Attempts, error: PacelineError) -> PacelineError:

@@ -40,7 +40,7 @@ class EngineDeaths:
         Args:
             error: What ended it.
             ran: Whether the verifier had reported that its engine computes the session.
-            unheard: Whether the verifier had accepted the session and vanished before its first message.
+            unheard: Whether the verifier vanished soon after it had accepted the session, before its first message.
             progressed: Whether the attempt brought a token.
         """
         known = EngineDeaths(has_tokens=True) if progressed else self
