@@ -222,6 +222,35 @@ async def test_a_session_that_cannot_be_made_ends_alone(tiny_pair, monkeypatch: 
         assert await other.end() is None
 
 
+@pytest.mark.parametrize("fault", ["an outcome that cannot be encoded", "a start that fails once it is counted"])
+async def test_an_error_of_ours_ends_its_session_alone_and_frees_it(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    async with running_verifier(tiny_pair[0]) as (calls, host):
+        other = Stream(calls, ask("other", max_tokens=100))
+        await other.until_tokens()
+        tell, begin = host._tell, host._begin
+
+        def telling(session, outcome, now_s) -> None:
+            bad = session.request.session_id == "bad" and outcome.token_ids
+            tell(session, outcome._replace(token_ids=(-1,) * len(outcome.token_ids)) if bad else outcome, now_s)
+
+        def beginning(mine, *grammar) -> None:
+            if mine.request.session_id == "bad":
+                raise ValueError("what no check has seen")
+            begin(mine, *grammar)
+
+        if fault.startswith("an outcome"):
+            monkeypatch.setattr(host, "_tell", telling)
+        else:
+            monkeypatch.setattr(host, "_begin", beginning)
+        error = await Stream(calls, ask("bad")).end()
+        assert "internal error" in str(error)
+        assert [each.request.session_id for each in host._sessions.values()] in (["other"], [])
+        assert await other.end() is None
+        assert host.num_sessions == 0
+
+
 SERVE = """
 import sys
 from paceline.verifier import __main__ as verifier, own_engine

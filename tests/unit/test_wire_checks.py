@@ -314,6 +314,9 @@ def read_log(
         ({"fates": bytes(2)}, "fates: has 2 entries, where 3 are expected"),
         ({"running": [3]}, "running: names sessions twice, or others than `sessions` does"),
         ({"lossy": [1, 1]}, "lossy: names sessions twice"),
+        ({"taken": [1] * 65_537}, "taken: has 65537 entries, at most 65536 are allowed"),
+        ({"running": [1] * 65_537}, "running: has 65537 entries, at most 65536 are allowed"),
+        ({"lossy": [1] * 65_537}, "lossy: has 65537 entries, at most 65536 are allowed"),
         ({"results": [verifier_pb2.SessionResult(number=3)]}, "results: names sessions twice, or others"),
         ({"records": [verifier_pb2.SessionSpeculation()]}, "records: names sessions twice, or others"),
         ({"logprobs": [verifier_pb2.SessionLogprobs(number=9)]}, "logprobs: names sessions twice, or others"),
@@ -444,6 +447,16 @@ def test_a_message_has_at_most_the_distributions_of_a_part() -> None:
         message.drafts[0].distributions.add()
     with pytest.raises(RemoteProtocolError, match="DraftResponse: distributions: has 1025 entries, at most 1024"):
         wire.draft_response_from_pb(message)
+
+
+@pytest.mark.parametrize("kind", ["starts", "leaves"])
+def test_a_gateways_message_starts_and_leaves_a_bounded_number_of_sessions(kind: str) -> None:
+    message = verifier_pb2.VerifyRequest()
+    for _ in range(257):
+        entries: Any = getattr(message, kind)
+        entries.append(1) if kind == "leaves" else entries.add()
+    with pytest.raises(RemoteProtocolError, match="VerifyRequest: has 257 entries, at most 256 are allowed"):
+        wire.starts_from_pb(message)
 
 
 @pytest.mark.parametrize("kind", ["opens", "closes", "states", "commits"])

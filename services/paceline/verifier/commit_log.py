@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, SpeculationRecord
 from paceline.wire import LogPart, size_of_committed
+from paceline.wire.columns import MAX_SESSIONS
 
 # At most 250 messages a second from a verifier, as long as the wait stays short.
 GATHER_PER_SESSION_S = 0.004
@@ -23,6 +24,8 @@ GATHER_WHOLE_S = 0.5
 LOG_BYTES = 64 * 1024 * 1024
 # Bytes of a message from which on the next session waits for the next one; gRPC takes 16 MiB.
 PART_BYTES = 1024 * 1024
+# Of sessions, in a message.
+PART_ENTRIES = 4096
 # After this silence a gateway gets a sign of life for all its sessions.
 SILENCE_S = 1.0
 # Between two records of what speculation did for a session; its result has one as well.
@@ -160,6 +163,11 @@ class GatewayLog:
         self._ended.append((number, error))
         self._ready.set()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether more sessions wait to be told of than run anywhere: the gateway starts them, and does not read."""
+        return max(len(self._taken), len(self._ended), len(self._leaving)) > MAX_SESSIONS
+
     def count(self, num_bytes: int) -> None:
         """Counts bytes that wait now.
 
@@ -191,8 +199,13 @@ class GatewayLog:
             self._ready.set()
 
     def close(self, error: PacelineError | None = None) -> None:
-        """Ends the stream: after what may leave, or at once with an error."""
+        """Ends the stream: after what may leave, or at once with an error instead of it."""
         self.closed, self._error = True, error
+        if error is not None:
+            # A peer that does not read may hold the stream for long.
+            self._leaving.clear()
+            self._ended.clear()
+            self._taken.clear()
         self._ready.set()
 
     async def take(self) -> LogPart | None:
@@ -212,22 +225,23 @@ class GatewayLog:
 
     def _part(self, now_s: float) -> LogPart | None:
         outcomes: list[tuple[int, CommittedTokens | PacelineError]] = [*self._released(now_s)]
-        while self._ended and self._ended[0][0] not in self._leaving:
+        while self._ended and self._ended[0][0] not in self._leaving and len(outcomes) < PART_ENTRIES:
             outcomes.append(self._ended.popleft())
         if not (outcomes or self._taken or self._alive):
             return None
-        part = LogPart(outcomes=outcomes, taken=self._taken, alive=self._alive)
+        part = LogPart(outcomes=outcomes, taken=self._taken[:PART_ENTRIES], alive=self._alive)
         if self._alive:
             self._shown_s = now_s
-        self._taken, self._alive = [], False
-        if not (self._leaving or self._ended or self.closed):
+        self._taken, self._alive = self._taken[PART_ENTRIES:], False
+        if not (self._leaving or self._ended or self._taken or self.closed):
             self._ready.clear()
         return part
 
     def _released(self, now_s: float) -> Sequence[tuple[int, CommittedTokens]]:
-        outcomes, left = [], PART_BYTES
+        outcomes: list[tuple[int, CommittedTokens]] = []
+        left = PART_BYTES
         for number, session in list(self._leaving.items()):
-            if left <= 0:
+            if left <= 0 or len(outcomes) == PART_ENTRIES:
                 break
             if session.is_told():
                 del self._leaving[number]

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.errors import RemoteProtocolError
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier.verifier_host import Asked, TargetHost
-from paceline.wire import log_to_pb, starts_from_pb
+from paceline.wire import starts_from_pb
 from paceline.wire.common import PROTOCOL, check_protocol
 
 HELLO_TIMEOUT_S = 5.0
@@ -31,8 +31,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         first = await self._hello(requests)
         yield verifier_pb2.VerifyResponse(protocol=PROTOCOL)
         async with aclosing(self._host.converse(self._asked(first, requests))) as parts:
-            async for part in parts:
-                yield log_to_pb(part)
+            async for message in parts:
+                yield message
 
     async def _hello(self, requests: AsyncIterator[verifier_pb2.VerifyRequest]) -> verifier_pb2.VerifyRequest:
         try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.errors import (
@@ -39,6 +39,7 @@ from paceline.engine.grammar import NICENESS
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
+from paceline.rpc.v1 import verifier_pb2
 from paceline.service.credentials import FleetTls
 from paceline.service.fair_threads import FairThreads
 from paceline.service.supervision import Work
@@ -47,7 +48,7 @@ from paceline.tier.drafters import Drafters
 from paceline.verifier.commit_log import GatewayLog, Gathering, SessionLog
 from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
-from paceline.wire import LogPart, size_of
+from paceline.wire import LogPart, log_to_pb, size_of
 from paceline.wire.sessions import Start
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ RETRY_AFTER_S = 1.0
 MOST_GRAMMARS, LONGEST_WAIT_S = 64, 60.0
 # Pause between two looks for sessions that have been silent.
 LIFE_S = 0.5
+UNREAD = "the gateway does not read its log"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -215,7 +217,7 @@ class TargetHost:
             session_id = session.request.session_id
             self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
 
-    async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[LogPart, None]:
+    async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[verifier_pb2.VerifyResponse, None]:
         """One gateway's stream: it starts sessions and leaves them, and is told what becomes of them.
 
         Sessions end with it, within one step. If a session already runs here, the newer epoch takes it over, and the
@@ -232,11 +234,32 @@ class TargetHost:
         reader = asyncio.create_task(self._read(gateway, asked))
         try:
             while (part := await gateway.take()) is not None:
-                yield part
+                yield self._encoded(gateway, part)
         finally:
             reader.cancel()
             self._cut_off(gateway)
             del self._gateways[gateway]
+
+    def _encoded(self, gateway: GatewayLog, part: LogPart) -> verifier_pb2.VerifyResponse:
+        """A gateway's next message; a session that it cannot tell of ends alone."""
+        try:
+            return log_to_pb(part)
+        except Exception:
+            logger.exception("a message to a gateway could not be encoded")
+        outcomes = [(number, self._fit_to_send(gateway, number, outcome)) for number, outcome in part.outcomes]
+        return log_to_pb(replace(part, outcomes=outcomes))
+
+    def _fit_to_send(
+        self, gateway: GatewayLog, number: int, outcome: CommittedTokens | PacelineError
+    ) -> CommittedTokens | PacelineError:
+        try:
+            log_to_pb(LogPart(outcomes=[(number, outcome)]))
+        except Exception as error:  # noqa: BLE001 - it was logged with the message
+            known = self._gateways[gateway].get(number)
+            if known is not None:
+                self._forget(known, asyncio.CancelledError())
+            return _internal(error)
+        return outcome
 
     async def _read(self, gateway: GatewayLog, asked: AsyncIterator[Asked]) -> None:
         try:
@@ -249,6 +272,8 @@ class TargetHost:
                     copy_context().run(self._start, gateway, number, request)
                 for number in leaves:
                     self._leave(gateway, number)
+                if gateway.is_full:
+                    self._cut_off(gateway, UnavailableError(UNREAD))
             gateway.close()
         except PacelineError as error:
             gateway.close(error)
@@ -264,16 +289,23 @@ class TargetHost:
             gateway.close(error)
 
     def _start(self, gateway: GatewayLog, number: int, request: GenerateRequest | InvalidRequestError) -> None:
-        """Begins a session; what is wrong with it is told in its place."""
+        """Begins a session; what is wrong with it, or with us, is told in its place."""
         try:
             if isinstance(request, InvalidRequestError):
                 raise request
             self._take_in(gateway, number, request)
         except PacelineError as error:
-            gateway.end(number, error)
+            self._refuse(gateway, number, error)
         except Exception as error:
             logger.exception("a session could not be started")
-            gateway.end(number, PacelineError(f"internal error ({type(error).__name__}); the verifier's log has it"))
+            self._refuse(gateway, number, _internal(error))
+
+    def _refuse(self, gateway: GatewayLog, number: int, error: PacelineError) -> None:
+        known = self._gateways[gateway].get(number)
+        if known is None:
+            gateway.end(number, error)
+        else:
+            self._end(known, error)
 
     def _take_in(self, gateway: GatewayLog, number: int, request: GenerateRequest) -> None:
         with ExitStack() as closing:
@@ -299,19 +331,16 @@ class TargetHost:
                 closing=closing.pop_all(),
             )
         self._sessions[mine.serial] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
-        trace.paired(mine.drafter_address)
         self.drafters.count(mine.drafter_address, +1)
+        trace.paired(mine.drafter_address)
         self._empty.clear()
         # Counted here, since an engine that hangs reports no steps.
         self._metrics.sessions.under_way.set(self.num_sessions)
         gateway.taken(number)
         if request.sampling.grammar:
             mine.compiling = asyncio.create_task(self._compile(mine))
-            return
-        try:
+        else:
             self._begin(mine)
-        except PacelineError as error:
-            self._end(mine, error)
 
     def _methods(self, request: GenerateRequest) -> frozenset[str]:
         """Those of the tier by which a session may be drafted."""
@@ -395,7 +424,7 @@ class TargetHost:
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     def _fence(self, request: GenerateRequest) -> None:
-        """Ends a session of an owner that has lost it; its last tokens are dropped."""
+        """Ends a session of an owner that has lost it; what was committed of it goes out before the error."""
         known = self._under_way.get(request.session_id)
         if known is not None:
             self._end(known, StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}"))
@@ -472,9 +501,13 @@ class TargetHost:
             self._end(session, error)
             return
         except asyncio.QueueFull:
-            self._cut_off(session.log.gateway, UnavailableError("the gateway does not read its log"))
+            self._cut_off(session.log.gateway, UnavailableError(UNREAD))
             return
         session.log.gateway.lives()
         if outcome.result is not None:
             session.trace.ended(outcome.result)
             self._forget(session)
+
+
+def _internal(error: Exception) -> PacelineError:
+    return PacelineError(f"internal error ({type(error).__name__}); the verifier's log has it")

@@ -62,6 +62,8 @@ _ERRORS = {kind.__name__: kind for kind in (EngineDiedError, StaleEpochError, Un
 MAX_PROBLEM_CHARS, MAX_FIELD_CHARS = 256, 64
 # A client is told the pause as it comes.
 MAX_RETRY_AFTER_S = 3600.0
+# Sessions that a message of a gateway starts and leaves; ours names one.
+MAX_REQUEST_ENTRIES = 256
 
 # Of a session in a message, and of a token or a log probability.
 _SESSION_BYTES, _ENTRY_BYTES = 64, 16
@@ -190,7 +192,11 @@ def starts_from_pb(message: verifier_pb2.VerifyRequest, *, context_len: int = MA
 
     Args:
         context_len: Tokens that the verifier takes; a longer text is refused before its tokens are made.
+
+    Raises:
+        RemoteProtocolError: The message starts and leaves too many.
     """
+    check_count("VerifyRequest", len(message.starts) + len(message.leaves), MAX_REQUEST_ENTRIES)
     return [(each.number, _start_from_pb(each, context_len)) for each in message.starts]
 
 
@@ -286,7 +292,8 @@ def log_from_pb(
     numbers, ends, tokens = read_sessions(message, "token_ids", last_number=last_number)
     offsets = read(message, "offsets", len(numbers)).tolist()
     check_size("VerifyResponse.fates", len(message.fates), len(tokens))
-    check_count("VerifyResponse.errors", len(message.errors), MAX_SESSIONS)
+    for each in ("errors", "taken", "running", "lossy"):
+        check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
     listed = numbers.tolist()
     rare = _Rare(message, frozenset(listed))
     outcomes: list[Outcome] = []

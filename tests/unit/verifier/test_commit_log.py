@@ -224,6 +224,38 @@ async def test_a_log_that_is_closed_ends_once_all_is_told() -> None:
     assert await log.gateway.take() is None
 
 
+async def test_a_log_that_ends_with_an_error_holds_nothing_any_more() -> None:
+    log = Log()
+    session = log.start()
+    log.commit(step(1))
+    session.fail(UnavailableError("it shuts down"))
+    log.gateway.taken(2)
+    log.gateway.close(UnavailableError("the gateway does not read"))
+    assert not any((log.gateway._leaving, log.gateway._ended, log.gateway._taken))
+    with pytest.raises(UnavailableError, match="does not read"):
+        await log.gateway.take()
+
+
+@pytest.mark.parametrize("kind", ["taken", "ended", "left"])
+async def test_sessions_that_nobody_reads_of_leave_in_several_messages_or_are_too_many(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_log, "MAX_SESSIONS", 9)
+    monkeypatch.setattr(commit_log, "PART_ENTRIES", 4)
+    log = Log()
+    full = []
+    for number in range(1, 11):
+        if kind == "taken":
+            log.gateway.taken(number)
+        elif kind == "ended":
+            log.gateway.end(number, UnavailableError("none is free"))
+        else:
+            log.start(number).leave()
+        full.append(log.gateway.is_full)
+    assert full == [False] * 9 + [True]
+    assert [len(part.outcomes) + len(part.taken) for part in await log.parts()] == [4, 4, 2]
+
+
 def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     chances = [PositionLogprobs(token_id=token_id, logprob=-float(token_id), top=()) for token_id in (1, 2, 3)]
     parts = [
