@@ -63,8 +63,7 @@ class MedusaSource(LocalSource[StatelessFollower]):
         assert self._cache is not None, "the engine attaches a source before it asks"
         sessions = [turn.follower.session for turn in turns]
         slots = [session.pages.slot(len(session.tokens) - 2) for session in sessions]
-        states = self._cache.states[torch.tensor(slots, device=self._cache.device)]
-        return states[:, -self._heads.hidden_size :].to(torch.float32)
+        return self._cache.states_at(slots)[:, -self._heads.hidden_size :].to(torch.float32)
 
     def _grow_one(self, turn: Turn[StatelessFollower], logits: np.ndarray) -> list[float]:
         """Grows one tree from logits [heads, vocab]."""

@@ -39,15 +39,16 @@ class KVCache:
 
     def features(self, slots: Sequence[int]) -> Features:
         """The states of slots, float32 [n, width]."""
-        states: Features = self._states_at(slots).float().cpu().numpy()
+        states: Features = self.states_at(slots).float().cpu().numpy()
         return states
 
     def state_bytes(self, slots: Sequence[int], width: int) -> bytes:
         """The first `width` numbers of the states of slots, bfloat16, little-endian, a slot after another."""
-        states = self._states_at(slots)[:, :width].to(device="cpu", dtype=torch.bfloat16)
+        states = self.states_at(slots)[:, :width].to(device="cpu", dtype=torch.bfloat16)
         return states.contiguous().view(torch.uint8).numpy().tobytes()
 
-    def _states_at(self, slots: Sequence[int]) -> torch.Tensor:
+    def states_at(self, slots: Sequence[int]) -> torch.Tensor:
+        """The states of slots [n, width], on the device."""
         return self.states[torch.tensor(slots).to(self.device)]
 
     def apply_moves(self, moves: list[tuple[int, int]]) -> None:
@@ -56,6 +57,9 @@ class KVCache:
             sources, targets = np.array(moves, np.int64).T
             self.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
             moves.clear()
+
+    def flush(self) -> None:
+        """Does the moves that wait, where they do; whoever reads or writes slots itself calls it first."""
 
     def copy_slots(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Copies KV and states of slots in all layers; all sources are read before any target is written.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from paceline.core.pages import BLOCK_SIZE
+from paceline.drafting.growing import StatelessFollower
+from paceline.drafting.medusa import MedusaSource
 from paceline.engine.backends.cuda import backend, plan
 from paceline.engine.backends.cuda.kv import CudaKVCache
 from paceline.engine.backends.cuda.plan import ROWS
@@ -184,4 +188,48 @@ def test_other_families_take_the_kernel_through_the_platform(tmp_path):
     # While it loads, a model's logits with our attention are compared with transformers' own, in chunks and a tree.
     platform = CudaPlatform(DEVICE, Stream(DEVICE))
     backend = GenericBackend.load(tmp_path, DecoderConfig.from_folder(tmp_path), torch.float32, platform)
-    assert isinstance(backend.new_cache(1, 0), CudaKVCache)
+    decoder = Decoder(backend)
+    cache = decoder.new_cache(NUM_BLOCKS)
+    assert isinstance(cache, CudaKVCache)
+    decoder.forward(pack(chain(PROMPT[:5]), [TABLE]), cache)
+    first = TABLE[0] * BLOCK_SIZE
+    cache.apply_moves([(first + 4, first + 9)])
+    decoder.forward(pack(chain(PROMPT[10:11], 10), [TABLE]), cache)
+    for part in (cache.keys[:, TABLE[0]].mT, cache.values[:, TABLE[0]]):
+        assert part[:, :, 4].any()
+        assert torch.equal(part[:, :, 9], part[:, :, 4]), "moves are made before a step reads what they bring"
+
+
+class NotedHeads:
+    """Medusa heads that note the states which they get."""
+
+    hidden_size = HIDDEN
+
+    def __len__(self):
+        return 1
+
+    def __call__(self, states, count):
+        self.states = states
+        return torch.zeros(count, len(states), SIZES["vocab_size"])
+
+
+def test_heads_get_the_states_of_tokens_whose_moves_wait(model):
+    decoder, _ = on_device(model)
+    decoder.keep_states(StateLayout(hidden_size=HIDDEN, final=True))
+    cache, heads = decoder.new_cache(NUM_BLOCKS), NotedHeads()
+    decoder.forward(pack(chain(PROMPT[:5]), [TABLE]), cache)
+    first = TABLE[0] * BLOCK_SIZE
+    cache.apply_moves([(first + 4, first + 9)])
+    session = SimpleNamespace(tokens=PROMPT[:11], pages=SimpleNamespace(num_missing=1, slot=lambda at: first + at))
+    turn = Mock(follower=StatelessFollower(session), limit=0)
+    source = MedusaSource(heads)
+    source.attach(cache, None)
+    source.grow([turn])
+    assert torch.equal(heads.states[0], cache.states[first + 4].float())
+
+
+def test_moves_of_a_usual_number_find_their_kernels_compiled(model, launches):
+    decoder, stream = on_device(model)
+    decoder.prepare(1, decoder.new_cache(1))
+    stream.work_until(stream.num_launched)
+    assert launches.count("_move") == 2

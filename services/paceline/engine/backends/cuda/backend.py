@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from paceline.core.features import Features
 from paceline.engine.backends.cuda.kv import CudaKVCache
+from paceline.engine.backends.cuda.layer_kernels import MOVES
 from paceline.engine.backends.cuda.pending import Asked, CudaPending
 from paceline.engine.backends.cuda.plan import (
     ROWS,
@@ -44,6 +45,8 @@ from paceline.forest import NONE
 
 logger = logging.getLogger(__name__)
 
+# Moves of a step, as far as kernels for them are compiled before the first session.
+USUAL_MOVES = MOVES[:2]
 # Changes the arrays of a step on the device.
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 
@@ -76,7 +79,11 @@ class CudaBackend(LlamaBackend):
 
     @override
     def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout) -> None:
-        self._steps_over(cache).record(max_rows, kept)
+        steps = self._steps_over(cache)
+        steps.record(max_rows, kept)
+        for count in USUAL_MOVES:
+            trash = torch.full((count,), steps.cache.trash, device=self.stream.device)
+            self.stream.run(partial(steps.cache.move, trash, trash))
 
     @override
     def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> CudaPending:

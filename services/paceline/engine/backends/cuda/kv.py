@@ -55,9 +55,15 @@ class CudaKVCache(KVCache):
         return sources, targets
 
     @override
-    def _states_at(self, slots: Sequence[int]) -> torch.Tensor:
+    def states_at(self, slots: Sequence[int]) -> torch.Tensor:
         # States lie where their slots are, or will be.
-        return super()._states_at([self.moves.get(slot, slot) for slot in slots])
+        return super().states_at([self.moves.get(slot, slot) for slot in slots])
+
+    @override
+    def flush(self) -> None:
+        if self.moves:
+            self.copy_slots(*self.waiting)
+            self.moves.clear()
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies KV and states from slot to slot, int64 [n] on the device; all are read before any is written."""

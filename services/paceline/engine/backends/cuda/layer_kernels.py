@@ -14,7 +14,7 @@ from paceline.engine.backends.cuda.launch import kernel, launch, power_of_two, r
 _BLOCK_SIZE: Final = tl.constexpr(pages.BLOCK_SIZE)
 _TILE: Final = 1024
 # Slots that are moved at once, in few sizes, since each is compiled; and what a program holds of them.
-_MOVES: Final = (256, 1024, 4096, 16384)
+MOVES: Final = (256, 1024, 4096, 16384)
 _HELD: Final = 16384
 
 
@@ -147,7 +147,7 @@ def move(keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, target
     """
     require_contiguous(keys=keys, values=values)
     layers, blocks, kv_heads, _, dim = keys.shape
-    padded = next(size for size in _MOVES if size >= len(sources))
+    padded = next(size for size in MOVES if size >= len(sources))
     tile = min(power_of_two(dim), _HELD // padded)
     launch(
         _move, (layers * kv_heads, -(-dim // tile), 2), keys, values, sources, targets, len(sources), blocks,

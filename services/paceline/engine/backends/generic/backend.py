@@ -170,6 +170,7 @@ class GenericBackend(Backend):
         """
         if layers is not None:
             raise _refusal(self.config, "its layers cannot be run one by one, as layer_skip does")
+        cache.flush()
         device = self.platform.device
         wanted = torch.from_numpy(batch.logit_rows).to(device)
         options: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_rows else {}
