@@ -35,7 +35,7 @@ class Poison:
 
         def poisoned(batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
             if self._deadly and DIES in batch.token_ids:
-                raise MemoryError("the poison works")
+                raise RuntimeError("the poison works")
             if self._deadly and HANGS in batch.token_ids:
                 self.cure.wait(MOST_S)
             if self._step_s:

@@ -2,7 +2,8 @@
 
 The helper writes each session's tree as it grows. The proposer follows committed tokens down it, takes the chain of
 highest survival below them, and tells the helper afterwards. A record that is read while it is written has another
-checksum, and one that is behind ends where the text has left it: both only cost guesses.
+checksum: the whole step then asks the helper, and waits. One that is behind ends where the text has left it, which
+costs its session's guesses alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from paceline.forest import ROOT
 
 # Of a session; a drafter has room for about as many at seven guesses a step.
 MOST_NODES = 256
-# A session has the place of its number, so two that are this far apart take turns; vLLM runs up to 1024 at once.
+# A session has the place of its number, see `SessionNumbers`; vLLM runs up to 1024 at once.
 NUM_RECORDS = 2048
 # Checksum of what follows, nodes, session, committed tokens; `least`, `price`, `child_share`, `wait_share`.
 _HEAD = struct.Struct("=IIqqdddd")
@@ -130,6 +131,34 @@ def worth_waiting(at_hand: Sequence[AtHand]) -> bool:
         return False
     gain, expected = sum(each.gain for each in gainful), sum(each.expected for each in at_hand)
     return is_worth(gain, expected, cost_s=min(each.wait_share for each in gainful), step_s=1.0)
+
+
+class SessionNumbers:
+    """Gives sessions numbers that grow, each with a place on the board that no other session has.
+
+    Beyond `NUM_RECORDS` sessions some share a place. While both run, no step can be taken from the board.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        # The session of each place that is taken.
+        self._holders: dict[int, int] = {}
+
+    def take(self) -> int:
+        """The number of a new session."""
+        further = range(self._last + 1, self._last + 1 + NUM_RECORDS)
+        number = next((each for each in further if each % NUM_RECORDS not in self._holders), self._last + 1)
+        self._last = self._holders[number % NUM_RECORDS] = number
+        return number
+
+    def free(self, number: int) -> None:
+        """A session is over."""
+        if self._holders.get(number % NUM_RECORDS) == number:
+            del self._holders[number % NUM_RECORDS]
+
+    def free_all(self) -> None:
+        """All sessions are over; later ones have higher numbers all the same."""
+        self._holders.clear()
 
 
 class TreeBoard:

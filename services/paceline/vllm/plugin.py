@@ -64,7 +64,7 @@ def _taken(theirs: Callable[..., Any], runner: Any) -> Any:
     if not isinstance(runner.speculator, Speculator):
         return theirs(runner)
 
-    return DraftTokenIds(*runner.speculator.handed_out)
+    return DraftTokenIds(*runner.speculator.take())
 
 
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
+from paceline.vllm.board import SessionNumbers
 from paceline.vllm.step_message import Observed, RowTokens
 
 
@@ -44,7 +45,7 @@ class RequestSessions:
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[int, list[int]] = {}
-        self._last_number = 0
+        self._numbers = SessionNumbers()
 
     def observe(self, step: RequestStep, most_opened_tokens: int) -> Observed:
         """Takes in a step.
@@ -83,16 +84,17 @@ class RequestSessions:
         """Drops all sessions, since the helper is new; they are opened again under new numbers."""
         self._sessions.clear()
         self._tokens.clear()
+        self._numbers.free_all()
 
     def _opened(self, name: str, tokens: Sequence[int], *, reads: bool) -> RowTokens:
-        self._last_number += 1
-        session = self._sessions[name] = _Session(self._last_number, list(tokens))
+        session = self._sessions[name] = _Session(self._numbers.take(), list(tokens))
         self._tokens[session.number] = session.tokens
         return RowTokens(session.number, 0, [*session.tokens], reads)
 
     def _close(self, name: str) -> int:
         session = self._sessions.pop(name)
         del self._tokens[session.number]
+        self._numbers.free(session.number)
         return session.number
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.vllm.board import SessionNumbers
 from paceline.vllm.step_message import Observed, RowTokens
 
 # The last tokens that identify a row's session from call to call; comparing all of them each time is too slow.
@@ -68,7 +69,7 @@ class RowSessions:
         self._sessions: dict[int, _Session] = {}
         self._of_rows: list[_Session | None] = []
         self._call = 0
-        self._last_number = 0
+        self._numbers = SessionNumbers()
         self._swept_s = float("-inf")
 
     def __len__(self) -> int:
@@ -120,6 +121,7 @@ class RowSessions:
     def forget(self) -> None:
         """Drops all sessions, since the helper is new; they are opened again under new numbers."""
         self._sessions.clear()
+        self._numbers.free_all()
         self._of_rows = []
 
     def _from_last_call(self, known: Sequence[int], token_ids: NDArray[np.int32]) -> list[_Session | None]:
@@ -154,8 +156,7 @@ class RowSessions:
             found[place] = session
 
     def _opened(self) -> _Session:
-        self._last_number += 1
-        session = _Session(self._last_number)
+        session = _Session(self._numbers.take())
         self._sessions[session.number] = session
         return session
 
@@ -189,6 +190,7 @@ class RowSessions:
         ]
         for number in closed:
             del self._sessions[number]
+            self._numbers.free(number)
         return closed
 
 

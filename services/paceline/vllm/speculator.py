@@ -16,6 +16,7 @@ from paceline.vllm.tier_client import TierClient
 
 # Where there is no guess: a token that the target can read, since vLLM verifies all of them while it warms up.
 FILLER = 0
+NOTHING: tuple[Sequence[str], list[list[int]]] = ((), [])
 
 
 class Speculator:
@@ -26,10 +27,11 @@ class Speculator:
         req_states: The runner's requests: names, tokens and lengths.
 
     Attributes:
-        handed_out: Names of the requests of the last step, and their guesses.
+        handed_out: Names of the requests of the last step, and their guesses, until vLLM takes them.
 
     Raises:
-        ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
+        ConfigError: A setting of the tier is wrong, this version of vLLM was not tested, or it was asked for what the
+            tier cannot serve.
     """
 
     num_query_per_req = 1
@@ -42,12 +44,14 @@ class Speculator:
         parallel = vllm_config.parallel_config
         if parallel.prefill_context_parallel_size > 1:
             raise ConfigError(f"{V2_VARIABLE}=1 with the drafter tier: prefill context parallelism is not supported")
+        if getattr(vllm_config, "watermark_config", None) is not None:
+            raise ConfigError(f"{V2_VARIABLE}=1 with the drafter tier: a watermark_config is not supported")
         self._states = req_states
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._has_other_ranks = parallel.tensor_parallel_size > 1
         self._sessions = RequestSessions()
         self.client = TierClient(vllm_config, self._sessions)
-        self.handed_out: tuple[Sequence[str], list[list[int]]] = ((), [])
+        self.handed_out: tuple[Sequence[str], list[list[int]]] = NOTHING
 
     def init_cudagraph_manager(self, cudagraph_mode: object) -> None:
         """Starts the helper, now that the target is loaded."""
@@ -93,6 +97,11 @@ class Speculator:
             self.handed_out = list(input_batch.req_ids), guesses
         padded = [[*chain, *[FILLER] * (self._most - len(chain))] for chain in guesses]
         return self._shared(self._states.draft_tokens.new_tensor(padded).reshape(num_rows, self._most))
+
+    def take(self) -> tuple[Sequence[str], list[list[int]]]:
+        """What was handed out, once: a step without guesses must not get those of the one before."""
+        taken, self.handed_out = self.handed_out, NOTHING
+        return taken
 
     def _step(self, input_batch: Any, num_sampled: Any) -> RequestStep:
         """What a step has brought, in one copy from the device."""

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from paceline.core.params import DRAFT_MODEL
 from paceline.forest import ROOT, Forest, rows_of
-from paceline.vllm.board import MOST_NODES, NUM_RECORDS, AtHand, BoardTree, TreeBoard, make_board, worth_waiting
+from paceline.vllm.board import (
+    MOST_NODES,
+    NUM_RECORDS,
+    AtHand,
+    BoardTree,
+    SessionNumbers,
+    TreeBoard,
+    make_board,
+    worth_waiting,
+)
 
 #   5 ─ 6 ─ 7        a path of high survival, with a side branch
 #   └── 8 ─ 9
@@ -56,6 +65,25 @@ def test_two_sessions_of_one_place_take_turns_and_are_never_mixed_up(board: Tree
     other = board.read(7 + NUM_RECORDS)
     assert other is not None
     assert other.committed_len == 99
+
+
+def test_a_session_that_lives_long_keeps_its_place_to_itself_while_there_are_others() -> None:
+    numbers = SessionNumbers()
+    first = numbers.take()
+    for _ in range(3 * NUM_RECORDS):
+        later = numbers.take()
+        assert later % NUM_RECORDS != first % NUM_RECORDS
+        numbers.free(later)
+    numbers.free(first)
+    held = [numbers.take() for _ in range(NUM_RECORDS)]
+    assert len({each % NUM_RECORDS for each in held}) == NUM_RECORDS
+    beyond = numbers.take()
+    assert beyond == held[-1] + 1
+    # Whose place it shares is no holder any more, and frees nothing.
+    numbers.free(next(each for each in held if each % NUM_RECORDS == beyond % NUM_RECORDS))
+    assert numbers.take() == beyond + 1
+    numbers.free_all()
+    assert numbers.take() == beyond + 2
 
 
 def test_of_a_tree_with_too_many_nodes_the_first_are_kept(board: TreeBoard) -> None:

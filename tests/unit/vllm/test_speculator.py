@@ -136,6 +136,12 @@ def test_context_parallel_prefill_is_refused_by_name(config: Any) -> None:
         Speculator(config, None)
 
 
+def test_a_watermark_is_refused_by_name(config: Any) -> None:
+    config.watermark_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match=f"{V2_VARIABLE}=1 .* a watermark_config is not supported"):
+        Speculator(config, None)
+
+
 class TheirRunner:
     """vLLM's, as far as the plug-in changes it."""
 
@@ -175,7 +181,9 @@ def test_the_plug_in_puts_the_speculator_in_where_the_tier_is_asked_for(vllm: An
     assert isinstance(made, Speculator)
     runner = vllm.runner()
     runner.speculator = made
-    assert runner.take_draft_token_ids() == made.handed_out
+    made.handed_out = ["a"], [[5]]
+    # Once: a step without guesses must not get those of the one before.
+    assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), [])]
     made.client.close()
     # Another method of speculation, or none of our settings: all is as it was.
     runner.speculator = object()
