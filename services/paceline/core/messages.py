@@ -415,8 +415,8 @@ class CommittedTokens(NamedTuple):
     ends the session itself, or that loses its verifier, gets no result; None: unknown.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
-    Without tokens it is a sign of life; `running` says that the engine computes the session now. `prompt_logprobs` are
-    of the prompt's tokens from `prompt_offset` on; all of them come before the first token.
+    Without tokens it tells something else of the session: `running`, that the engine computes it now, or its record, or
+    `prompt_logprobs`. Those are of the prompt's tokens from `prompt_offset` on; all come before the first token.
     """
 
     token_ids: tuple[int, ...]

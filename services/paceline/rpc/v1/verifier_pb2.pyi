@@ -69,7 +69,7 @@ class VerifyRequest(google.protobuf.message.Message):
 
     @property
     def leaves(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Numbers of sessions that are wanted no more. Their records are told, if they still ran."""
+        """Numbers of sessions that are wanted no more. Their records are told, if they still ran. With `starts` at most 256."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class VerifyResponse(google.protobuf.message.Message):
     alive: builtins.bool
     """The engine makes progress. Said at least once in some seconds while the gateway has sessions."""
     sessions: builtins.bytes
-    """Numbers of the sessions of which tokens, log probabilities, results or records are told."""
+    """Numbers of the sessions of which anything is told but that they were taken, or ended early."""
     offsets: builtins.bytes
     """One a session: its generated tokens before these."""
     ends: builtins.bytes
