@@ -43,6 +43,7 @@ from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.engine.planned_step import StepPlan
+from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE
@@ -154,6 +155,7 @@ class Verifier:
     max_rows: int = 64
     policy: Goodput = field(default_factory=Policy)
     clock: Clock = field(default_factory=Clock)
+    sources: Sequence[AnySource] = ()
     told: list[ToDrafter | Commit] = field(default_factory=list)
     heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)
     errors: dict[str, PacelineError] = field(default_factory=dict)
@@ -168,6 +170,7 @@ class Verifier:
             limits=TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows),
             policy=self.policy,
             clock=self.clock,
+            sources=self.sources,
         )
         self.scheduler, self.pool, self.scratch = self.engine.scheduler, self.engine.pool, self.engine._scratch
         self.sessions: list[TargetSession] = []

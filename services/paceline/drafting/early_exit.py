@@ -132,15 +132,16 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         ready = [growth for growth in growths if _has_place_for_root(growth.turn.follower)]
         slots: list[int] = []
         leaves: list[tuple[_Growth, _Guess | None]] = [(growth, None) for growth in ready]
-        for _ in range(MOST_PASSES):
-            self._expand(leaves, cache, scratch, slots)
-            prospects = [each.prospect() for each in ready]
-            expected, gain = sum(each for each, _ in prospects), sum(each for _, each in prospects)
-            if not is_worth(gain, expected, cost_s=self._cost, step_s=1.0):
-                break
-            leaves = [(growth, leaf) for growth in ready if (leaf := growth.leaf()) is not None]
-        for slot in slots:
-            scratch.give_back(slot)
+        try:
+            for _ in range(MOST_PASSES):
+                self._expand(leaves, cache, scratch, slots)
+                prospects = [each.prospect() for each in ready]
+                expected, gain = sum(each for each, _ in prospects), sum(each for _, each in prospects)
+                if not is_worth(gain, expected, cost_s=self._cost, step_s=1.0):
+                    break
+                leaves = [(growth, leaf) for growth in ready if (leaf := growth.leaf()) is not None]
+        finally:
+            scratch.give_back(*slots)
         return [growth.add() for growth in growths]
 
     def _expand(

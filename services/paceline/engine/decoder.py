@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.engine.backends.interface import Backend, Layers
+from paceline.engine.backends.interface import Backend, Layers, memory_errors
 from paceline.engine.batch import Batch
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
@@ -68,16 +68,19 @@ class Decoder:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.backend.rows_computed(rows)
 
+    @memory_errors()
     @torch.inference_mode()
     def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
         """Starts a step; see `paceline.engine.model.Model`."""
         return self.backend.launch(batch, cache, self.states, wanted)
 
+    @memory_errors()
     @torch.inference_mode()
     def draft(self, batch: Batch, cache: KVCache, burst: Burst) -> Drafted:
         """Runs a burst; see `paceline.engine.model.Model`."""
         return self.backend.draft(batch, cache, self.states, burst)
 
+    @memory_errors()
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
         """Writes the rows' KV and states, and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order.

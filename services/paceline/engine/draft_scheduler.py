@@ -377,6 +377,13 @@ class DraftScheduler:
         self.trees.clear(session)
         self.trees.place(session)
 
+    def abandon(self, plan: DraftPlan) -> None:
+        """The step could not be computed: its sessions wait for their next commits."""
+        self.trees.give_back(plan.kv)
+        sessions = [each.session for each in (*plan.catching_up, *plan.growing)]
+        for session in dict.fromkeys(sessions):
+            self.give_up(session)
+
     def end_step(self, plan: DraftPlan, now_s: float) -> None:
         """The step is over: collects the nodes that are due."""
         if plan.num_rows and not plan.reads:

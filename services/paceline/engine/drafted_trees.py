@@ -155,6 +155,10 @@ class DraftedTrees:
     def grow_levels(self, starts: Calls, token_ids: Ints, confidences: Floats, kv: Ints) -> None:
         """Hangs levels of guesses below what a step has computed; see `Forest.grow`."""
         self.forest.grow(*starts, token_ids, confidences, kv)
+        self.give_back(kv)
+
+    def give_back(self, kv: Ints) -> None:
+        """Gives back slots of levels that no node has taken."""
         self._scratch.give_back(*kv[kv != NONE].tolist())
 
     def grow(self, offers: Sequence[Offer]) -> None:

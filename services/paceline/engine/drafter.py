@@ -169,7 +169,13 @@ class DraftEngine:
         places = [place for place, each in enumerate(computed) if each.session.by_logits]
         ranked, kv = [computed[place] for place in places], np.ascontiguousarray(plan.kv[:, places])
         burst = Burst(_ranks_of(ranked), kv, self._limits.width)
-        drafted = self._decoder.draft(builder.build(), self._cache, burst)
+        try:
+            drafted = self._decoder.draft(builder.build(), self._cache, burst)
+        except MemoryError as error:
+            size = {"rows": plan.num_rows}
+            logger.warning("a draft step does not fit the device's memory", extra=size, exc_info=error)
+            self.scheduler.abandon(plan)
+            return
         lost = self._grow_ranked(ranked, drafted.token_ids, drafted.confidences, kv)
         if others := [each for each in computed if not each.session.by_logits]:
             lost |= self._grow_others(others, drafted.pending)

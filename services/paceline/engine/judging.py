@@ -18,7 +18,7 @@ from paceline.core.rejection_sampling import SparseDraft
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
 from paceline.engine.pending import Longs, Walks, choices_of
-from paceline.engine.planned_step import StepPlan
+from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.sampler import Logits, working_space
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Floats, Guesses
@@ -98,8 +98,14 @@ class Judging:
             if count:
                 self._rounds[place] = Round(tokens[row : row + count], _last_fate(part.num_guesses, has_rivals))
             else:
-                rows = self._pending.logits(range(row, row + 1 + part.num_guesses))
-                self._rounds[place] = _unusable(part.session, rows)
+                self._rounds[place] = self._why_nothing(part, row)
+
+    def _why_nothing(self, part: Part, first: int) -> Exception:
+        """Why there is nothing to choose at one of a session's rows, or why that cannot be told."""
+        try:
+            return _unusable(part.session, self._pending.logits(range(first, first + 1 + part.num_guesses)))
+        except Exception as error:  # noqa: BLE001 - what one session lacks must not end the others
+            return error
 
     def _descend(self) -> None:
         descents = {place: self._descent(place) for place in self._others}

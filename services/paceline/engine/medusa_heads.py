@@ -16,6 +16,7 @@ from paceline.checkpoints.families import architectures
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
+from paceline.engine.backends.interface import memory_errors
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.decoder import Decoder
 from paceline.engine.linear import Linear
@@ -113,6 +114,7 @@ class MedusaHeads:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    @memory_errors()
     @torch.inference_mode()
     def __call__(self, states: torch.Tensor, count: int) -> torch.Tensor:
         """Logits, float32 [count, rows, vocab], of the first `count` heads over states, float32 [rows, hidden]."""

@@ -116,5 +116,9 @@ class DraftModel(Model, Protocol):
     """A model that drafts."""
 
     def draft(self, batch: Batch, cache: Any, burst: Burst) -> Drafted:
-        """Computes a batch, and goes on from some of its rows by itself, a level after the other."""
+        """Computes a batch, and goes on from some of its rows by itself, a level after the other.
+
+        Raises:
+            MemoryError: As of `launch`.
+        """
         ...

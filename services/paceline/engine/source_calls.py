@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,6 +19,8 @@ from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Turn
 from paceline.engine.target_session import TargetSession
 from paceline.forest import Forest, Ints, rows_of
+
+logger = logging.getLogger(__name__)
 
 _gain_of = attrgetter("gain")
 
@@ -96,8 +99,12 @@ class SourceCalls:
             Turn(follower=session.followers[source.name], tree=session.tree, limit=cap, least=least)
             for session, cap in zip(sessions, caps, strict=True)
         ]
-        if turns:
-            source.grow(turns)
+        try:
+            if turns:
+                source.grow(turns)
+        except MemoryError as error:
+            # It costs guesses, and no session.
+            logger.warning("%s finds no room in the device's memory", source.name, exc_info=error)
 
     def _ask_where_it_pays(
         self, source: AnySource, sessions: Sequence[TargetSession], step_s: float, report: StepReport

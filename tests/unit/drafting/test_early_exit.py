@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,6 +138,17 @@ def test_nothing_is_left_behind_but_guesses(tiny):
         for position in range(last):
             block, offset = blocks[position // 16], position % 16
             assert torch.equal(bench.cache.keys[0, block, :, :, offset], keys[0, block, :, :, offset])
+
+
+def test_without_memory_for_a_pass_no_slot_is_left_behind(tiny, monkeypatch):
+    bench = Bench(tiny("llama").load())
+    session = bench.session(list(PROMPT))
+    forward = bench.decoder.forward
+    passes = iter((forward, forward, Mock(side_effect=MemoryError("no room"))))
+    monkeypatch.setattr(bench.decoder, "forward", lambda *arguments: next(passes)(*arguments))
+    with pytest.raises(MemoryError):
+        bench.grow(EarlyExitSource(bench.decoder, (0,), cost=0.0), [session])
+    assert bench.scratch.num_used == 0
 
 
 def test_without_a_page_for_the_root_there_are_no_guesses(tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,3 +157,22 @@ def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(family, tiny, mon
     assert torch.equal(caches[0].values, caches[1].values)
     assert torch.equal(caches[0].states, caches[1].states)
     assert float(caches[0].states.abs().sum()) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (torch.OutOfMemoryError("no room"), MemoryError),
+        # What torch says where pinned memory cannot be had.
+        (RuntimeError("CUDA error: out of memory"), MemoryError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
+    ],
+)
+def test_a_device_without_room_is_a_memory_error_wherever_it_is_noticed(raised, expected, tiny):
+    decoder = tiny("llama").load()
+    decoder.backend = Mock(
+        launch=Mock(side_effect=raised), draft=Mock(side_effect=raised), forward=Mock(side_effect=raised)
+    )
+    for call in (decoder.launch, decoder.draft, decoder.forward):
+        with pytest.raises(expected):
+            call(None, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -302,6 +303,27 @@ def test_no_tree_grows_beyond_the_context() -> None:
 
 
 # Pages and slots
+
+
+def test_a_step_that_does_not_fit_the_memory_costs_its_sessions_guesses_until_their_next_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = Drafter(max_levels=4)
+    drafter.open("reads", prompt_len=5, room=20)
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter.device, "draft", Mock(side_effect=MemoryError("no room")))
+        assert drafter.step().num_levels == 4
+    drafter.open("grows", prompt_len=6, room=20)
+    drafter.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter.device, "draft", Mock(side_effect=MemoryError("no room")))
+        assert len(drafter.step().growing) == 1
+    assert not drafter.scheduler.has_work
+    assert (drafter.scratch.num_used, drafter.pool.num_used) == (0, 0)
+    drafter.said.clear()
+    drafter.commit("reads", 5, room=4)
+    drafter.run()
+    assert drafter.guessed("reads") == text(6, 4)
 
 
 def test_a_session_that_finds_no_pages_takes_those_of_the_quietest() -> None:

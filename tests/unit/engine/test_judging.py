@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -285,6 +286,16 @@ def test_a_session_whose_logits_leave_nothing_fails_alone(way: dict[str, Any], b
     step = judging([session_of(**way), session_of(**way)], [(), ()], logits)
     assert len(step.verdict(1).token_ids) == 1
     with pytest.raises(UnusableLogitsError, match="the largest is"):
+        step.verdict(0)
+
+
+def test_a_session_whose_logits_cannot_be_looked_at_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostPending, "logits", Mock(side_effect=MemoryError("no room")))
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, 13] = np.nan
+    step = judging([session_of(), session_of()], [(), ()], logits)
+    assert len(step.verdict(1).token_ids) == 1
+    with pytest.raises(MemoryError):
         step.verdict(0)
 
 

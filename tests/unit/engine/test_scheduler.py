@@ -17,7 +17,7 @@ from paceline.core.messages import (
     LaggingSession,
     OpenSession,
 )
-from paceline.core.params import SamplingParams
+from paceline.core.params import LAYER_SKIP, SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import TargetLimits
 from paceline.engine.admission import OLDEST_PART
@@ -486,6 +486,16 @@ def test_nothing_is_kept_or_learned_of_a_step_that_did_not_fit_the_memory(monkey
     verifier.run()
     assert verifier.tokens("s") == text(5, 20)
     assert verifier.scratch.num_used == 0
+
+
+def test_a_source_that_finds_no_room_in_memory_costs_guesses_alone() -> None:
+    source = Mock(grow=Mock(side_effect=MemoryError("no room")))
+    source.name = LAYER_SKIP
+    verifier = Verifier(sources=[source])
+    verifier.submit("s")
+    verifier.run()
+    assert source.grow.called
+    assert verifier.tokens("s") == text(5, 20)
 
 
 def judging(name: str, **changes: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from typing_extensions import override
@@ -22,6 +23,19 @@ Layers = tuple[int, ...] | None
 # Of one batch in one layer: writes new keys and values [rows, G, D] into the rows' slots, and has query [rows, H, D]
 # attend; returns as much. (query, new_keys, new_values, keys and values of the layer as in `KVCache`, scale).
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raises MemoryError where the device has no room, or pinned memory cannot be had."""
+    try:
+        yield
+    except RuntimeError as error:
+        # What torch raises for pinned memory has no class of its own.
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        torch.cuda.empty_cache()
+        raise MemoryError(str(error)) from error
 
 
 class Backend(ABC):

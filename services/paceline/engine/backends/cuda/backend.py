@@ -88,12 +88,8 @@ class CudaBackend(LlamaBackend):
     @override
     def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> CudaPending:
         asked = Asked.of(batch, wanted)
-        try:
-            logits, sent = self._launch(batch, cache, kept, None, asked.arrays)
-            return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise MemoryError(str(error)) from error
+        logits, sent = self._launch(batch, cache, kept, None, asked.arrays)
+        return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
 
     @override
     def draft(self, batch: Batch, cache: KVCache, kept: StateLayout, burst: Burst) -> Drafted:
