@@ -34,6 +34,7 @@ from paceline.service.process import start_grpc_server
 from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
 from paceline.tier.links import DrafterLink
+from paceline.verifier import commit_log
 from paceline.wire import draft_request_from_pb, draft_response_to_pb, start_session_to_pb
 from paceline.wire.columns import WORD
 from paceline.wire.common import PROTOCOL
@@ -468,6 +469,17 @@ async def test_a_number_that_comes_back_ends_the_stream_and_frees_its_sessions(t
         async with asyncio.timeout(30):
             while host.num_sessions:  # noqa: ASYNC110 - the host tells nobody
                 await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_that_starts_sessions_and_reads_nothing_of_them_is_cut_off(tiny_pair, monkeypatch):
+    monkeypatch.setattr(commit_log, "MAX_SESSIONS", 2)
+    async with verifier_at(tiny_pair[0]) as (address, host), told(address) as stream:
+        await stream.say(starts=[start_session_to_pb(n, ask(f"s{n}", max_tokens=200)) for n in (1, 2, 3)])
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            while True:
+                await stream.hear()
+        assert "the gateway does not read its log" in refused.value.details()
+        assert host.num_sessions == 0
 
 
 async def test_sessions_of_a_step_come_in_one_message_and_one_that_leaves_gets_its_record(tiny_pair):
