@@ -8,6 +8,7 @@ grammar's mask costs as much as a row of a small model, and a session verifies f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from paceline.core.rejection_sampling import SparseDraft
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
 from paceline.engine.pending import Longs, Walks, choices_of
-from paceline.engine.planned_step import Part, StepPlan
+from paceline.engine.planned_step import StepPlan
 from paceline.engine.sampler import Logits, working_space
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Floats, Guesses
@@ -59,6 +60,8 @@ class Judging:
         self.walks = self._walks_of([self._parts[place].session for place in self._plain])
         # By place in the plan's parts.
         self._rounds: dict[int, Round | Exception] = {}
+        # Logits that log probabilities are read from.
+        self._read: dict[int, Logits] = {}
 
     def _walks_of(self, sessions: Sequence[TargetSession]) -> Walks:
         sizes = np.array([part.num_guesses for part in self._parts], np.int64)
@@ -71,13 +74,19 @@ class Judging:
             stops=stops[self._plain],
             tokens=self._plan.guesses.tokens,
             parents=self._plan.guesses.parents,
+            others=np.array([row for place in self._others for row in self._rows_of(place)], np.int64),
         )
+
+    def _rows_of(self, place: int) -> range:
+        first = self._firsts[place]
+        return range(first, first + 1 + self._parts[place].num_guesses)
 
     def follow(self, pending: Pending) -> None:
         """Chooses the tokens of all sessions."""
         self._pending = pending
         self._follow_walks()
         self._descend()
+        self._fetch_read()
 
     def verdict(self, place: int) -> Verdict:
         """What the session of a part of the plan commits; or raises why it cannot."""
@@ -86,7 +95,7 @@ class Judging:
             raise found
         verdict = session.accept(*found)
         if session.request.sampling.logprobs is not None:
-            session.read_logprobs(verdict.token_ids, self._logits_of(place, verdict.token_ids))
+            session.read_logprobs(verdict.token_ids, self._read[place][: len(verdict.token_ids)])
         return verdict
 
     def _follow_walks(self) -> None:
@@ -98,12 +107,12 @@ class Judging:
             if count:
                 self._rounds[place] = Round(tokens[row : row + count], _last_fate(part.num_guesses, has_rivals))
             else:
-                self._rounds[place] = self._why_nothing(part, row)
+                self._rounds[place] = self._why_nothing(place)
 
-    def _why_nothing(self, part: Part, first: int) -> Exception:
+    def _why_nothing(self, place: int) -> Exception:
         """Why there is nothing to choose at one of a session's rows, or why that cannot be told."""
         try:
-            return _unusable(part.session, self._pending.logits(range(first, first + 1 + part.num_guesses)))
+            return _unusable(self._parts[place].session, self._pending.logits(self._rows_of(place)))
         except Exception as error:  # noqa: BLE001 - what one session lacks must not end the others
             return error
 
@@ -124,14 +133,30 @@ class Judging:
     def _descent(self, place: int) -> _Descent:
         return _Descent(self._parts[place].session, self._plan.guesses_of(place), self._firsts[place])
 
-    def _logits_of(self, place: int, token_ids: Sequence[int]) -> Logits:
-        """The logits `[tokens, vocab]` that tokens of a round were chosen from, as the model gave them."""
+    def _fetch_read(self) -> None:
+        """Fetches at once the rows, as the model gave them, that tokens with log probabilities were chosen from."""
+        read = {
+            place: self._rows_down(place, found.token_ids)
+            for place, found in self._rounds.items()
+            if isinstance(found, Round) and self._parts[place].session.request.sampling.logprobs is not None
+        }
+        if not read:
+            return
+        try:
+            logits = self._pending.logits([*chain.from_iterable(read.values())])
+        except Exception as error:  # noqa: BLE001 - what some sessions ask for must not end the others
+            self._rounds |= dict.fromkeys(read, error)
+            return
+        self._read = dict(zip(read, np.split(logits, np.cumsum([*map(len, read.values())])), strict=False))
+
+    def _rows_down(self, place: int, token_ids: Sequence[int]) -> list[int]:
+        """The rows that tokens of a round were chosen from."""
         descent = self._descent(place)
         rows = [descent.row]
         for token_id in token_ids[:-1]:
             descent.step(token_id)
             rows.append(descent.row)
-        return self._pending.logits(rows)
+        return rows
 
 
 class _Descent:

@@ -30,6 +30,7 @@ class Walks(NamedTuple):
         stops: int64 `[sessions]`, where they end.
         tokens: int32 `[guesses]`.
         parents: int32 `[guesses]`, which of its session's guesses each one hangs below; -1: none.
+        others: int64 `[m]`, rows whose logits the host is going to change; None: all that are not followed.
     """
 
     rows: Longs
@@ -39,6 +40,7 @@ class Walks(NamedTuple):
     stops: Longs
     tokens: Ints
     parents: Ints
+    others: Longs | None = None
 
 
 class Walked(NamedTuple):
@@ -104,7 +106,7 @@ class HostPending:
             np.empty(len(self._logits), np.int64), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_)
         )
         if num_sessions:
-            step_kernels.follow(self._logits, *walks, working_space(self._logits.shape[1]), *walked)
+            step_kernels.follow(self._logits, *walks[:-1], working_space(self._logits.shape[1]), *walked)
         return walked
 
     def rank(self, rows: Longs, positions: Longs, choices: np.ndarray) -> Rankings:

@@ -27,7 +27,7 @@ from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import StepThreads, prepare_process
-from paceline.engine.target import PROMPT_ROWS, TargetEngine
+from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
 from paceline.service.config import named
 from paceline.service.learned import TunedState, kept_in
@@ -113,8 +113,8 @@ def _num_pages(config: VerifierConfig, context_len: int, speculation: Speculatio
         models,
         page_bytes=page_bytes,
         scratch_bytes=target_scratch_blocks(config.max_num_batched_tokens) * target.page_bytes,
-        # A row a session, or some of a prompt.
-        copied_rows=max(config.max_num_seqs, PROMPT_ROWS),
+        # All may be changed, or read for log probabilities.
+        copied_rows=config.max_num_batched_tokens,
         context_len=longest,
         host_pages=HOST_PAGES[VERIFIER],
         least_pages=-(-longest // BLOCK_SIZE) + 1 if config.max_model_len else LEAST_PAGES,

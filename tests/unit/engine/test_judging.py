@@ -237,6 +237,26 @@ def test_log_probabilities_are_of_the_rows_that_committed_tokens_were_chosen_fro
         )
 
 
+def test_rows_of_all_sessions_with_log_probabilities_are_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.zeros((6, VOCAB), np.float32)
+    logits[range(6), [1, 2, 3, 1, 5, 1]] = 9.0
+    sessions = [session_of(temperature=0.0, logprobs=wanted) for wanted in (1, None, 1)]
+    fetched = Mock(side_effect=lambda rows: logits[rows])
+    monkeypatch.setattr(HostPending, "logits", lambda _, rows: fetched(rows))
+    step = judging(sessions, [((-1, 1), (0, 2)), (), ((-1, 5),)], logits)
+    assert [step.verdict(place).token_ids for place in range(3)] == [(1, 2, 3), (1,), (5, 1)]
+    fetched.assert_called_once_with([0, 1, 2, 4, 5])
+    told = [session.hand_out(2, 0.0).logprobs for session in (sessions[0], sessions[2])]
+    assert [[each.top[0][0] for each in logprobs] for logprobs in told] == [[1, 2, 3], [5, 1]]
+
+
+def test_only_rows_that_the_host_changes_come_with_a_step() -> None:
+    ways = ({}, {"presence_penalty": 1.0}, {"logprobs": 1})
+    step = judging([session_of(**way) for way in ways], [((-1, 1),)] * 3, np.zeros((6, VOCAB), np.float32))
+    assert step.walks.others is not None
+    assert step.walks.others.tolist() == [2, 3]
+
+
 def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whatever_it_was() -> None:
     """1 - TV of each row on the committed path, the one below the last verified node included."""
     laws = np.full((2, VOCAB), 0.0)

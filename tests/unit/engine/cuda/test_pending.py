@@ -109,6 +109,25 @@ def test_tokens_down_guesses_are_the_cpus_for_four_bytes_a_row_and_one_wait(prep
     assert found.counts.tolist() != [1, 1]
 
 
+def test_rows_that_nobody_follows_or_changes_come_only_when_they_are_asked_for(prepared):
+    decoder, stream = prepared
+    cache = decoder.new_cache(NUM_BLOCKS)
+    read_prompts(decoder, cache)
+    nothing, none = np.zeros(0, np.int32), np.zeros(1, np.int64)
+    walks = Walks(none, np.array([6]), choices_of(0), none, none, nothing, nothing, others=np.array([3, 4]))
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    pending = decoder.launch(two_trees(), cache, walks)
+    pending.follow(walks)
+    changed = pending.logits([4, 3])
+    assert (stream.num_waits, stream.fetched) == (1, [4, LOGIT_BYTES * 2])
+    asked = pending.logits([1, 2])
+    assert stream.fetched[2:] == [LOGIT_BYTES * 2]
+    whole = pending.logits(range(6))
+    assert np.array_equal(changed, whole[[4, 3]])
+    assert np.array_equal(asked, whole[[1, 2]])
+
+
 def test_rankings_are_the_cpus_for_128_bytes_a_row_and_rows_of_others_come_with_them(prepared):
     decoder, stream = prepared
     cache = decoder.new_cache(NUM_BLOCKS)

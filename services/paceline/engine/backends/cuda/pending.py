@@ -29,7 +29,7 @@ class Asked:
         rows: int64 [n], of `Batch.logit_rows`.
         positions: int64 [n], absolute, of the tokens.
         choices: `CHOICE` [n].
-        others: int64 [m], the other rows.
+        others: int64 [m], rows that come as logits; of a prompt that is judged, too many would come at once.
         places: int64 [all rows], where each is among the others; -1: it is not.
     """
 
@@ -52,9 +52,9 @@ class Asked:
             of_rows = batch.positions[batch.logit_rows]
             positions = np.repeat(wanted.positions - of_rows[wanted.rows], counts) + of_rows[rows]
             choices = np.repeat(wanted.choices, counts)
-        places = np.zeros(len(batch.logit_rows), np.int64)
-        places[rows] = -1
-        others = np.flatnonzero(places == 0)
+        places, others = np.full(len(batch.logit_rows), -1), wanted.others if isinstance(wanted, Walks) else None
+        if others is None:
+            others = np.setdiff1d(np.arange(len(places)), rows)
         places[others] = np.arange(len(others))
         return cls(wanted=wanted, rows=rows, positions=positions, choices=choices, others=others, places=places)
 
@@ -147,7 +147,7 @@ class CudaPending:
             self._done.wait()
             copied: Logits = self._others.numpy()[places]
             return copied
-        # A token was chosen there on the device, and the prompt before it is judged, too.
+        # Tokens were chosen there on the device and log probabilities are read, or a prompt is judged.
         fetched = self._fetch(lambda: torch.from_numpy(wanted).to(self._stream.device), len(wanted))
         self._stream.mark().wait()
         found: Logits = fetched.numpy()
