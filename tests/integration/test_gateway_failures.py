@@ -352,16 +352,15 @@ async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Pa
 
 
 async def test_a_session_whose_client_does_not_read_ends_and_goes_to_no_other_verifier(
-    fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(call: RunningCall, outcome: object) -> None:
         raise asyncio.QueueFull
 
-    monkeypatch.setattr(RunningCall, "put", full)
-    assert "does not read its tokens" in error_of(await post(fresh_fleet), 503)["message"]
-    assert len(fresh_fleet.verifier.requests) == 1
-    monkeypatch.undo()
-    await assert_next_request_works(fresh_fleet)
+    async with scripted_fleet(tmp_path, num_verifiers=2) as fleet:
+        monkeypatch.setattr(RunningCall, "put", full)
+        assert "does not read its tokens" in error_of(await post(fleet), 503)["message"]
+        assert sum(len(each.requests) for each in fleet.verifiers) == 1
 
 
 async def test_a_client_that_leaves_a_stream_cancels_the_verifiers_call(fresh_fleet: ScriptedFleet) -> None:
