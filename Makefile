@@ -51,7 +51,7 @@ check: $(DEV) protos ## lint, types, import law, generated code up to date
 # Files side by side, in order: whole fleets come early, and what is short fills up the rest.
 WORKERS ?= 2
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
-test: $(DEV) ## what a change usually breaks, in less than 5 minutes; WORKERS=4 for more than 2, ARGS='tests/unit -x' for some
+test: $(DEV) ## what a change usually breaks, in some 5 minutes; WORKERS=4 for more than 2, ARGS='tests/unit -x' for some
 	$(PYTEST) -m 'not full and not podman and not vllm and not wheel' $(ARGS)
 
 test-rest: $(DEV) ## what make test leaves out: Ray, chaos, TLS, laws of all rules, generated requests, browsers
