@@ -1,6 +1,6 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
-from paceline.forest.columns import NO_GUESSES, Calls, Committed, Gathered, Guesses, Merged, Picked, rows_of
+from paceline.forest.columns import NO_GUESSES, Calls, Coming, Committed, Gathered, Guesses, Merged, Picked, rows_of
 from paceline.forest.forest import UNLEARNED, Forest
 from paceline.forest.links import Links
 from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
@@ -13,6 +13,7 @@ __all__ = [
     "UNLEARNED",
     "Bools",
     "Calls",
+    "Coming",
     "Committed",
     "Floats",
     "Forest",

@@ -85,6 +85,7 @@ def promise(
     caps: Ints,
     prices: Floats,
     child_shares: Floats,
+    levels: Floats,
     slots: Ints,
     survivals: Floats,
     expected: Floats,
@@ -101,10 +102,16 @@ def promise(
             if survival > leaf and not has_child(nodes, count, slots[index, found]):
                 leaf = survival
             found += 1
-        child = child_shares[index] * leaf
-        replaced = survivals[index, cap - 1] if cap and found >= cap else 0.0
-        expected[index] = 1.0 + total
-        gains[index] = max(0.0, child - replaced) if cap and child > prices[index] else 0.0
+        expected[index], gains[index] = 1.0 + total, 0.0
+        # Each level below the leaf, as far as there is room, or in the place of the weakest guess.
+        level, child = 0, leaf
+        while level < min(levels[index] - 0.5, cap):
+            level += 1
+            child *= child_shares[index]
+            replaced = survivals[index, cap - level] if cap - level < found else 0.0
+            if child <= max(prices[index], replaced):
+                break
+            gains[index] += child - replaced
 
 
 @kernel

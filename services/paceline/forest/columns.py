@@ -22,10 +22,24 @@ class Merged(NamedTuple):
     Attributes:
         counts: int32 `[messages, 3]`, guesses added, those that fell off, and those without a parent or a place.
         firsts: float64 `[messages]`, best survival of a first guess, of those that know the last commit; else -1.
+        levels: int32 `[messages]`, by how many they have deepened trees, of those that know the last commit; else 0.
     """
 
     counts: Ints
     firsts: Floats
+    levels: Ints
+
+
+class Coming(NamedTuple):
+    """What the next message of a drafter usually brings to sessions.
+
+    Attributes:
+        child_shares: float64 `[sessions]`, survival of a node's best child over that of the node.
+        levels: float64 `[sessions]`, levels of guesses, each below the best of the one before.
+    """
+
+    child_shares: Floats
+    levels: Floats
 
 
 class Committed(NamedTuple):

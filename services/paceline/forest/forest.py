@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.forest import choosing, committing, drafting, growing
 from paceline.forest.calibrating import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
-from paceline.forest.columns import Calls, Committed, Gathered, Merged, Picked, Pushed
+from paceline.forest.columns import Calls, Coming, Committed, Gathered, Merged, Picked, Pushed
 from paceline.forest.linking import CHILD_SHARE
 from paceline.forest.links import Links
 from paceline.forest.records import (
@@ -228,7 +228,7 @@ class Forest:
             tokens: int32 `[guesses]`.
             confidences: float64 `[guesses]`, from 0 to 1.
         """
-        merged = Merged(np.empty((len(rows), 3), np.int32), np.empty(len(rows)))
+        merged = Merged(np.empty((len(rows), 3), np.int32), np.empty(len(rows)), np.empty(len(rows), np.int32))
         growing.merge(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *merged)
         return merged
 
@@ -285,15 +285,15 @@ class Forest:
         return [self.sources[first] for first in nodes["first"][nodes["weight"] > -math.inf].tolist()]
 
     def prospects(
-        self, rows: Ints, caps: Ints, prices: Floats, child_shares: Floats, chains: Bools | None = None
+        self, rows: Ints, caps: Ints, prices: Floats, coming: Coming, chains: Bools | None = None
     ) -> tuple[Floats, Floats]:
-        """What sessions have in hand, and the best leaf that a drafter is extending right now.
+        """What sessions have in hand, and what drafters add below the best leaves, which they are extending right now.
 
         Args:
             rows: int32 `[sessions]`.
             caps: int32 `[sessions]`, most nodes of each.
             prices: float64 `[sessions]`, least survival worth verifying; 1: it must not be delayed.
-            child_shares: float64 `[sessions]`, survival of a node's best child over that of the node.
+            coming: Of their drafters.
             chains: As in `best`.
 
         Returns:
@@ -301,7 +301,7 @@ class Forest:
         """
         picked = self.best(rows, caps, chains)
         expected, gains = np.empty(len(rows)), np.empty(len(rows))
-        choosing.promise(self.arrays, rows, caps, prices, child_shares, *picked, expected, gains)
+        choosing.promise(self.arrays, rows, caps, prices, *coming, *picked, expected, gains)
         return expected, gains
 
     def trace(self, rows: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:

@@ -118,20 +118,22 @@ def merge(
     confidences: Floats,
     counts: Ints,
     firsts: Floats,
+    levels: Ints,
 ) -> None:
     """Adds the guesses of messages, of each up to `ends`.
 
     A session's guesses beyond as many as there are slots are not looked at until the next commit: each costs a walk
     over the tree, so a drafter that never stops would hold up the steps of all.
 
-    Fills for each message `counts` [messages, 3], how many were added, late and stale, and `firsts`: the best survival
-    of a first guess, if it knows the last commit, else -1.
+    Fills for each message `counts` [messages, 3], how many were added, late and stale; `firsts`: the best survival
+    of a first guess, if it knows the last commit, else -1; and `levels`: by how many it has deepened the tree, else 0.
     """
     start = 0
     for message in range(len(rows)):
         row = rows[message]
         tree, nodes, names, judge = f.trees[row], f.nodes[row], f.names[row], f.judges[row, source]
         counts[message, :] = 0
+        levels[message], end = 0, end_of(tree, nodes)
         count = min(ends[message] - start, len(nodes) - tree.offered)
         tree.offered += count
         counts[message, 2] += ends[message] - start - count
@@ -167,7 +169,19 @@ def merge(
             nodes[slot].id = node_id
             remember(names, node_id, slot)
         start = ends[message]
-        firsts[message] = first_survival(tree, nodes) if bases[message] == tree.committed_len else -1.0
+        firsts[message] = -1.0
+        if bases[message] == tree.committed_len:
+            firsts[message] = first_survival(tree, nodes)
+            levels[message] = end_of(tree, nodes) - end
+
+
+@kernel
+def end_of(tree: Any, nodes: Any) -> int:
+    """Position beyond the deepest guess."""
+    end: int = tree.committed_len
+    for slot in range(tree.count):
+        end = max(end, nodes[slot].position + 1)
+    return end
 
 
 @kernel

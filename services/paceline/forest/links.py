@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.forest import linking
+from paceline.forest.columns import Coming, Merged
 from paceline.forest.linking import CHILD_SHARE
 from paceline.forest.records import DRAFTER, LINK, NONE, TRACKED, Bools, Floats, Ints, LinkArrays, grown, records
 
@@ -56,7 +57,7 @@ class Links:
             self.arrays = self.arrays._replace(drafters=grown(self.arrays.drafters, more))
             self._free += range(first + more - 1, first - 1, -1)
         number = self._free.pop()
-        self.arrays.drafters[number] = (response_s, INTERVAL_S, CHILD_SHARE, False)
+        self.arrays.drafters[number] = (response_s, INTERVAL_S, CHILD_SHARE, 1.0, False)
         return number
 
     def drop_drafter(self, number: int) -> None:
@@ -72,7 +73,7 @@ class Links:
         link["sent_len"], link["told_from"] = 0, NONE
         link["answered_len"] = link["called_len"] = committed_len
         link["price"], link["sent_price"] = price, 1.0
-        link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
+        link["num_unanswered"], link["oldest"], link["received_s"], link["deepened"] = 0, 0, math.nan, False
 
     def name(self, row: int, number: int) -> None:
         self.arrays.links["number"][row] = number
@@ -172,12 +173,16 @@ class Links:
         linking.answered(self.arrays, self._trees(), rows, have)
         return have
 
-    def child_shares(self, rows: Ints) -> Floats:
-        """Survival of the best child over its parent's, as the drafters of sessions guess, `[sessions]`."""
-        drafters = self.arrays.links["drafter"][rows]
+    def coming(self, rows: Ints) -> Coming:
+        """What the drafters of sessions usually bring next; what is drafted ahead comes level by level."""
+        links = self.arrays.links[rows]
         if not len(self.arrays.drafters):
-            return np.full(len(rows), CHILD_SHARE)
-        return np.where(drafters == NONE, CHILD_SHARE, self.arrays.drafters["child_share"][drafters])
+            return Coming(np.full(len(rows), CHILD_SHARE), np.ones(len(rows)))
+        none, known = links["drafter"] == NONE, self.arrays.drafters[links["drafter"]]
+        return Coming(
+            np.where(none, CHILD_SHARE, known["child_share"]),
+            np.where(none | (links["deepened"] != 0), 1.0, known["levels"]),
+        )
 
     def response_s(self, rows: Ints) -> Floats:
         """Usual seconds from a commit to the first nodes that know it, `[sessions]`; NaN: none are to come."""
@@ -232,10 +237,10 @@ class Links:
         """The first message that cannot be of a drafter that follows its session, or NONE."""
         return int(linking.first_doubtful(self._trees(), rows, bases, has_distributions))
 
-    def took_in(self, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float) -> list[float]:
+    def took_in(self, rows: Ints, bases: Ints, sizes: Ints, merged: Merged, now_s: float) -> list[float]:
         """Guesses have come; returns seconds since the commits that they answer, where they are the first that do."""
         round_trips_s = np.empty(len(rows))
-        count = linking.took_in(self.arrays, rows, bases, sizes, firsts, now_s, round_trips_s)
+        count = linking.took_in(self.arrays, rows, bases, sizes, merged.firsts, merged.levels, now_s, round_trips_s)
         return [*round_trips_s[:count].tolist()]
 
     def waits(self, rows: Ints, now_s: float) -> Floats:

@@ -96,6 +96,8 @@ LINK = np.dtype(
         ("sent_price", "f8"),
         # When nodes last came from a drafter that knew of the last commit; NaN: they have not.
         ("received_s", "f8"),
+        # Whether guesses have deepened the tree since the last commit.
+        ("deepened", "i1"),
         # Most guesses of a step; how long the text may become, and up to which length it may wait for drafts.
         ("most_guesses", "i4"),
         ("last_len", "i4"),
@@ -107,8 +109,11 @@ LINK = np.dtype(
     align=True,
 )
 # Expected seconds from a commit to the first nodes of a drafter that knew it, and between two messages with nodes of
-# one session; survival of the best first guess after a commit; whether an answer was overdue, and nothing came since.
-DRAFTER = np.dtype([("response_s", "f8"), ("interval_s", "f8"), ("child_share", "f8"), ("silent", "i1")], align=True)
+# one session; survival of the best first guess after a commit; levels by which its first guesses deepen a tree; whether
+# an answer was overdue, and nothing came since.
+DRAFTER = np.dtype(
+    [("response_s", "f8"), ("interval_s", "f8"), ("child_share", "f8"), ("levels", "f8"), ("silent", "i1")], align=True
+)
 
 
 def node_type(num_sources: int) -> np.dtype[np.void]:

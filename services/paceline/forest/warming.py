@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.forest.columns import Calls, rows_of
+from paceline.forest.columns import Calls, Coming, Merged, rows_of
 from paceline.forest.forest import Forest
 from paceline.forest.records import ROOT
 
@@ -43,7 +43,7 @@ def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None
     picked = forest.best(rows, one)
     taken = forest.gather(rows, picked.slots, one)
     forest.set_kv(Calls(rows, taken.slots), one)
-    forest.prospects(rows, one, sure, sure)
+    forest.prospects(rows, one, sure, Coming(sure, sure))
     forest.commit(rows, one, one)
 
 
@@ -61,6 +61,6 @@ def _link(forest: Forest, row: int) -> None:
     links.answered(rows)
     links.waits(rows, 0.0)
     links.mark_silent(rows, 0.0)
-    links.took_in(rows, one, one, np.array([0.5]), 1.0)
+    links.took_in(rows, one, one, Merged(np.zeros((1, 3), np.int32), np.array([0.5]), one), 1.0)
     links.lag_tokens(rows)
     links.drop_drafter(drafter)
