@@ -10,7 +10,7 @@ from paceline.drafting.early_exit import EarlyExitSource
 from paceline.engine.target_session import SHORT_REMAINDER
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
-from tests.support.heads import CIRCLE, random_medusa, save_counting_medusa, save_counting_target, save_medusa
+from tests.support.heads import CIRCLE, save_counting_medusa, save_counting_target
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], [3, 250, 251, 90], list(range(100, 160))]
@@ -98,28 +98,15 @@ def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(cou
     assert sum(report.asked_of[MEDUSA] for report in pair.reports) == turns > 100
 
 
-def test_a_useless_source_ends_up_asked_next_to_never(tmp_path):
-    target, drafter = save_pair(tmp_path)
-    heads = save_medusa(tmp_path / "heads", random_medusa(), num_heads=3, num_blocks=1)
-    pair = EnginePair(target, drafter, methods=(MEDUSA,), medusa_model=heads)
-    pair.kill_drafter()
-    run_long(pair, 2)
-    asked = [report.asked_of[MEDUSA] > 0 for report in pair.reports]
-    assert asked[1]
-    late = pair.reports[len(asked) // 2 :]
-    share = sum(report.asked_s.get(MEDUSA, 0.0) for report in late) / sum(report.seconds for report in late)
-    assert 0.0 < share < 0.01
-
-
-def test_of_two_sources_the_useless_one_is_asked_next_to_never(counting):
+def test_all_sources_are_asked_while_a_verifier_drafts(counting):
     target, heads = counting
-    pair = EnginePair(target, target, methods=(MEDUSA, LAYER_SKIP), medusa_model=heads, layers=(0, 1))
+    policy = FixedGamma(gamma=3)
+    pair = EnginePair(target, target, methods=(MEDUSA, LAYER_SKIP), medusa_model=heads, layers=(0, 1), policy=policy)
     pair.kill_drafter()
     run_long(pair)
-    late = pair.reports[len(pair.reports) // 2 :]
-    assert all(report.asked_of[MEDUSA] for report in late[:-SHORT_REMAINDER])
-    # What its layers say is right, but the heads have said it already.
-    assert sum(report.asked_of[LAYER_SKIP] > 0 for report in late) < len(late) / 20
+    asked = [report.asked_of for report in pair.reports if report.asked_of]
+    assert len(asked) > 100
+    assert all(each[MEDUSA] == each[LAYER_SKIP] > 0 for each in asked)
 
 
 ALL_LAYERS = (0, 1)

@@ -10,12 +10,12 @@ Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from paceline.core.drafting_mode import MOST_ON_LOAN, DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, best_prefix, is_worth
+from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.forest import Bools, Ints, Picked
 
@@ -166,20 +166,6 @@ class Goodput:
         """
         return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
 
-    def num_asked(
-        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
-    ) -> int:
-        """For how many sessions, those of most gain first, a source that takes time is called: the same objective.
-
-        Args:
-            gains: Tokens that the source would add, of each session, best first.
-            expected: Tokens of the whole step without it.
-            step_s: Time of a step without it.
-            call_s: From a number of sessions to the seconds of one call for all of them.
-        """
-        seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
-        return best_prefix(expected, gains, seconds).count
-
 
 class FixedGamma(Goodput):
     """Always the `gamma` best nodes of every session, whatever the load; for comparison and tests."""
@@ -211,11 +197,6 @@ class FixedGamma(Goodput):
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
         return bool(gains.any())
-
-    def num_asked(
-        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
-    ) -> int:
-        return len(gains)
 
 
 def best_each(survivals: Floats, count: int) -> Ints:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.core.goodput import EXPLORATION
-
 # Steps after which an observation counts half.
 HALF_LIFE = 200
+# Share of the time that trials may lose.
+EXPLORATION = 0.005
 # Steps of a trial that count: before it may be called off, usually, and at most.
 LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
 # The most that do not count: drafters read what they have missed, and prompts are read.

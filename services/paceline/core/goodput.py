@@ -1,16 +1,13 @@
 """The one objective: expected tokens over the seconds that they take.
 
 Whatever a step may spend time on brings some expected tokens for some seconds: verify one more guess, wait for the
-next ones, ask a source for some, let drafters work. Of options in their order of merit, with expected tokens `E` before
-any of them and gains `g_1 >= g_2 >= ...`, the best are the first
+next ones. Of options in their order of merit, with expected tokens `E` before any of them and gains
+`g_1 >= g_2 >= ...`, the best are the first
 
     m* = argmax over all m of (E + g_1 + ... + g_m) / T(m).
 
 All m, not the first local maximum: times bend where kernels round up. See DSpark (2607.05147) and TETRIS (2502.15197)
 for the same objective inside one box.
-
-What is not known must be tried, and a trial costs time. One rule for all: it may cost a small share of the time since
-the last one.
 """
 
 from __future__ import annotations
@@ -24,10 +21,6 @@ from paceline.core.step_time import Floats, StepCost
 
 # Guesses less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
-
-# Share of the time that all trials of one kind may cost, and of the sessions that take part in one: a commit scores
-# guesses whether they are verified or not, so that few teach nearly as much as all.
-EXPLORATION, TRIED_OF = 0.005, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +47,6 @@ def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Seque
 def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:
     """Whether one option is worth taking: `best_prefix` of it alone, for a step of `step_s` seconds."""
     return gain * step_s > expected * cost_s
-
-
-def num_tried(num_sessions: int) -> int:
-    """How many of `num_sessions` sessions take part in a trial."""
-    return -(-num_sessions // TRIED_OF)
-
-
-def may_try(cost_s: float, since_s: float) -> bool:
-    """Whether a trial that costs `cost_s` seconds may follow one that ended `since_s` ago."""
-    return cost_s <= EXPLORATION * since_s
 
 
 @dataclass(frozen=True, slots=True)

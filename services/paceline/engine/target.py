@@ -259,7 +259,7 @@ class TargetEngine:
             self._cache.apply_moves(self.scheduler.moves)
             if tell is not None and self.scheduler.tier.has_work:
                 tell(self._news())
-            self._sources.grow(self.scheduler.report, self._clock() - plan.started_s)
+            self._sources.grow(self.scheduler.report)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
         return self._output(outcomes, self.scheduler.take_report(plan))

@@ -26,7 +26,6 @@ from paceline.core.messages import (
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool, SessionPages, salted_root
 from paceline.core.params import COUPLED, REJECTION
-from paceline.core.source_record import Gain
 from paceline.core.target_events import SpeculationTally, TracedRound, TracedStart
 from paceline.core.tree import DraftTree
 from paceline.engine.sampler import Logits, RowSampler
@@ -59,7 +58,6 @@ class TargetSession:
         judges_prompt: Whether some are still to be handed out.
         choice: How the target chooses its tokens, a `CHOICE`.
         by_logits: Whether nothing else has a part in it.
-        gains: What costly sources add to its steps, by source.
         followers: Sources at work on it, by name.
     """
 
@@ -119,7 +117,6 @@ class TargetSession:
         self._submitted_s = self._committed_s = submitted_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
-        self.gains: dict[str, Gain] = {}
         self.followers = self._followers_of(sources)
 
     def _make_tree(self, forest: Forest, calibrations: Mapping[str, int], *, chain: bool) -> DraftTree:

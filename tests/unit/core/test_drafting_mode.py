@@ -11,6 +11,7 @@ import pytest
 
 from paceline.core.drafting_mode import (
     BEGIN_DRAFTING,
+    EXPLORATION,
     LEAST_STEPS,
     MOST_ON_LOAN,
     MOST_STEPS,
@@ -18,7 +19,6 @@ from paceline.core.drafting_mode import (
     DraftingMode,
     Mode,
 )
-from paceline.core.goodput import EXPLORATION
 
 PLAIN, DRAFTING = Mode.PLAIN, Mode.DRAFTING
 PLAIN_S = 0.020

@@ -1,4 +1,4 @@
-"""The objective against brute force, and the rule for trials."""
+"""The objective against brute force."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.goodput import EXPLORATION, TRIED_OF, best_prefix, is_worth, may_try, num_tried
+from paceline.core.goodput import best_prefix, is_worth
 
 GAINS = st.lists(st.floats(0.0, 8.0), max_size=12).map(lambda gains: sorted(gains, reverse=True))
 SECONDS = st.floats(1e-4, 1.0)
@@ -44,9 +44,3 @@ def test_one_option_alone_is_the_same_question(gain, expected, cost_s, step_s):
     rates = expected / step_s, (expected + gain) / (step_s + cost_s)
     if abs(rates[1] - rates[0]) > 1e-9 * rates[0]:
         assert is_worth(gain, expected, cost_s=cost_s, step_s=step_s) == (rates[1] > rates[0])
-
-
-def test_trials_take_a_small_share_of_the_time_and_of_the_sessions():
-    assert may_try(EXPLORATION, 1.0)
-    assert not may_try(1.01 * EXPLORATION, 1.0)
-    assert [num_tried(count) for count in (0, 1, TRIED_OF, TRIED_OF + 1)] == [0, 1, 1, 2]
