@@ -1,196 +1,208 @@
-"""The controller against three oracles on the same load: `make bench NAME=controller`.
+"""The controller against the best fixed choice: `make bench NAME=controller`.
 
-The planner's simulation of a verifier and its drafter serves 1, 2, 4, ... 64 sessions and then fewer again: the engines
-that serve, with the step times of a profile and guesses whose true probabilities are known. At every load it runs with
-the real controller, which keeps what it has learned at the loads before, and with
+Twenty random devices, each with a load of its own: a draft step takes 0.03 to 0.8 of the target's, a first guess is
+right with a chance of 0.3 to 0.95, and 1 to 128 sessions run. On each of them the planner's simulation serves the same
+requests with the engines that serve: with the controller after a rehearsal, with one that knows nothing but what
+verifiers measure at start, and with each fixed gamma, 0 among them: that is plain decoding.
 
-  clairvoyant   knows the target's tokens and the step times: verifies nothing in vain
-  optimum       knows the true probabilities and the step times
-  best fixed    the best fixed gamma of that load
-
-Neither of the first two is slower than plain decoding, since each may do without drafters. The bench prints tokens/s,
-the regret against the optimum, and the ratio to the best fixed gamma of each load.
+OK when both lose at most 3 % against the best fixed gamma after their first 100 steps, in the mean (being ahead makes
+up for nothing), and in no 200 steps, the first ones included, more than 3 % against plain decoding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, show
-from paceline.core.draft_policy import FixedGamma, Goodput, best_each
-from paceline.core.goodput import best_prefix
-from paceline.engine.target_session import TargetSession
-from paceline.forest import NONE, ROOT, Bools, Ints, Picked, rows_of
-from paceline.planning.engines import LAW, DrafterAtWork, Events, Request, VerifierAtWork
-from paceline.planning.simulation import Outcome
-from paceline.simulated.device import KEY
+from paceline.core.draft_policy import FixedGamma
+from paceline.core.target_events import DrafterNews, TargetOutput
+from paceline.planning.engines import DrafterAtWork, Events, Request, VerifierAtWork
 from paceline.simulated.guesses import DrawnGuesses
-from paceline.simulated.profile import SHIPPED, Profile, read_profile
-from paceline.simulated.text import contributions
+from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
-LOADS = (1, 2, 4, 8, 16, 32, 64)
-GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)
-MOST_REGRET = 0.05
-LEAST_OF_FIXED = 0.98
-NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 16, 160
-# Share of the time at a load that is not counted: sessions begin together, and the controller meets a new load.
-WARM_UP = 0.5
-CONTROLLER, OPTIMUM, CLAIRVOYANT = "controller", "optimum", "clairvoyant"
+GAMMAS = (0, 1, 3, 6, 12)
+CONTROLLERS = REHEARSED, FRESH = "rehearsed", "fresh"
+# Steps of the controller, those before its regret counts, and those in which it may lose nothing to plain decoding.
+STEPS, WARM_UP, WINDOW = 500, 100, 200
+# Steps of the fixed choices, which learn nothing.
+FIXED_STEPS = 300
+MOST_REGRET = MOST_LOSS = 0.03
+# Between the windows that are looked at.
+STRIDE = 10
+# No step takes longer.
+STEP_S, LONGEST_S, MAX_ROWS = 0.02, 1.0, 512
+NUM_PROMPT_TOKENS, OUTPUT_TOKENS = 16, (160, 480)
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
     parser = bench_parser("controller", __doc__)
-    parser.add_argument("--seconds", type=float, default=30.0, help="simulated time at each load (default 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of guesses and step times (default 0)")
-    parser.add_argument("--profile", type=Path, default=SHIPPED / "demo.json", help="as of paceline plan")
+    parser.add_argument("--profiles", type=int, default=20, help="random devices (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of all of them (default 0)")
     arguments = parser.parse_args()
-    truth = DrawnGuesses(seed=arguments.seed)
-    profile = replace(read_profile(arguments.profile), truth=truth)
-    raise SystemExit(0 if compare(profile, truth, arguments.seconds) else 1)
+    cases = [Case.drawn(arguments.seed + number) for number in range(arguments.profiles)]
+    raise SystemExit(0 if compare(cases) else 1)
 
 
-def compare(profile: Profile, truth: DrawnGuesses, seconds: float) -> bool:
-    """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
-    loads = [*LOADS, *LOADS[-2::-1]]
-    policies: dict[str, Goodput] = {
-        CONTROLLER: Goodput(profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf),
-        OPTIMUM: Oracle(profile, truth, clairvoyant=False),
-        CLAIRVOYANT: Oracle(profile, truth, clairvoyant=True),
-        **{f"gamma {gamma}": FixedGamma(gamma=gamma) for gamma in GAMMAS},
-    }
-    rates: dict[str, list[float]] = {}
-    for name, policy in tqdm(policies.items(), desc="simulating", unit="policy", leave=False):
-        # Only the controller learns; what the others do at a load is the same on the way down.
-        simulated = loads if name == CONTROLLER else LOADS
-        found = [rate_of(profile, policy, load, seconds, truth.seed) for load in simulated]
-        rates[name] = found if simulated is loads else [*found, *found[-2::-1]]
-    for oracle in (OPTIMUM, CLAIRVOYANT):
-        rates[oracle] = [max(pair) for pair in zip(rates[oracle], rates["gamma 0"], strict=True)]
-    show({"policy": name, "tokens/s at": _by_load(loads, each)} for name, each in rates.items())
-    best = [max(rates[f"gamma {gamma}"][index] for gamma in GAMMAS) for index in range(len(loads))]
-    against_fixed = [ours / its for ours, its in zip(rates[CONTROLLER], best, strict=True)]
-    regret = 1.0 - sum(rates[CONTROLLER]) / sum(rates[OPTIMUM])
-    print(f"limits: regret {MOST_REGRET:.0%} of the optimum, {LEAST_OF_FIXED} of the best fixed gamma of each load")
-    return report(
-        "controller",
-        regret=round(regret, 4),
-        against_best_fixed=_by_load(loads, against_fixed, places=3),
-        of_clairvoyant=round(sum(rates[CONTROLLER]) / sum(rates[CLAIRVOYANT]), 3),
-        ok=regret < MOST_REGRET and min(against_fixed) >= LEAST_OF_FIXED,
-    )
-
-
-def _by_load(loads: Sequence[int], values: Sequence[float], places: int = 1) -> dict[str, float]:
-    """The mean of both times at a load, by that load."""
-    at = {load: [value for each, value in zip(loads, values, strict=True) if each == load] for load in LOADS}
-    return {str(load): round(sum(each) / len(each), places) for load, each in at.items()}
-
-
-class Oracle(Goodput):
-    """Knows true probabilities and true step times; clairvoyant, the target's tokens as well. Drafters always work.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A random device with its load.
 
     Attributes:
-        sessions: Returns the sessions that are served, by their rows in the forest.
+        draft: Of the time of a target's step, that of a drafter's.
+        acceptance: Chance of a first guess.
+        knee: Rows from which on rows cost time.
+        overhead: Share by which steps take longer while drafters work.
     """
 
-    price = 0.0
-    drafts = True
+    seed: int
+    draft: float
+    acceptance: float
+    knee: int
+    overhead: float
+    num_sessions: int
 
-    def __init__(self, profile: Profile, truth: DrawnGuesses, *, clairvoyant: bool) -> None:
-        super().__init__(max_nodes=profile.most_nodes)
-        self.sessions: Callable[[], dict[int, TargetSession]] = dict
-        self._profile, self._truth, self._clairvoyant = profile, truth, clairvoyant
-
-    def enter(self, num_sessions: int) -> bool:
-        """Always drafts."""
-        return num_sessions > 0
-
-    def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
-        """Picks the nodes of highest goodput."""
-        decoding = [each for each in self.sessions().values() if each.is_decoding]
-        num_sessions = len(picked.slots)
-        for index, session in enumerate(decoding):
-            cap = session.tree.forest.links.caps(rows_of([session.tree.row]), picked.slots.shape[1])[0]
-            ranked = self._ranked_of(session)[:cap]
-            picked.slots[index], picked.survivals[index] = NONE, 0.0
-            for rank, (survival, slot) in enumerate(ranked):
-                picked.slots[index, rank], picked.survivals[index, rank] = slot, survival
-        survivals = np.sort(picked.survivals[picked.survivals > 0.0])[::-1]
-        rows = [num_sessions + other_rows + number for number in range(len(survivals) + 1)]
-        seconds = [self._profile.target.step_s(each, num_sessions=num_sessions) for each in rows]
-        best = best_prefix(num_sessions, survivals, seconds)
-        return best_each(picked.survivals, best.count)
-
-    def _ranked_of(self, session: TargetSession) -> Sequence[tuple[float, int]]:
-        """The nodes of a session that are likeliest to be right, best first, so parents before children."""
-        nodes = session.tree.forest.arrays.nodes[session.tree.row, : session.tree.num_nodes]
-        rights = are_right(session.tokens, nodes["token"].tolist(), nodes["parent"].tolist())
-        survivals = {ROOT: 1.0}
-        for slot, (node, right) in enumerate(zip(nodes, rights, strict=True)):
-            chance = float(right) if self._clairvoyant else self._truth.chance(float(node["confidences"][0]))
-            survivals[slot] = survivals[int(node["parent"])] * chance
-        del survivals[ROOT]
-        return sorted(((survival, slot) for slot, survival in survivals.items()), key=lambda entry: -entry[0])
-
-    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
-        """Learns nothing: it knows everything."""
-
-
-def are_right(tokens: Sequence[int], guesses: Sequence[int], parents: Sequence[int]) -> list[bool]:
-    """Whether the nodes of a tree are what follows in the text that their parents end.
-
-    Args:
-        tokens: Committed.
-        guesses: Of the nodes.
-        parents: Slots of theirs, before their own.
-    """
-    start = contributions(np.asarray(tokens), np.arange(len(tokens)), KEY).sum(dtype=np.uint64)
-    digests, depths = {ROOT: int(start)}, {ROOT: 0}
-    for slot, parent in enumerate(parents):
-        depths[slot] = depths[parent] + 1
-    places = np.array([len(tokens) + depths[slot] - 1 for slot in range(len(parents))], np.int64)
-    added = contributions(np.asarray(guesses, np.int64), places, KEY)
-    for slot, parent in enumerate(parents):
-        digests[slot] = (digests[parent] + int(added[slot])) % 2**64
-    truths = LAW.next_tokens(np.array([digests[parent] for parent in parents], np.uint64))
-    return [guess == truth for guess, truth in zip(guesses, truths.tolist(), strict=True)]
-
-
-def rate_of(profile: Profile, policy: Goodput, load: int, seconds: float, seed: int) -> float:
-    """Tokens/s of a verifier under a policy while this many sessions each begin anew when they end."""
-    events, requests = Events(), list[Request]()
-
-    def ask() -> None:
-        request = Request(
-            number=len(requests),
-            at_s=events.now_s,
-            num_prompt_tokens=NUM_PROMPT_TOKENS,
-            num_output_tokens=NUM_OUTPUT_TOKENS,
+    @classmethod
+    def drawn(cls, seed: int) -> Case:
+        luck = np.random.default_rng(seed)
+        return cls(
+            seed=seed,
+            draft=math.exp(luck.uniform(math.log(0.03), math.log(0.8))),
+            acceptance=luck.uniform(0.3, 0.95),
+            knee=round(2.0 ** luck.uniform(4.0, 8.5)),
+            overhead=float(luck.choice((0.0, 0.0, 0.1, 0.3))),
+            num_sessions=2 ** int(luck.integers(0, 8)),
         )
-        requests.append(request)
-        verifier.submit(request)
 
-    def ended(request: Request) -> None:
-        del request
-        events.after(0.0, ask)
+    def profile(self) -> Profile:
+        rest: dict[str, Any] = {"kv_tokens": 1 << 17, "max_sessions": 128, "max_rows": MAX_ROWS, "noise": 0.03}
+        rows, seconds = (1, self.knee, MAX_ROWS), (STEP_S, 1.1 * STEP_S, 1.1 * STEP_S * MAX_ROWS / self.knee)
+        drafter = DrafterFacts(
+            name="random",
+            rows=(1, MAX_ROWS),
+            seconds=(self.draft * STEP_S, 4.0 * self.draft * STEP_S),
+            draft_rows=64,
+            **rest,
+        )
+        return Profile(
+            name=f"random {self.seed}",
+            kind=COMPUTED,
+            origin="drawn",
+            colocated_kv_tokens=1 << 17,
+            drafting_overhead=self.overhead,
+            target=DeviceFacts(name="random", rows=rows, seconds=seconds, session_s=2e-5, **rest),
+            drafter=drafter,
+            colocated=drafter,
+            truth=DrawnGuesses(confidence_mean=math.log(self.acceptance / (1.0 - self.acceptance)), seed=self.seed),
+        )
 
-    def sessions() -> dict[int, TargetSession]:
-        return {session.tree.row: session for session in verifier.engine.scheduler.running}
+    def shown(self) -> dict[str, float]:
+        return {
+            "draft": round(self.draft, 2),
+            "acceptance": round(self.acceptance, 2),
+            "knee": self.knee,
+            "overhead": self.overhead,
+            "sessions": self.num_sessions,
+        }
 
-    drafter = DrafterAtWork("drafter", profile, events, seed)
-    verifier = VerifierAtWork(
-        profile, events, colocated=False, drafters=[drafter], on_end=ended, policy=policy, seed=seed
-    )
-    if isinstance(policy, Oracle):
-        policy.sessions = sessions
-    for _ in range(load):
+
+class Watched(VerifierAtWork):
+    """A verifier at work whose steps are kept: when each ended, and all tokens up to then."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self.steps: list[tuple[float, int]] = [(0.0, 0)]
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+
+    def _deliver(self, output: DrafterNews) -> None:
+        if isinstance(output, TargetOutput) and output.report.num_rows:
+            report = output.report
+            self.steps.append((self._events.now_s, self.steps[-1][1] + len(report.gammas) + sum(report.accepted)))
+        super()._deliver(output)
+
+
+def steps_of(case: Case, choice: str | int) -> list[tuple[float, int]]:
+    """Serves a case with a fixed gamma, or a controller; returns end and tokens of all steps up to each."""
+    profile, events, count = case.profile(), Events(), 0
+
+    def ask(_: Request | None = None) -> None:
+        nonlocal count
+        length = int(np.random.default_rng((case.seed, count)).integers(*OUTPUT_TOKENS))
+        verifier.submit(
+            Request(number=count, at_s=events.now_s, num_prompt_tokens=NUM_PROMPT_TOKENS, num_output_tokens=length)
+        )
+        count += 1
+
+    policy = FixedGamma(gamma=choice) if isinstance(choice, int) else None
+    drafter = DrafterAtWork("drafter", profile, events, case.seed)
+    verifier = Watched(profile, events, colocated=False, drafters=[drafter], on_end=ask, policy=policy, seed=case.seed)
+    if choice == REHEARSED:
+        verifier.rehearse(case.num_sessions)
+        while verifier.rehearses:
+            events.run(events.now_s + LONGEST_S)
+        verifier.steps = [(events.now_s, 0)]
+    for _ in range(case.num_sessions):
         ask()
-    events.run(seconds)
-    return Outcome(requests=requests, door_s=0.0, since_s=WARM_UP * seconds, until_s=seconds).tokens_per_s
+    steps = FIXED_STEPS if isinstance(choice, int) else STEPS
+    while len(verifier.steps) <= steps:
+        events.run(events.now_s + LONGEST_S)
+    return verifier.steps
+
+
+def rate(steps: Sequence[tuple[float, int]], first: int, last: int) -> float:
+    """Tokens/s from one step to another."""
+    (since_s, before), (until_s, after) = steps[first], steps[last]
+    return (after - before) / (until_s - since_s)
+
+
+def least_against(steps: Sequence[tuple[float, int]], plain: Sequence[tuple[float, int]]) -> float:
+    """The worst of any `WINDOW` steps over as many plain ones, the first over the first, which begin with prompts."""
+    usual = rate(plain, WARM_UP, FIXED_STEPS)
+    first = rate(steps, 0, WINDOW) / rate(plain, 0, WINDOW)
+    return min(first, *(rate(steps, at, at + WINDOW) / usual for at in range(STRIDE, STEPS - WINDOW + 1, STRIDE)))
+
+
+def compare(cases: Sequence[Case]) -> bool:
+    """Prints the table; True when regret and the worst steps are within their limits."""
+    choices: list[str | int] = [*CONTROLLERS, *GAMMAS]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        futures = {(case, each): pool.submit(steps_of, case, each) for case in cases for each in choices}
+        found = {key: each.result() for key, each in tqdm(futures.items(), desc="simulating", leave=False)}
+    rows = [_row(case, {each: found[case, each] for each in choices}) for case in cases]
+    show(rows)
+    of_best = {each: [min(1.0, row[each]["of best"]) for row in rows] for each in CONTROLLERS}
+    regret = {each: 1.0 - fmean(values) for each, values in of_best.items()}
+    least = {each: min(row[each]["least of plain"] for row in rows) for each in CONTROLLERS}
+    print(f"limits: regret {MOST_REGRET:.0%} of the best fixed gamma, {1.0 - MOST_LOSS} of plain in any {WINDOW} steps")
+    return report(
+        "controller",
+        regret={each: round(value, 4) for each, value in regret.items()},
+        worst_of_best={each: min(values) for each, values in of_best.items()},
+        least_of_plain=least,
+        ok=max(regret.values()) <= MOST_REGRET and min(least.values()) >= 1.0 - MOST_LOSS,
+    )
+
+
+def _row(case: Case, steps: dict[str | int, list[tuple[float, int]]]) -> dict[str, Any]:
+    fixed = {gamma: rate(steps[gamma], WARM_UP, FIXED_STEPS) for gamma in GAMMAS}
+    best = max(fixed, key=lambda gamma: fixed[gamma])
+    figures = {
+        each: {
+            "of best": round(rate(steps[each], WARM_UP, STEPS) / fixed[best], 3),
+            "least of plain": round(least_against(steps[each], steps[0]), 3),
+        }
+        for each in CONTROLLERS
+    }
+    return {**case.shown(), "best gamma": best, "best/plain": round(fixed[best] / fixed[0], 2), **figures}
+
+
+if __name__ == "__main__":
+    main()
