@@ -38,22 +38,10 @@ def test_a_stream_joins_to_the_whole(served, kind) -> None:
     assert "".join(text[1:]) == text[0]
 
 
-def test_tokens_are_counted_and_log_probabilities_read(served) -> None:
-    answer = chat_model(served, max_tokens=5, logprobs=True, top_logprobs=2).invoke("Hello")
-    assert answer.usage_metadata["output_tokens"] == 5
-    assert len(answer.response_metadata["logprobs"]["content"]) == 5
-
-
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output_is_an_object_of_its_class(served, method) -> None:
     model = chat_model(served).with_structured_output(Weather, method=method)
     assert isinstance(model.invoke("Will it rain?"), Weather)
-
-
-def test_json_mode_brings_the_text_of_an_object(served) -> None:
-    model = chat_model(served, max_tokens=20).with_structured_output(method="json_mode", include_raw=True)
-    told = model.invoke("As JSON, please.")
-    assert told["raw"].content.startswith("{")
 
 
 @pytest.mark.parametrize("api", ["completions", "responses"])
@@ -75,15 +63,6 @@ def test_an_agent_calls_two_tools_and_answers(caller, tools, api, streamed) -> N
         messages += [said, *(by_name[call["name"]].invoke(call) for call in said.tool_calls)]
     assert tools.calls == CALLS
     assert said.text == ANSWER
-
-
-@pytest.mark.parametrize("choice", ["any", "add"])
-def test_a_bound_tool_that_is_chosen_is_called(served, tools, choice) -> None:
-    said = (
-        chat_model(served).bind_tools(tools_of(tools), tool_choice=choice, parallel_tool_calls=False).invoke(QUESTION)
-    )
-    [call] = said.tool_calls
-    assert call["name"] in (("get_weather", "add") if choice == "any" else (choice,))
 
 
 def test_the_responses_api_keeps_a_conversation(served) -> None:

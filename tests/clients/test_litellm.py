@@ -8,7 +8,7 @@ from typing import Any
 
 import litellm
 import pytest
-from chats import ANSWER, CALLS, PARAMETERS, QUESTION, TOOLS
+from chats import ANSWER, CALLS, QUESTION, TOOLS
 
 USER = [{"role": "user", "content": QUESTION}]
 
@@ -45,20 +45,6 @@ def test_an_agent_calls_two_tools_and_answers(caller, tools, provider, streamed)
     assert tools.calls == CALLS
     assert choice.message.content == ANSWER
     assert choice.message.reasoning_content == "I know it now."
-
-
-@pytest.mark.parametrize("provider", ["openai", "anthropic"])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_calls_are_enforced(served, provider, choice) -> None:
-    fields = asked(served, provider, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
-    [call] = litellm.completion(**fields).choices[0].message.tool_calls
-    assert {*json.loads(call.function.arguments)} == {*PARAMETERS[call.function.name]["required"]}
-
-
-def test_a_schema_is_kept_to(served) -> None:
-    schema = {"name": "sum", "schema": PARAMETERS["add"], "strict": True}
-    answer = litellm.completion(**asked(served, response_format={"type": "json_schema", "json_schema": schema}))
-    assert {*json.loads(answer.choices[0].message.content)} == {"a", "b"}
 
 
 def test_a_response_is_told_whole_and_streamed_and_gone_on_from(served) -> None:
