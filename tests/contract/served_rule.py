@@ -30,7 +30,7 @@ from paceline.engine.drafted_trees import DraftedTrees, FreshTokens
 from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT, Forest, rows_of
 from tests.support.guesses import to_commits
-from tests.support.laws import dense, residual
+from tests.support.laws import dense
 from tests.support.rounds import judge
 from tests.support.trees import nodes_of
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, cells, prefixes, uniform_cells
@@ -92,21 +92,6 @@ class ToyModel:
         return {prefix: row / row.sum() for prefix, row in widened.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bugs:
-    """What public code has had; each is a way to be wrong.
-
-    Args:
-        num_sampled: Of the tokens of the distribution that is sent, so many are sampled from; None: all.
-        cut_below: The chain is cut before a token that the drafter found less probable.
-        recovers_with_draft_noise: The number that drew the first guess draws the recovered or bonus token too.
-    """
-
-    num_sampled: int | None = None
-    cut_below: float = 0.0
-    recovers_with_draft_noise: bool = False
-
-
 class Play:
     """One session between one verifier and its drafter.
 
@@ -114,17 +99,10 @@ class Play:
         target: The target model.
         draft: The draft model.
         chance: How things turn out.
-        bugs: What is planted.
     """
 
-    def __init__(
-        self,
-        target: ToyModel,
-        draft: ToyModel,
-        chance: Chance,
-        bugs: Bugs,
-    ) -> None:
-        self.target, self.draft, self.chance, self.bugs = target, draft, chance, bugs
+    def __init__(self, target: ToyModel, draft: ToyModel, chance: Chance) -> None:
+        self.target, self.draft, self.chance = target, draft, chance
         self.vocab = len(target.logits[()])
         self.drawn: dict[tuple[int, ...], float] = {}
         self.last_draft: SparseDraft | None = None
@@ -192,11 +170,6 @@ class Play:
     def verify(self, gamma: int) -> None:
         """One step of the verifier."""
         chain = nodes_of(self.session.tree)[:gamma]
-        for index, node in enumerate(chain):
-            assert node.draft is not None
-            if dense(node.draft, self.vocab)[node.token_id] < self.bugs.cut_below:
-                chain = chain[:index]
-                break
         tokens = tuple(node.token_id for node in chain)
         paths = [(*self.committed, *tokens[:depth]) for depth in range(len(tokens) + 1)]
         drafts = [dense(node.draft, self.vocab) for node in chain if node.draft is not None]
@@ -222,41 +195,17 @@ class Play:
         """Stands in for `paceline.core.noise.uniforms`: the same key gives the same number, another a fresh one."""
         del seed
         if stream != DRAFT_STREAM:
-            last = self.drawn[base_len, base_len, 0] if self.bugs.recovers_with_draft_noise else self.verdict[-1]
-            return self.verdict[position - base_len], last
+            return self.verdict[position - base_len], self.verdict[-1]
         key = (position, base_len, parent_id)
         if key not in self.drawn:
-            self.drawn[key] = self.chance.pick(cells(self._draft_cuts()))
+            assert self.last_draft is not None
+            self.drawn[key] = self.chance.pick(cells(cuts_of(self.last_draft)))
         return self.drawn[key], 0.0
 
-    def _draft_cuts(self) -> list[float]:
-        """Points at which anything that the number decides turns out another way."""
-        assert self.last_draft is not None
-        cuts = cuts_of(self.last_draft)
-        if self.bugs.recovers_with_draft_noise:
-            first = self.target.laws[()]
-            lasts = [self.target.laws[(token,)] for token in range(self.vocab)]
-            for law in (first, residual(first, dense(self.last_draft, self.vocab)), *lasts):
-                cuts += np.cumsum(law).tolist()
-        return cuts
-
     def sparse_draft(self, probs: FloatArray) -> SparseDraft:
-        """Watches `paceline.core.rejection_sampling.sparse_draft`, or has a bug there."""
-        sent = self.last_draft = sparse_draft(probs)
-        if self.bugs.num_sampled is None:
-            return sent
-        self.last_draft = sparse_draft(probs, self.bugs.num_sampled)
-        return Misreported(token_ids=sent.token_ids, weights=sent.weights, sampled=self.last_draft)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Misreported(SparseDraft):
-    """A distribution that is sent, and another one that is sampled from."""
-
-    sampled: SparseDraft
-
-    def sample(self, uniform: float) -> int:
-        return self.sampled.sample(uniform)
+        """Watches `paceline.core.rejection_sampling.sparse_draft`."""
+        self.last_draft = sparse_draft(probs)
+        return self.last_draft
 
 
 def cuts_of(draft: SparseDraft) -> list[float]:
@@ -264,16 +213,11 @@ def cuts_of(draft: SparseDraft) -> list[float]:
     return list(weights / weights[-1])
 
 
-def played(
-    monkeypatch: pytest.MonkeyPatch,
-    models: tuple[ToyModel, ToyModel],
-    story: Callable[[Play], None],
-    bugs: Bugs = Bugs(),
-) -> Law:
+def played(monkeypatch: pytest.MonkeyPatch, models: tuple[ToyModel, ToyModel], story: Callable[[Play], None]) -> Law:
     """The law of what a story commits."""
 
     def play(chance: Chance) -> Tokens:
-        it = Play(*models, chance, bugs)
+        it = Play(*models, chance)
         with monkeypatch.context() as patch:
             patch.setattr(draft_session, "uniforms", it.uniforms)
             patch.setattr(target_session, "uniforms", it.uniforms)

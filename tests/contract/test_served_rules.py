@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.served_rule import STORIES, Bugs, ToyModel, played
+from tests.contract.served_rule import STORIES, ToyModel, played
 from tests.unit.core.toy_models import Law, total_variation
 
 MODELS = {vocab: (ToyModel.random(10 + vocab, vocab), ToyModel.random(20 + vocab, vocab)) for vocab in (2, 3)}
-DETECTED = 1e-3
 
 
 def distance(law: Law, target: ToyModel) -> float:
@@ -29,21 +28,3 @@ def test_what_is_committed_has_the_distribution_of_the_target(
 ) -> None:
     law = played(monkeypatch, MODELS[vocab], STORIES[story])
     assert distance(law, MODELS[vocab][0]) < 1e-12
-
-
-# Planted bugs: the same proof must find them
-
-
-@pytest.mark.parametrize(
-    ("story", "vocab", "bugs"),
-    [
-        # The top 2 are sampled, the whole distribution is sent (as in transformers issue 47932).
-        pytest.param("gamma 2", 3, Bugs(num_sampled=2), id="reported is not sampled"),
-        pytest.param("gamma 1", 3, Bugs(cut_below=0.3), id="truncation after looking at the token, gamma 1"),
-        pytest.param("gamma 2", 3, Bugs(cut_below=0.3), id="truncation after looking at the token, gamma 2"),
-        pytest.param("gamma 1", 2, Bugs(recovers_with_draft_noise=True), id="reused noise after the chain"),
-    ],
-)
-def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, story: str, vocab: int, bugs: Bugs) -> None:
-    law = played(monkeypatch, MODELS[vocab], STORIES[story], bugs)
-    assert distance(law, MODELS[vocab][0]) > DETECTED

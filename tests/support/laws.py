@@ -27,42 +27,12 @@ def coupled_choice(log_weights: FloatArray, noise: FloatArray | None) -> int:
     return int(np.argmax(log_weights if noise is None else log_weights + noise))
 
 
-def coupled_match_prob(target_probs: FloatArray, draft_probs: FloatArray) -> float:
-    """Returns the probability that drafter and target choose the same token under shared Gumbel noise.
-
-    sum_i 1 / sum_j max(target_j / target_i, draft_j / draft_i), between (1 - TV) / (1 + TV) and 1 - TV
-    (Daliri, Musco, Suresh 2408.07978).
-    """
-    both = np.flatnonzero((target_probs > 0.0) & (draft_probs > 0.0))
-    ratios = [np.maximum(target_probs / target_probs[i], draft_probs / draft_probs[i]) for i in both]
-    return float(sum(1.0 / ratio.sum() for ratio in ratios))
-
-
-def accept_prob(target_probs: FloatArray, draft_probs: FloatArray, token_id: int) -> float:
-    """Returns the probability that u * draft_prob < target_prob for u uniform in [0, 1)."""
-    target_prob, draft_prob = float(target_probs[token_id]), float(draft_probs[token_id])
-    if target_prob >= draft_prob:
-        return 1.0 if target_prob > 0.0 else 0.0
-    return target_prob / draft_prob
-
-
 def overlap(target_probs: FloatArray, draft_probs: FloatArray) -> float:
     """Returns the probability that a token drawn from `draft_probs` is accepted by the rejection rule: 1 - TV.
 
     2211.17192, theorem 3.5; what a row shows of its drafter, whatever token was drawn.
     """
     return float(np.minimum(target_probs, draft_probs).sum())
-
-
-def residual(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:
-    """Returns norm(max(target_probs - draft_probs, 0)), [vocab]: the distribution after a rejection.
-
-    Where nothing is left, the two are equal up to rounding, no rejection can happen, and the target's
-    comes back.
-    """
-    excess = np.maximum(target_probs - draft_probs, 0.0)
-    mass = float(excess.sum())
-    return excess / mass if mass > 0.0 else target_probs / float(target_probs.sum())
 
 
 def dense(draft: SparseDraft, vocab_size: int) -> FloatArray:

@@ -63,36 +63,6 @@ def total_variation(law: Law, target: Model, length: int) -> float:
     return 0.5 * sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted})
 
 
-def race_law(draft: FloatArray, target: FloatArray) -> FloatArray:
-    """Joint law [draft's winner, target's winner] of two races with the same exponential clocks.
-
-    Both winners i: 1 / sum_v max(target_v / target_i, draft_v / draft_i). Winners i and j: with E_i = a and
-    E_j = a c the draft wants c > draft_j / draft_i, the target c < target_j / target_i, and all others come
-    later, so P = integral of dc / (1 + c + sum_v max(draft_v / draft_i, c target_v / target_j))**2 between
-    these limits, whose denominator is linear between the points where a maximum changes hands.
-    """
-    size = len(draft)
-    joint = np.zeros((size, size))
-    for i, j in itertools.product(np.flatnonzero(draft), np.flatnonzero(target)):
-        if i == j:
-            joint[i, i] = 1.0 / np.maximum(target / target[i], draft / draft[i]).sum()
-            continue
-        low, high = draft[j] / draft[i], target[j] / target[i] if target[i] else math.inf
-        others = [v for v in range(size) if v not in (i, j)]
-        swaps = [draft[v] / draft[i] * target[j] / target[v] for v in others if target[v]]
-        edges = [low, *sorted(swap for swap in swaps if low < swap < high), high]
-        for left, right in itertools.pairwise(edges) if low < high else ():
-            inside = (left + right) / 2 if right < math.inf else 2.0 * left + 1.0
-            racing = [v for v in others if inside * target[v] / target[j] > draft[v] / draft[i]]
-            slope = 1.0 + sum(target[v] / target[j] for v in racing)
-            start = 1.0 + sum(draft[v] / draft[i] for v in others if v not in racing)
-            at_left = start + slope * left
-            joint[i, j] += (
-                1.0 / (slope * at_left) if right == math.inf else (right - left) / (at_left * (start + slope * right))
-            )
-    return joint
-
-
 def cells(cuts: Sequence[float]) -> list[tuple[float, float]]:
     """Representative and width of every interval between the cuts of [0, 1)."""
     edges = [0.0, *sorted(cut for cut in cuts if 0.0 < cut < 1.0), 1.0]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,21 +13,17 @@ from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
 from training.acceptance import (
-    ChainDrafter,
-    ModelChain,
-    acceptance_table,
-    accepted_runs,
     encode_prompts,
     load_drafter,
     measure,
 )
-from training.eagle3 import Attention, Eagle3, begin_from, default_aux_layers, eagle3_config, load_eagle3
+from training.eagle3 import Eagle3, begin_from, eagle3_config, load_eagle3
 from training.export import Card, export_heads
-from training.heads import Eagle3Config, MedusaConfig, eagle3_lessons, most_frequent, train_eagle3, train_medusa
+from training.heads import Eagle3Config, MedusaConfig, train_eagle3, train_medusa
 from training.loop import walk
 from training.medusa import MedusaHeads, load_medusa
-from training.models import Drafted, head_weight, hidden_states, load_model, load_tokenizer, rotations
-from training.runs import Batch, RunConfig
+from training.models import hidden_states, load_model, load_tokenizer, rotations
+from training.runs import RunConfig
 
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
 CARD = Card(title="tiny", summary="For tests.", figures="none")
@@ -128,16 +123,6 @@ def test_training_raises_acceptance(kind: str, request: pytest.FixtureRequest, t
     assert bounds[1] > bounds[0]
 
 
-def test_text_is_read_at_the_layers_that_were_named(target: PreTrainedModel) -> None:
-    seen: list[torch.Tensor] = []
-    layers = target.get_decoder().layers
-    hooks = [layers[at].register_forward_hook(lambda *call: seen.append(call[-1])) for at in AUX]
-    states = hidden_states(target, torch.arange(5, 37).unsqueeze(0), AUX)
-    for hook in hooks:
-        hook.remove()
-    assert torch.equal(states[..., 32:], torch.cat(seen, dim=-1))
-
-
 # Medusa
 
 
@@ -158,26 +143,6 @@ def test_medusa_has_the_published_layout(tmp_path: Path, target: PreTrainedModel
     loaded = load_medusa(tmp_path / "heads", target)
     for name, value in heads.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.bfloat16().float())
-
-
-def test_a_medusa_head_is_residual_blocks_and_an_output_head(target: PreTrainedModel) -> None:
-    heads = MedusaHeads(target, heads=2, blocks=2, own_heads=True)
-    for parameter in heads.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    ids = torch.arange(5, 25).unsqueeze(0)
-    states = hidden_states(target, ids)
-    drafted = heads.chain(ids, states, 7)
-    assert len(drafted) == 2
-    x = states[:, :18]
-    for block in (heads[1][0].linear, heads[1][1].linear):
-        y = x @ block.weight.T + block.bias
-        x = x + y * torch.sigmoid(y)
-    torch.testing.assert_close(drafted[1].states, x)
-    assert drafted[1].head is heads[1][2].weight
-
-
-def test_a_frozen_head_stays_the_targets(medusa_run: MedusaConfig, target_folder: Path) -> None:
-    assert torch.equal(train_medusa(medusa_run).target_head, head_weight(load_model(target_folder)))
 
 
 # EAGLE-3
@@ -237,31 +202,6 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, target: PreTrainedMod
         load_drafter(tmp_path / "eagle3", target)
 
 
-def test_the_unrolled_attention_is_that_of_a_naive_loop(tiny_config: LlamaConfig) -> None:
-    torch.manual_seed(0)
-    attention, rows, steps = Attention(tiny_config).double(), 6, 3
-    inputs = [torch.randn(1, rows - step, 64, dtype=torch.float64) for step in range(steps)]
-    no_rotation = [(torch.ones(n, 8, dtype=torch.float64), torch.zeros(n, 8, dtype=torch.float64)) for n in (6, 5, 4)]
-    past: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for step in range(steps):
-        found = attention(inputs[step], no_rotation[step], past)
-        for row in range(rows - step):
-            seen = [inputs[0][0, at] for at in range(row + 1)] + [inputs[s][0, row] for s in range(1, step + 1)]
-            torch.testing.assert_close(found[0, row], naive_attention(attention, inputs[step][0, row], seen))
-
-
-def naive_attention(attention: Attention, query_row: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
-    """Two query heads share each of two key heads."""
-    mixed = []
-    for head in range(4):
-        query = attention.q_proj(query_row)[8 * head : 8 * head + 8]
-        own = slice(8 * (head // 2), 8 * (head // 2) + 8)
-        scores = torch.stack([query @ attention.k_proj(row)[own] / 8**0.5 for row in seen])
-        weights = torch.softmax(scores, dim=0)
-        mixed.append(sum(w * attention.v_proj(row)[own] for w, row in zip(weights, seen, strict=True)))
-    return attention.o_proj(torch.cat(mixed))
-
-
 def test_a_chain_is_what_drafting_token_by_token_gives(target: PreTrainedModel) -> None:
     """As serving does it: the layer runs over the true rows, then over one drafted row after another."""
     head = new_head(target)
@@ -285,95 +225,4 @@ def whole_sequence(head: Eagle3, tokens: torch.Tensor, features: torch.Tensor) -
     return head.midlayer(embedded, features, rotations(head.config, tokens.shape[1]), [])
 
 
-def test_a_head_begins_with_the_targets_last_layer(target: PreTrainedModel) -> None:
-    head, state = new_head(target), target.state_dict()
-    assert torch.equal(head.midlayer.mlp.up_proj.weight, state["model.layers.3.mlp.up_proj.weight"])
-    assert torch.equal(head.midlayer.self_attn.k_proj.weight[:, 32:], state["model.layers.3.self_attn.k_proj.weight"])
-    assert torch.equal(head.midlayer.hidden_norm.weight, state["model.layers.3.input_layernorm.weight"])
-    assert torch.equal(head.lm_head.weight, head_weight(target)[DRAFT_IDS])
-
-
-def test_lessons_leave_out_places_whose_best_token_cannot_be_guessed(
-    eagle3_run: Eagle3Config, target: PreTrainedModel
-) -> None:
-    head, ids = new_head(target), torch.arange(5, 45).view(2, 20)
-    states = hidden_states(target, ids, AUX).detach()
-    lessons = eagle3_lessons(eagle3_run, head, target, Batch(ids=ids, states=states, temperatures=torch.ones(2)))
-    best = (states[..., :32] @ head_weight(target).T).argmax(dim=-1)
-    assert [lesson.weight for lesson in lessons] == pytest.approx([1, 0.8, 0.64])
-    for step, lesson in enumerate(lessons):
-        assert lesson.kept is not None
-        assert lesson.draft.shape[:2] == lesson.kept.shape == (2, 19 - step)
-        assert torch.equal(lesson.target, states[:, 1 + step :, :32])
-        assert torch.equal(lesson.kept, torch.isin(best[:, 1 + step :], DRAFT_IDS))
-
-
-def test_layers_and_sizes_that_a_target_lacks_are_refused(target: PreTrainedModel) -> None:
-    assert most_frequent(np.array([0.1, 0.3, 0.1, 0.0, 0.5]), 3).tolist() == [0, 1, 4]
-    assert default_aux_layers(8) == (1, 3, 4)
-    with pytest.raises(ValueError, match="3 layers, needs at least 4"):
-        default_aux_layers(3)
-    with pytest.raises(ValueError, match=r"aux_layers are \(1, 2, 3\), must be in 0..2"):
-        eagle3_config(target, 100, (1, 2, 3))
-    with pytest.raises(ValueError, match="draft_vocab_size is 400"):
-        eagle3_config(target, 400, AUX)
-
-
 # Figures
-
-
-class Oracle:
-    """Knows the target's own states at every place, or knows nothing."""
-
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, target: PreTrainedModel, draft_ids: torch.Tensor | None, sign: float) -> None:
-        self.draft_ids, self._target, self._sign = draft_ids, target, sign
-
-    def chain(self, ids: torch.Tensor, states: torch.Tensor, positions: int) -> list[Drafted]:
-        head = head_weight(self._target)
-        rows = head if self.draft_ids is None else head[self.draft_ids]
-        return [Drafted(states=self._sign * states[:, 1 + k :], head=rows) for k in range(positions)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_perfect_head_is_always_accepted_and_a_useless_one_never(
-    target: PreTrainedModel, target_folder: Path, temperature: float
-) -> None:
-    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
-
-    def found(drafter: ChainDrafter) -> tuple[float, ...]:
-        result = measure(target, drafter, prompts, temperature, num_new=24)
-        return (*result.accepted, result.mean_length[3], result.mean_length[7], round(result.classic_bound, 4))
-
-    always = pytest.approx((1.0,) * 7 + (4.0, 8.0, 1.0))
-    for drafter in (Oracle(target, None, 1.0), Oracle(target, torch.arange(320), 1.0), ModelChain(target)):
-        assert found(drafter) == always
-    if temperature == 0:
-        assert found(Oracle(target, None, -1.0))[:-1] == pytest.approx((0.0,) * 7 + (1.0, 1.0))
-
-
-def test_tokens_outside_the_draft_vocabulary_are_never_accepted(target: PreTrainedModel, target_folder: Path) -> None:
-    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
-    half = torch.arange(0, 320, 2)
-    whole = measure(target, Oracle(target, None, 1.0), prompts, 1.0, num_new=48)
-    part = measure(target, Oracle(target, half, 1.0), prompts, 1.0, num_new=48)
-    assert 0.0 < part.accepted[0] < whole.accepted[0]
-    assert 0.0 < part.classic_bound < 0.95
-
-
-def test_a_chain_ends_where_a_guess_fails() -> None:
-    matches = [[True, False, True, True], [True, True, False], [False, True]]
-    assert accepted_runs([torch.tensor([row]) for row in matches]).tolist() == [[2, 0, 1, 1]]
-
-
-def test_every_kind_of_drafter_is_recognised(tmp_path: Path, target: PreTrainedModel, target_folder: Path) -> None:
-    heads, head = MedusaHeads(target, 3, 2, own_heads=False), new_head(target)
-    export_heads(heads, heads.layout, tmp_path / "medusa", CARD)
-    export_heads(head, head.layout, tmp_path / "eagle3", CARD)
-    kinds = {target_folder: ModelChain, tmp_path / "medusa": MedusaHeads, tmp_path / "eagle3": Eagle3}
-    for folder, kind in kinds.items():
-        assert isinstance(load_drafter(folder, target), kind)
-    assert "| temperature | accepted up to draft 1 / 2 / 3 |" in acceptance_table(
-        target_folder, tmp_path / "medusa", num_prompts=2, num_new=8, seed=0
-    )

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import demo
-from training.__main__ import COMMANDS, main
+from training.__main__ import main
 
 
 def run(*words: str) -> int:
@@ -19,16 +19,6 @@ def write_corpus(folder: Path) -> Path:
     folder.mkdir()
     (folder / "a.py").write_text("def add(left, right):\n    return left + right\n\n" * 200, "utf-8")
     return folder
-
-
-def test_help_shows_the_commands_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
-    text = capsys.readouterr().out
-    assert all(f"  {word} " in text for word in COMMANDS)
-    assert "examples:" in text
-    assert run("nonsense") == 2
-    assert run("distill", "--help") == 0
-    assert "--target" in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_named(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from training import demo
-from training.acceptance import ModelChain, encode_prompts, mean_chain_length, measure
+from training.acceptance import ModelChain, encode_prompts, measure
 from training.batches import encode_documents, save_store
 from training.demo import TargetConfig, train_target
 from training.distill import DistillConfig, distill, first_layers, grown
-from training.loop import Schedule
 from training.models import load_model, load_tokenizer
 from training.tokenizer import BEGIN_ID, END_ID
 
@@ -71,32 +70,6 @@ def interrupted_at(step: int) -> Callable[[demo.MixedOptimizer, float], float]:
     return stopping
 
 
-def test_training_lowers_the_loss(
-    tiny_run: TargetConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "load_checkpoint", start_anew)
-    _, held_out = demo.prepare(tiny_run)
-    torch.manual_seed(tiny_run.seed)
-    before = demo.held_out_loss(LlamaForCausalLM(tiny_config), held_out, 1024)
-    model = train_target(replace(tiny_run, steps=20), tiny_config)
-    assert demo.held_out_loss(model, held_out, 1024) < before
-
-
-def test_the_schedule_warms_up_stays_and_decays() -> None:
-    schedule = Schedule(steps=100, warmup_steps=10, decay_from=50, floor=0.1)
-    assert schedule.factor(0) == pytest.approx(0.1)
-    assert schedule.factor(30) == 1.0
-    assert schedule.factor(75) == pytest.approx(0.55)
-    assert schedule.factor(100) == pytest.approx(0.1)
-
-
-def test_the_undistilled_drafter_with_all_layers_is_the_target(target_folder: Path) -> None:
-    target = load_model(target_folder).eval()
-    whole = first_layers(target, 3).eval()
-    ids = torch.arange(5, 37).unsqueeze(0)
-    assert torch.equal(whole(input_ids=ids).logits, target(input_ids=ids).logits)
-
-
 def make_distillation(tmp_path: Path, target_folder: Path) -> DistillConfig:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -130,18 +103,6 @@ def test_distillation_raises_acceptance_and_resumes_exactly(tmp_path: Path, targ
         assert torch.equal(again[name], value)
 
 
-def test_a_distillation_goes_on_from_a_drafter_with_all_its_layers(tmp_path: Path, target_folder: Path) -> None:
-    config = make_distillation(tmp_path, target_folder)
-    target = load_model(target_folder).eval()
-    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
-    bounds = []
-    for start in (None, target_folder):
-        drafter = distill(replace(config, start=start, steps=1)).eval()
-        bounds.append(measure(target, ModelChain(drafter), prompts, 1.0, num_new=64).classic_bound)
-    assert drafter.config.num_hidden_layers == 3
-    assert bounds[0] < 0.9 < bounds[1]
-
-
 def test_layers_that_a_drafter_grows_change_nothing_until_they_learn(tmp_path: Path, target_folder: Path) -> None:
     config = make_distillation(tmp_path, target_folder)
     target = load_model(target_folder).eval()
@@ -153,23 +114,6 @@ def test_layers_that_a_drafter_grows_change_nothing_until_they_learn(tmp_path: P
     learnt = distill(replace(config, layers=3, start=tmp_path / "large", steps=1)).state_dict()
     for name, weight in large.state_dict().items():
         assert name.endswith("layernorm.weight") or not torch.equal(learnt[name], weight), name
-
-
-def test_what_cannot_be_distilled_is_refused(tmp_path: Path, target_folder: Path, tiny_config: LlamaConfig) -> None:
-    config, target = make_distillation(tmp_path, target_folder), load_model(target_folder)
-    with pytest.raises(ValueError, match="layers is 4, but the target has 3"):
-        first_layers(target, 4)
-    tiny_config.vocab_size = 400
-    LlamaForCausalLM(tiny_config).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="the drafter to start from has 400 token ids, but the target 320"):
-        distill(replace(config, start=tmp_path / "other"))
-    tiny_config.vocab_size, tiny_config.num_hidden_layers, tiny_config.intermediate_size = 320, 1, 40
-    with pytest.raises(ValueError, match=r"its model.layers.0.mlp.gate_proj.weight is \[40"):
-        grown(LlamaForCausalLM(tiny_config), 2, target)
-
-
-def test_chain_lengths_count_the_targets_own_token() -> None:
-    assert mean_chain_length([[2, 1, 0, 1, 0, 0, 2, 1]], 2) == 2.0
 
 
 def test_an_export_is_bfloat16_and_loads_with_transformers(target_folder: Path) -> None:
