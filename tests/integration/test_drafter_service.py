@@ -9,11 +9,9 @@ import grpc
 import pytest
 
 from paceline.core.messages import (
-    CloseSession,
     Commit,
     Commits,
     Drafts,
-    LaggingSession,
     ModelIdentity,
     OpenSession,
 )
@@ -95,31 +93,6 @@ async def test_an_opened_session_gets_nodes_and_a_commit_prunes_them(tiny_pair):
             while base_len == 10:
                 [(number, base_len, nodes)] = await drafts_of(stream)
         assert base_len == 11
-
-
-async def test_a_commit_for_an_unknown_session_asks_for_it(tiny_pair):
-    async with running_drafter(tiny_pair[1]) as (address, host), stream_to(address, host.identity) as stream:
-        await stream.say(committed(99))
-        assert await stream.hear() == [LaggingSession(number=99, have_len=0)]
-
-
-async def test_a_gap_in_the_commits_is_reported_with_what_is_there(tiny_pair):
-    async with running_drafter(tiny_pair[1]) as (address, host), stream_to(address, host.identity) as stream:
-        await stream.say(opened(room=0))
-        await stream.say(committed(base_len=15))
-        assert LaggingSession(number=7, have_len=10) in await stream.hear()
-
-
-async def test_a_closed_session_is_freed(tiny_pair):
-    async with running_drafter(tiny_pair[1]) as (address, host), stream_to(address, host.identity) as stream:
-        await stream.say(opened())
-        await stream.hear()
-        assert host.num_sessions == 1
-        await stream.say(CloseSession(number=7), opened("t", number=8))
-        async with asyncio.timeout(20):
-            while not any(each.number == 8 for each in await drafts_of(stream)):
-                pass
-        assert host.num_sessions == 1
 
 
 BAD = {

@@ -83,14 +83,6 @@ async def test_the_last_tokens_of_a_prompt_are_kept_where_it_is_asked_for(fleet:
     assert "truncate_prompt_tokens: must be -1, or from 1 to" in str(await refusal(fleet, request))
 
 
-async def test_a_stop_string_ends_the_text(fleet: ScriptedFleet) -> None:
-    text = fleet.letters(0, 7)
-    request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=[text[4:]])
-    responses = [response async for response in fleet.stub.Generate(request)]
-    assert "".join(response.text for response in responses) == text[:4]
-    assert responses[-1].result.finish_reason == "stop"
-
-
 @pytest.mark.parametrize(
     ("request_", "field", "limit"),
     [

@@ -23,7 +23,6 @@ from tests.support.scripted_fleet import (
 
 pytestmark = SHARES_A_GATEWAY
 
-EMOJI = "a😀é"
 SPECULATION = {
     "mean_acceptance_length": 3.0,
     "draft_acceptance_rate": 6 / 9,
@@ -110,19 +109,6 @@ async def test_a_streamed_chat_first_says_who_speaks(fleet: ScriptedFleet) -> No
     assert "".join(delta.content or "" for delta in deltas) == fleet.letters(0, 5, prompt)
 
 
-async def test_a_chat_without_max_tokens_may_use_the_rest_of_the_context(fleet: ScriptedFleet) -> None:
-    fleet.verifier.script = Script(stop_after=4)
-    answer = await fleet.openai.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hello"}], seed=0
-    )
-    [request] = fleet.verifier.requests
-    text = fleet.letters(0, 4, request.prompt_token_ids)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
-    assert request.sampling.max_tokens == CONTEXT_LEN - len(request.prompt_token_ids)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 5
-
-
 async def test_a_stop_string_over_token_borders_ends_the_text_and_the_verifiers_work(
     fleet: ScriptedFleet,
 ) -> None:
@@ -136,38 +122,6 @@ async def test_a_stop_string_over_token_borders_ends_the_text_and_the_verifiers_
     assert answer.usage.completion_tokens == 7
     assert answer.to_dict()["metrics"] == {"speculative_decoding": None}
     assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
-
-
-async def test_a_streamed_text_never_shows_a_part_of_a_stop_string(fleet: ScriptedFleet) -> None:
-    text = fleet.letters(0, 10)
-    stream = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=text[7:], stream=True
-    )
-    texts = [chunk.choices[0].text async for chunk in stream]
-    assert "".join(texts) == text[:7]
-
-
-@pytest.mark.parametrize("step_len", [1, 2, 5, 8])
-async def test_the_number_of_tokens_at_a_stop_string_does_not_depend_on_the_steps(
-    fleet: ScriptedFleet, step_len: int
-) -> None:
-    fleet.verifier.script = Script(step_len=step_len)
-    text = fleet.letters(0, 7)
-    answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=[text[4:]], logprobs=0
-    )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 7
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.tokens == list(text)
-
-
-async def test_a_stop_token_ends_the_text_without_being_part_of_it(fleet: ScriptedFleet) -> None:
-    text, third = fleet.letters(0, 2), fleet.letter_ids(0, 3)[2]
-    answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=9, seed=0, extra_body={"stop_token_ids": [third]}
-    )
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
 
 
 @pytest.mark.parametrize("door", ["/v1/completions", "/v1/chat/completions"])
@@ -193,26 +147,6 @@ async def test_a_choice_names_what_stopped_it_as_vllm_does(fleet: ScriptedFleet,
         *chunks, last = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
         assert {chunk["choices"][0]["stop_reason"] for chunk in chunks} == {None}
         assert last["choices"][0]["stop_reason"] == reason
-
-
-async def test_stop_strings_are_not_looked_for_before_min_tokens(fleet: ScriptedFleet) -> None:
-    text = fleet.letters(0, 40)
-    stop = next(letter for letter in text[:5] if letter in text[5:])
-    answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=40, seed=0, stop=[stop], extra_body={"min_tokens": 5}
-    )
-    assert answer.choices[0].text == text[: text.index(stop, 5)]
-
-
-async def test_characters_split_over_steps_arrive_whole(fleet: ScriptedFleet) -> None:
-    tokens = tuple(
-        next(t for t in range(fleet.codec.vocab_size) if fleet.codec.token_bytes(t) == bytes([byte]))
-        for byte in EMOJI.encode()
-    )
-    fleet.verifier.script = Script(tokens=tokens, step_len=1)
-    stream = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=100, stream=True)
-    texts = [choice.text async for chunk in stream for choice in chunk.choices if choice.text]
-    assert texts == list(EMOJI)
 
 
 async def test_completion_logprobs_name_tokens_offsets_and_alternatives(fleet: ScriptedFleet) -> None:

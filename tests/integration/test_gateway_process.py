@@ -75,11 +75,6 @@ async def test_broken_sampling_defaults_are_refused_unless_nobody_asks_for_them(
     assert "generation_config" not in line
 
 
-async def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert "is not a tokenizer" in await refusal("--model", str(tmp_path), "--redis-url", "memory://")
-
-
 async def test_a_store_that_cannot_be_reached_is_named(folder: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

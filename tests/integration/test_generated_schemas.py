@@ -122,8 +122,3 @@ def test_answers_to_any_schema_validate_and_drafts_leave_them_alone(
     bench: Bench, schemas: list[Schema], temperature: float
 ) -> None:
     bench.check(schemas, temperature)
-
-
-def test_the_schemas_above_prove_something(bench: Bench) -> None:
-    assert bench.num_finished > bench.num_cut_off
-    assert bench.num_accepted > 200

@@ -56,16 +56,6 @@ async def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_pair, tmp_path, 
     assert "tokenizer.json" in await refusal(service, folder)
 
 
-async def test_a_folder_that_is_none_is_refused(tmp_path):
-    assert "nowhere" in await refusal("drafter", tmp_path / "nowhere")
-
-
-async def test_pickled_weights_are_refused(tiny_pair, tmp_path):
-    folder = changed(tiny_pair[0], tmp_path / "pickled")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "holds pickled weights" in await refusal("verifier", folder)
-
-
 @for_each_service
 async def test_more_pages_than_memory_say_how_much_is_lacking(service):
     said = await refusal(service, DEMO_TARGET, "--num-kv-blocks", "10000000", "--dtype", "float32")
@@ -85,18 +75,6 @@ async def test_a_registry_that_cannot_be_reached_is_named(tiny_pair, service):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     assert f"127.0.0.1:{port}" in await refusal(service, tiny_pair[0], "--redis-url", f"redis://127.0.0.1:{port}")
-
-
-async def test_a_speculative_config_that_is_not_served_is_refused(tiny_pair):
-    problems = {
-        "{": "JSON",
-        '{"method": "magic"}': "method",
-        '{"num_speculative_tokens": -1}': "num_speculative_tokens",
-        '{"gamma": 3}': "gamma",
-        '{"policy": "always"}': "policy",
-    }
-    for config, problem in problems.items():
-        assert problem in await refusal("verifier", tiny_pair[0], "--speculative-config", config)
 
 
 async def test_a_draft_model_for_another_vocabulary_is_refused_before_anything_starts(tiny_pair, tmp_path):

@@ -86,28 +86,3 @@ def test_one_broken_folder_is_named_and_the_others_are_listed(
     assert "checkpoint /nope: no such folder" in err
     assert str(tmp_path / "gpt2") in err
     assert err.count("\n") == 1
-
-
-def test_models_refuses_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such folder" in refusal(["models", "--path", "/nope"], capsys)
-
-
-def test_bench_hands_over_to_the_checkouts_loadtest(tmp_path: Path) -> None:
-    (tmp_path / "loadtest").mkdir()
-    (tmp_path / "loadtest" / "__init__.py").touch()
-    (tmp_path / "loadtest" / "__main__.py").write_text("import sys; print('ran', sys.argv[1:])")
-    program = (
-        f"from pathlib import Path\nfrom paceline import cli\ncli.CHECKOUT = Path({str(tmp_path)!r})\n"
-        "cli.main(['bench', 'nothing', '--fast'])"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=ENV, check=True, timeout=60, capture_output=True, text=True
-    )
-    assert ended.stdout == "ran ['nothing', '--fast']\n"
-
-
-def test_bench_outside_a_checkout_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
-    assert "part of a checkout" in refusal(["bench"], capsys)

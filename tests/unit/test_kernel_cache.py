@@ -39,23 +39,6 @@ def test_a_change_in_any_source_leads_to_another_folder(tmp_path, sources):
         assert len(seen) == count
 
 
-def test_every_file_that_has_kernels_is_named():
-    """A kernel of any other file would be kept after it has changed: nothing but the folder's name tells."""
-    # Those of CUDA are kept by their compiler.
-    decorated = re.compile(
-        r"^from (?!paceline.engine.backends.cuda).* import .*\b(kernel|inlined|intrinsic)\b", re.MULTILINE
-    )
-    found = {
-        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if decorated.search(path.read_text())
-    }
-    # Functions of others that are compiled into one.
-    others = re.compile(r"\binlined\((\w+)\.\w+\)")
-    found |= {f"core/{name}.py" for path in PACKAGE.rglob("*.py") for name in others.findall(path.read_text())}
-    assert {"core/noise.py", "core/processors.py"} <= found
-    assert len(found) > 10
-    assert found <= {*ARITHMETIC, *FOREST}
-
-
 def test_kernels_are_kept_in_the_users_cache_or_where_the_environment_says(tmp_path):
     package = copy_of_sources(tmp_path)
     cached = cache_folder({"XDG_CACHE_HOME": str(tmp_path / "c")}, package, ARITHMETIC)

@@ -43,12 +43,6 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
-def test_every_alert_says_how_bad_it_is_what_happened_and_what_to_do() -> None:
-    for rule in alerts():
-        assert rule["labels"]["severity"] in ("critical", "warning")
-        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
-
-
 def test_the_runbook_has_a_heading_for_each_alert_and_each_alert_names_its_own() -> None:
     headings = re.findall(r"^### (\w+)$", RUNBOOK.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == [rule["alert"] for rule in alerts()]
