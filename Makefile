@@ -65,7 +65,7 @@ up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-mod
 demo: $(SERVE) ## stream completions with and without speculation and compare them
 	$(BIN)/paceline demo $(ARGS)
 
-bench: $(DEV) ## run a bench: make bench NAME=acceptance; without NAME lists them
+bench: $(DEV) ## run a bench: make bench NAME=concurrency; without NAME lists them
 	$(BIN)/paceline bench $(NAME) $(ARGS)
 
 # A machine with a GPU brings a torch of its own: nothing is installed.

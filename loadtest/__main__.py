@@ -1,4 +1,4 @@
-"""Runs a bench by name: `python -m loadtest acceptance --help`, or `make bench NAME=acceptance`."""
+"""Runs a bench by name: `python -m loadtest concurrency --help`, or `make bench NAME=concurrency`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 
 BENCHES = {
-    "acceptance": "acceptance rate and mean acceptance length of the demo pair, through the fleet",
     "chaos": "kills, freezes, drains and cuts off services while streams run, and compares every token",
     "cold": "the first load of a fresh fleet, with the drafter tier and without it",
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
@@ -26,9 +25,7 @@ BENCHES = {
     "overload": "goodput at three times what the fleet can do",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "scale": "the real fleet at simulated devices, 1 to 256 streams, beside what the planner says",
-    "single": "one stream: a drafter tier on its own core, and equal hardware",
     "step": "a plain step inside the running verifier against its packed linears alone",
-    "structured": "schema-bound answers with forced tokens as guesses and without",
     "tenants": "a modest tenant's p99 and errors beside a greedy one, in seven ways, by turns",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",
     "vllm": "vLLM's load client, unmodified, against the fleet: it reads our acceptance from /metrics",
