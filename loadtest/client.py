@@ -54,12 +54,6 @@ class Completions:
         return self.per("num_draft_tokens", "num_spec_steps")
 
     @property
-    def hit_rate(self) -> float:
-        """Rounds whose committed tokens were all in the tree already, among all."""
-        hits = self.total("num_hits")
-        return hits / max(1, hits + self.total("num_misses"))
-
-    @property
     def mean_batch_size(self) -> float:
         """Decoding sessions in a step, averaged over sessions."""
         return statistics.fmean(each.record.get("mean_batch_size", 0.0) for each in self.completions)

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.drafting_mode import LEAST_STEPS, Mode
 from paceline.core.errors import ConfigError
-from paceline.core.params import LAYER_SKIP, MEDUSA
+from paceline.core.params import COUPLED, LAYER_SKIP, MEDUSA, REJECTION
 from paceline.engine.loading import load_decoder
 from paceline.verifier.config import Speculation, speculation_from
 from paceline.verifier.make_sources import make_sources
@@ -32,6 +32,7 @@ def test_nothing_asked_for_is_the_drafter_tier_and_look_up():
     assert speculation.methods == ("draft_model", "ngram", "grammar")
     assert isinstance(speculation.draft_policy(shares_cores=False), Goodput)
     assert speculation.first_layers == ()
+    assert (speculation.acceptance, asked(acceptance=REJECTION).acceptance) == (COUPLED, REJECTION)
 
 
 def test_everything_may_be_asked_for():
@@ -69,6 +70,8 @@ def test_a_draft_model_or_a_head_may_run_inside():
         ({"placement": "gateway"}, "placement must be one of tier, verifier, got 'gateway'"),
         ({"placement": "verifier"}, "model must name a checkpoint folder, got None"),
         ({"placement": "verifier", "method": "ngram"}, "placement verifier needs the method draft_model or eagle3"),
+        ({"acceptance": "lucky"}, "acceptance must be one of coupled, rejection, got 'lucky'"),
+        ({"acceptance": "rejection", "method": "ngram"}, "acceptance rejection needs the method draft_model or eagle3"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(settings, message):

@@ -1,4 +1,4 @@
-"""Calls amid text are bound once they have begun; all else is free. What is bound, readers read as the schema says."""
+"""Calls amid text and what follows reasoning are bound; all else is free. Readers read calls as the schema says."""
 
 from __future__ import annotations
 
@@ -22,9 +22,19 @@ from paceline.gateway.grammars.formats import (
     grammar_of_lark,
     grammar_of_regex,
 )
-from paceline.gateway.grammars.partial import Opening
+from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3, QWEN3_CODER, MessageForm
+from paceline.gateway.message.form import (
+    DEEPSEEK_R1,
+    GPT_OSS,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3,
+    QWEN3_CODER,
+    MessageForm,
+)
 from paceline.gateway.message.parts import CallArguments, CallBegin
 from paceline.gateway.message.tools import Toolbox
 from tests.support.grammar_texts import SPELLED, byte_tokenizer, grammar_vocabulary, opening, whole
@@ -464,3 +474,36 @@ def test_a_call_that_begins_in_reasoning_is_bound(
     # Where the tag is no token, text that begins with it may be content, too.
     may_be_content = not content and not prompt_end and tokenizer.token_to_id("<think>") is None
     assert whole(tokenizer, vocabulary, grammar, begun) is may_be_content
+
+
+YES_OR_NO = grammar_of_choices(["yes", "no"])
+AN_OBJECT = grammar_of_json_schema(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt_end", "text", "ends"),
+    [
+        (QWEN3, "assistant\n", "<think>\nhm, no\n</think>\n\nyes", True),
+        (QWEN3, "assistant\n", "yes", True),
+        (QWEN3, "assistant\n", "hm", None),
+        (QWEN3, "assistant\n<think>\n", "yes", False),
+        (QWEN3, "assistant\n<think>\n", "hm</think>", False),
+        (QWEN3, "assistant\n<think>\n", "hm</think>hm", None),
+        (QWEN3, "assistant\n<think>\n", "hm</think>\n\nno", True),
+        (QWEN3, "<think>\n\n</think>\n\n", "no", True),
+        (QWEN3, "<think>\n\n</think>\n\n", "<think>", None),
+        (DEEPSEEK_R1, "assistant", "hm</think>no", True),
+        (GPT_OSS, "assistant", "no", True),
+    ],
+)
+def test_reasoning_comes_before_what_is_bound(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, reasoning: str, prompt_end: str, text: str, ends: bool | None
+) -> None:
+    grammar = after_reasoning(YES_OR_NO, opening(tokenizer, reasoning, prompt_end), field="x")
+    assert whole(tokenizer, vocabulary, grammar, text) is ends
+
+
+def test_a_schema_binds_what_follows_reasoning(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
+    grammar = after_reasoning(AN_OBJECT, opening(tokenizer, QWEN3, "<think>\n"), field="x")
+    assert whole(tokenizer, vocabulary, grammar, 'a {"b": 1} </think>{"a": 1}') is True
+    assert whole(tokenizer, vocabulary, grammar, '</think>{"b": 1}') is None

@@ -60,6 +60,8 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     (HERMES, f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>', CALL),
     (HERMES, f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}, "id": "x}}"}}</tool_call>', CALL),
     (HERMES, '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', EMPTY),
+    # White space that Python knows and JSON does not.
+    (HERMES, f'<tool_call>\u00a0{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>', CALL),
     (HERMES, BEYOND_JSON, [Content(BEYOND_JSON)]),
     (PYTHONIC, "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
     (

@@ -1,16 +1,20 @@
-"""What an answer says of its tokens."""
+"""What answers say of tokens and of calls."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from paceline.core.messages import PositionLogprobs
+from paceline.core.messages import FinishReason, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.api.anthropic.answer import MessageAnswer
 from paceline.gateway.api.openai.answer import CompletionAnswer
 from paceline.gateway.fleet.served_model import ServedModel
-from paceline.gateway.sessions.output import Piece
+from paceline.gateway.message.growing import Message
+from paceline.gateway.message.parts import CallArguments, CallBegin
+from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
 from tests.support import tiny_tokenizer
@@ -43,3 +47,14 @@ def test_offsets_of_tokens_that_share_a_character_point_to_its_beginning(tmp_pat
         offsets += chunk["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 1, 1, 1, 1, 2, 2, 3, 3]
     assert [text[offset] for offset in offsets] == list("a😀😀😀😀bbéé")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"])
+def test_arguments_that_are_no_object_of_json_leave_the_answer_one(arguments: str) -> None:
+    message = Message(None, "session")
+    answer = MessageAnswer("msg_1", "m", 3, message)
+    answer.further(message.take([CallBegin("f"), CallArguments(arguments)]))
+    answer.ending(Ending(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_generated_tokens=1))
+    [block] = answer.whole()["content"]
+    assert block["input"] == {"INVALID_JSON": arguments}
+    assert json.dumps(answer.whole(), allow_nan=False)
