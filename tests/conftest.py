@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 
 from tests.support.groups import check_groups
-from tests.support.torch_children import MOST, TorchChildren
 
 if TYPE_CHECKING:
     from tests.support.fleet_runner import FleetRunner
@@ -27,9 +26,6 @@ if not Path("/dev/nvidiactl").exists():
 settings.register_profile("paceline", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("paceline")
 
-TORCH_CHILDREN = pytest.StashKey[TorchChildren]()
-NUM_TORCH_CHILDREN = pytest.StashKey[int]()
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     check_groups(items)
@@ -40,34 +36,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
     from tests.support.group_scheduling import GroupScheduling
 
     return GroupScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[NUM_TORCH_CHILDREN] = 0
-    # The children of a process that only hands out tests are its workers.
-    if not session.config.getoption("numprocesses", None):
-        session.config.stash[TORCH_CHILDREN] = TorchChildren()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    node.config.stash[NUM_TORCH_CHILDREN] += getattr(node, "workeroutput", {}).get("torch_children", 0)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    config = session.config
-    if counter := config.stash.get(TORCH_CHILDREN, None):
-        config.stash[NUM_TORCH_CHILDREN] = counter.end()
-    num = config.stash[NUM_TORCH_CHILDREN]
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["torch_children"] = num
-    elif num > MOST and "not full" in config.getoption("markexpr"):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    num = config.stash[NUM_TORCH_CHILDREN]
-    terminalreporter.write_line(f"{num} child processes loaded torch (make test: at most {MOST})")
 
 
 @pytest.fixture(scope="session")
