@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -192,12 +190,3 @@ async def test_a_bad_setting_is_one_line_that_names_flag_and_value(command, tmp_
         if flag not in said or (shown not in said and value[0] not in "[{"):
             wrong.append((flag, value[:80], said[:200]))
     assert wrong == []
-
-
-def test_a_refusal_ends_the_process_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "paceline.verifier", "--model", str(tmp_path / "nowhere")]
-    environ = {**os.environ, "PYTHONPATH": "services"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert "nowhere" in ended.stderr.strip().splitlines()[-1]

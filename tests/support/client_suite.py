@@ -24,11 +24,7 @@ from tests.support.tool_caller import save_tool_caller
 from tools.environments import child_environ, environment, known_environment
 from tools.processes import CommandFailedError
 
-COMMON: dict[str, Any] = {
-    **FREE_PORTS,
-    "dtype": "float32",
-    "gateway_arg": ("--allowed-origins=https://chat.example.com", "--trust-request-chat-template"),
-}
+COMMON: dict[str, Any] = {**FREE_PORTS, "dtype": "float32"}
 DRAFTS_ITSELF = json.dumps({"method": "draft_model", "placement": "verifier"})
 AGENT_MEMORY = 0.05
 TESTS = Path(__file__).resolve().parents[1] / "clients"

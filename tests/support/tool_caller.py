@@ -9,7 +9,7 @@ from tests.support.scripted_checkpoint import save_scripted
 CALL = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 WEATHER = CALL.format(name="get_weather", arguments='{"city": "Paris"}')
 ADD = CALL.format(name="add", arguments='{"a": 20, "b": 1}')
-# The model's own, where a request is silent.
+# Sampled where a request is silent, and so narrowly that it says what it is to say.
 SAMPLING = {"do_sample": True, "temperature": 0.625, "top_p": 0.75, "top_k": 20}
 # By the token that ends a prompt.
 SAID = {

@@ -25,6 +25,8 @@ from training.medusa import MedusaHeads, load_medusa
 from training.models import hidden_states, load_model, load_tokenizer, rotations
 from training.runs import RunConfig
 
+pytestmark = pytest.mark.full
+
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
 CARD = Card(title="tiny", summary="For tests.", figures="none")
 AUX = (0, 1, 2)

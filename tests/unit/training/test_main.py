@@ -6,6 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from training import demo
 from training.__main__ import main
 
+pytestmark = pytest.mark.full
+
 
 def run(*words: str) -> int:
     try:

@@ -16,6 +16,8 @@ from training.distill import DistillConfig, distill, first_layers, grown
 from training.models import load_model, load_tokenizer
 from training.tokenizer import BEGIN_ID, END_ID
 
+pytestmark = pytest.mark.full
+
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
 
 
