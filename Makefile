@@ -66,7 +66,7 @@ demo: $(SERVE) ## stream completions with and without speculation and compare th
 	$(BIN)/paceline demo $(ARGS)
 
 bench: $(DEV) ## run a bench: make bench NAME=concurrency; without NAME lists them
-	$(BIN)/paceline bench $(NAME) $(ARGS)
+	$(BIN)/python -m loadtest $(NAME) $(ARGS)
 
 # A machine with a GPU brings a torch of its own: nothing is installed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
@@ -79,18 +79,18 @@ train: $(DEV) ## make the demo models anew, into OUT=runs/demo; some hours on tw
 	$(BIN)/python -m training demo --out $(OUT) $(ARGS)
 
 chaos: $(DEV) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
-	$(BIN)/paceline bench chaos $(ARGS)
+	$(BIN)/python -m loadtest chaos $(ARGS)
 
 # A trace is replayed at length and in all modes, a generated load briefly and as it is served.
 MINUTES ?= $(if $(TRACE),10,2)
 RATE ?= 1
 SPECULATION ?= $(if $(TRACE),all,adaptive)
 load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=1 SPECULATION=all; without TRACE 2 minutes made up
-	$(BIN)/paceline bench load $(if $(TRACE),--trace '$(TRACE)') --minutes $(MINUTES) --rate $(RATE) \
+	$(BIN)/python -m loadtest load $(if $(TRACE),--trace '$(TRACE)') --minutes $(MINUTES) --rate $(RATE) \
 	  --speculation $(SPECULATION) $(ARGS)
 
 locust: $(DEV) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
-	$(BIN)/paceline bench locust $(ARGS)
+	$(BIN)/python -m loadtest locust $(ARGS)
 
 .PHONY: references modules
 references: $(DEV) ## write the reference pages of docs/ from the code, after a change of flags, fields or metrics

@@ -181,7 +181,7 @@ class Verifier:
         watch.watch(scheduler.tier, "take", "encode")
 
     def step(self, received: Sequence[bytes]) -> tuple[list[bytes], int]:
-        """Takes in a drafter's messages and runs a step; returns messages for it, and how many nodes were verified."""
+        """Handles a drafter's messages and runs a step; returns messages for it, and how many nodes were verified."""
         engine, part = self.engine, self._watch.part
         with part("decode"):
             decoded = [draft_response_from_pb(drafter_pb2.DraftResponse.FromString(each))[1] for each in received]
@@ -231,7 +231,7 @@ class Drafter:
         watch.watch(self.engine._decoder, "launch", "draft_device")  # noqa: SLF001 - its own makes it
 
     def draft(self, received: Sequence[bytes]) -> list[bytes]:
-        """Takes in commits and computes some levels; returns messages for the verifier."""
+        """Follows commits and computes some levels; returns messages for the verifier."""
         with self._watch.part("apply"):
             messages: list[ToDrafter] = []
             for each in received:

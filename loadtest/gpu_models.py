@@ -19,8 +19,7 @@ from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.decoder import Decoder
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.llama import LlamaLayer, LlamaWeights
-from paceline.engine.rope import RopeFrequencies
+from paceline.engine.layers import LlamaLayer, LlamaWeights, RopeFrequencies
 
 WEIGHT_STD = 0.02
 # Logits of standard deviation 1 over 128,256 ids have a log-sum-exp of 12: the raised one is chosen at any temperature.

@@ -1,4 +1,4 @@
-"""Two or more source trees, or settings, by turns: `paceline bench turns . ../before`.
+"""Two or more source trees, or settings, by turns: `python -m loadtest turns . ../before`.
 
 Each side is a folder with this project's sources (a git worktree of another commit, after `make protos` in it), and
 flags of `paceline up` if there are any; `--drafter-arg=--draft-width=8` reaches the drafter. Every side is a whole

@@ -8,7 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cluster.local import LocalFleet
-from paceline.obs.families import MODEL_NAME
+from paceline.obs.metrics import MODEL_NAME
 
 TIMEOUT_S = 5.0
 

@@ -29,7 +29,7 @@ def main() -> None:
         if isinstance(event, DraftsArrived):
             marks.note(TAKEN_IN)
 
-    TargetEngine.handle = timed  # type: ignore[method-assign]  # notes when drafts are taken in
+    TargetEngine.handle = timed  # type: ignore[method-assign]  # notes when drafts are merged
     service.main()
 
 

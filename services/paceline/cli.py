@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import paceline
 from paceline.core.errors import ConfigError
@@ -22,7 +21,6 @@ EXTRA_OF_COMMAND = {
     "plan": "plan",
 }
 EXTRA_OF_PACKAGE = {"ray": "ray", "opentelemetry": "otel"}
-CHECKOUT = Path(paceline.__file__).parents[2]
 
 COMMANDS = {
     "up": "start a whole fleet on this machine",
@@ -33,15 +31,13 @@ COMMANDS = {
     "generate": "stream a completion from a running fleet",
     "demo": "stream completions with and without speculation, and compare them",
     "plan": "find how many verifiers and drafters a load needs",
-    "bench": "list the benches of a checkout, or run one",
-    "models": "list checkpoints; models check NAME shows which engine serves one, models fetch NAME fetches it",
+    "models": "models check NAME shows which engine serves a checkpoint, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `paceline`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
@@ -65,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def usage() -> str:
-    """Returns the text of `paceline --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
@@ -83,8 +78,6 @@ def usage() -> str:
 
 
 def _action(command: str) -> Callable[[Sequence[str]], None]:
-    if command == "bench":
-        return _bench
     modules = {
         "up": "paceline.cluster.up",
         "demo": "paceline.cluster.demo",
@@ -98,17 +91,6 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
     action: Callable[[Sequence[str]], None] = module.main
     return action
-
-
-def _bench(argv: Sequence[str]) -> None:
-    """Runs the checkout's `loadtest`, which lists its benches if none is named."""
-    import runpy
-
-    if not (CHECKOUT / "loadtest" / "__main__.py").is_file():
-        raise ConfigError("benches are part of a checkout of the repository (loadtest/), none is here")
-    sys.path.insert(0, str(CHECKOUT))
-    sys.argv = [f"{PROG} bench", *argv]
-    runpy.run_module("loadtest", run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -79,16 +79,11 @@ ARITHMETIC = (
 # Of the draft trees, and of what they are in a step.
 FOREST = (
     "core/pages.py",
-    "engine/packing_kernels.py",
-    "forest/calibrating.py",
-    "forest/choosing.py",
-    "forest/columns.py",
-    "forest/committing.py",
+    "engine/packing.py",
     "forest/drafting.py",
-    "forest/growing.py",
-    "forest/kernel.py",
     "forest/linking.py",
     "forest/records.py",
+    "forest/tree_loops.py",
     "kernel_cache.py",
 )
 

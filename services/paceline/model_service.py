@@ -24,18 +24,15 @@ from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES
 from paceline.engine.bridge import EngineThread
 from paceline.engine.watch import stacks, until_hung
-from paceline.obs.collector_environment import ENDPOINT_HELP
-from paceline.obs.families import tell_replica
-from paceline.obs.metrics import metrics_server
-from paceline.obs.stalls import stalls_watched
-from paceline.obs.tracing import Tracer, open_tracing
+from paceline.obs.metrics import metrics_server, stalls_watched, tell_replica
+from paceline.obs.tracing import ENDPOINT_HELP, Tracer, open_tracing
 from paceline.service.config import setting
 from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, show_days_left
 from paceline.service.process import GrpcServer, collect_rarely, settle_heap, start_grpc_server, until_stopped
 from paceline.service.supervision import Supervisor, Work
-from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
+from paceline.store.registry import EXPIRY_S, announced
 
 logger = logging.getLogger(__name__)
 

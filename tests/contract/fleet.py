@@ -174,7 +174,9 @@ class ToyFleet:
     def _tell_commits(self) -> None:
         drafter = self.session.drafter
         assert drafter is not None
-        [news] = zip(*(column.tolist() for column in self._links.take_news(self._rows, drafter.number)), strict=True)
+        [news] = zip(
+            *(column.tolist() for column in self._links.drain_commits(self._rows, drafter.number)), strict=True
+        )
         number, since_len, price, room = news
         commit = Commit(number, since_len, self.session.tokens[since_len:], price, room)
         self.link.to_drafter.append(to_commits(commit))
@@ -241,7 +243,7 @@ class ToyFleet:
                 base_len = int(message.base_lens[0])
                 self.session.check(base_len, has_distributions=False)
                 merged = merge(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
-                self._links.took_in(self._rows, message.base_lens, message.sizes, merged, 0.0)
+                self._links.drafts_arrived(self._rows, message.base_lens, message.sizes, merged, 0.0)
             case LaggingSession() if message.number == self.session.number:
                 opened = self.session.catch_up(message)
                 if opened is not None:

@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pytest
 
 from paceline import wire
+from paceline.core.acceptance import SparseDraft, sparse_draft
 from paceline.core.link import NewTokens, commit, merge
 from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import DRAFT_MODEL, METHODS, REJECTION, SamplingParams, SpeculationParams
-from paceline.core.rejection_sampling import SparseDraft, sparse_draft
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens
@@ -203,7 +203,7 @@ class Play:
         return self.drawn[key], 0.0
 
     def sparse_draft(self, probs: FloatArray) -> SparseDraft:
-        """Watches `paceline.core.rejection_sampling.sparse_draft`."""
+        """Watches `paceline.core.acceptance.sparse_draft`."""
         self.last_draft = sparse_draft(probs)
         return self.last_draft
 

@@ -10,9 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from paceline.core.errors import UnavailableError
-from paceline.store.documents import FINAL, OVERHEAD_BYTES, Document, Documents, Keeping
-from paceline.store.redis import RedisStore
-from paceline.store.redis_documents import PREFIX
+from paceline.store.base import FINAL, OVERHEAD_BYTES, Document, Documents, Keeping
+from paceline.store.redis import PREFIX, RedisStore
 from tests.support.memory_store import MemoryDocuments
 
 ROOM = 10 * (OVERHEAD_BYTES + 1000)

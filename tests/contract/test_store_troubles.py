@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from paceline.service.credentials import FleetTls
 from paceline.service.dev_ca import make_certificates
 from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.service.supervision import Supervisor
-from paceline.store import announcer
-from paceline.store.announcer import announced
+from paceline.store import registry
 from paceline.store.base import (
     EPOCHS_PER_OWNER,
     AdvanceSession,
@@ -32,7 +32,7 @@ from paceline.store.base import (
     Store,
 )
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
-from paceline.store.view import Probe, RegistryView
+from paceline.store.registry import RegistryView, announced, serves
 from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
 from tests.unit.gateway.sessions.test_records import opened
 from tools.delay_proxy import DelayProxy
@@ -232,7 +232,7 @@ async def serving(replica_id: str, **settings: Any) -> AsyncIterator[GrpcServer]
 async def test_an_emptied_store_leaves_the_fleet_that_serves_until_it_serves_no_more(
     server: Redis, store: RedisStore
 ) -> None:
-    view = RegistryView(store, answers=Probe(None))
+    view = RegistryView(store, answers=partial(serves, None))
     async with serving("v1") as one, serving("v2") as other:
         for name, listening in (("v1", one), ("v2", other)):
             await store.announce(replace(VERIFIER, replica_id=name, address=listening.address), 60)
@@ -249,7 +249,7 @@ async def test_an_emptied_store_leaves_the_fleet_that_serves_until_it_serves_no_
 
 
 async def test_another_process_at_the_address_of_a_replica_is_not_taken_for_it(store: RedisStore) -> None:
-    view = RegistryView(store, answers=Probe(None))
+    view = RegistryView(store, answers=partial(serves, None))
     async with serving("another") as listening:
         await store.announce(replace(VERIFIER, address=listening.address), 60)
         await view.refresh()
@@ -263,9 +263,9 @@ async def test_replicas_are_asked_with_certificates_where_the_fleet_has_them(tmp
     own, gateway = (FleetTls.from_folder(tmp_path / "ca" / role, role) for role in ("verifier", "gateway"))
     async with serving("v1", credentials=own.server_credentials()) as listening:
         replica = replace(VERIFIER, address=listening.address)
-        assert await Probe(gateway)(replica)
-        assert not await Probe(gateway)(replace(replica, role="drafter"))
-        assert not await Probe(None)(replica)
+        assert await serves(gateway, replica)
+        assert not await serves(gateway, replace(replica, role="drafter"))
+        assert not await serves(None, replica)
 
 
 # Marks to drain.
@@ -273,7 +273,7 @@ async def test_replicas_are_asked_with_certificates_where_the_fleet_has_them(tmp
 
 @asynccontextmanager
 async def beating(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    monkeypatch.setattr(announcer, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(registry, "HEARTBEAT_S", 0.01)
     async with announced(store, lambda: VERIFIER, Supervisor(CollectorRegistry())):
         yield
 
@@ -287,9 +287,9 @@ async def test_a_mark_to_drain_is_set_anew_by_the_replica_when_the_store_has_los
     async def heard() -> bool:
         return any(heart._marked for heart in hearts)
 
-    hearts: list[announcer._Heart] = []
+    hearts: list[registry._Heart] = []
     monkeypatch.setattr(
-        announcer, "_Heart", lambda *arguments, kind=announcer._Heart: hearts.append(kind(*arguments)) or hearts[-1]
+        registry, "_Heart", lambda *arguments, kind=registry._Heart: hearts.append(kind(*arguments)) or hearts[-1]
     )
     async with beating(store, monkeypatch):
         await store.drain("v1")

@@ -13,16 +13,19 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import httpx
 import yaml
+from loadtest import __main__ as loadtest
 
 from paceline import cli
 from paceline.service import config
@@ -88,8 +91,6 @@ def check_ours(arguments: Sequence[str], command: Command, demo: Demo) -> None:
     if arguments in (["--help"], ["--version"]) or arguments[1:] == ["--help"]:
         assert arguments[0] in ("--help", "--version", *cli.COMMANDS)
         return
-    if arguments[0] == "bench" and len(arguments) == 1:
-        return
     found = asked(list(arguments))
     if found.config_class is not None:
         known = {each.variable for each in config._options(found.config_class)}
@@ -124,11 +125,16 @@ def check_python(arguments: Sequence[str], command: Command, demo: Demo) -> None
         return
     module, rest = arguments[1], list(arguments[2:])
     if module == "loadtest" and rest:
-        asked(["bench", *rest])
+        asked(rest, run=_bench)
     elif module == "paceline" or (module.startswith("paceline.") and module.removeprefix("paceline.") in cli.COMMANDS):
         check_ours([*module.split(".")[1:], *rest], command, demo)
     else:
         assert find_spec(module) is not None, f"there is no module {module}"
+
+
+def _bench(arguments: list[str]) -> None:
+    with patch.object(sys, "argv", ["loadtest", *arguments]):
+        loadtest.main()
 
 
 def check_pip(arguments: Sequence[str]) -> None:

@@ -19,15 +19,13 @@ from paceline.core.params import DRAFT_MODEL, NGRAM
 from paceline.core.target_events import TargetLimits
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
-from paceline.drafting.checkpoint import DraftCheckpoint
-from paceline.drafting.ngram import NgramSource
+from paceline.drafting.model_free import NgramSource
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import load_fusion, states_hash
+from paceline.engine.eagle3 import DraftCheckpoint, load_fusion, states_hash
 from paceline.engine.grammar import Grammars
-from paceline.engine.identity import model_identity
-from paceline.engine.loading import load_decoder
+from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.target import TargetEngine
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer

@@ -21,13 +21,6 @@ USER: Any = {"role": "user", "content": "hello"}
 PROMPT = {"prompt": "x", "max_tokens": 3, "seed": 0}
 
 
-async def counted(fleet: ScriptedFleet) -> dict[str, float]:
-    """How often which fields were ignored."""
-    lines = (await fleet.http.get("/metrics")).text.splitlines()
-    counts = [line.split() for line in lines if line.startswith("paceline:ignored_fields_total")]
-    return {name.split('"')[1]: float(count) for name, count in counts if count != "0.0"}
-
-
 async def test_a_message_of_ours_goes_back_in_as_the_official_client_got_it(fresh_fleet: ScriptedFleet) -> None:
     first = await fresh_fleet.openai.chat.completions.create(model=MODEL, messages=[USER], max_tokens=5, seed=0)
     answered: Any = first.choices[0].message.model_dump()
@@ -40,16 +33,14 @@ async def test_a_message_of_ours_goes_back_in_as_the_official_client_got_it(fres
     await fresh_fleet.openai.chat.completions.create(model=MODEL, messages=[USER, plain, USER], max_tokens=5, seed=0)
     _, replayed, rewritten = fresh_fleet.verifier.requests
     assert replayed.prompt_token_ids == rewritten.prompt_token_ids
-    assert await counted(fresh_fleet) == {}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_unknown_fields_are_ignored_named_and_counted(fresh_fleet: ScriptedFleet, streamed: bool) -> None:
+async def test_unknown_fields_are_ignored_and_named(fresh_fleet: ScriptedFleet, streamed: bool) -> None:
     unknown = {"thinking": 1, "colour": {"a": [1]}, "speculation": {"mood": 1}}
     answer = await fresh_fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown, "stream": streamed})
     assert answer.status_code == 200
     assert answer.headers[IGNORED] == "thinking, colour, speculation.mood"
-    assert await counted(fresh_fleet) == {"thinking": 1, "other": 2}
     plain = await fresh_fleet.http.post(COMPLETIONS, json=PROMPT)
     assert IGNORED not in plain.headers
     first, second = fresh_fleet.verifier.requests
@@ -61,13 +52,12 @@ async def test_a_refused_request_names_ignored_fields_too(fleet: ScriptedFleet) 
     assert (answer.status_code, answer.headers[IGNORED]) == (400, "colour")
 
 
-async def test_a_hundred_thousand_unknown_fields_make_a_short_header_and_one_label(fresh_fleet: ScriptedFleet) -> None:
+async def test_a_hundred_thousand_unknown_fields_make_a_short_header(fresh_fleet: ScriptedFleet) -> None:
     unknown = {f"field-{index}\r\nset-cookie: a=b": None if index % 2 else 1 for index in range(90_000)}
     answer = await fresh_fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown})
     assert answer.status_code == 200
     assert answer.headers[IGNORED].endswith("field-38??set-cookie:?a=b, 44980 more")
     assert "set-cookie" not in answer.headers
-    assert await counted(fresh_fleet) == {"other": 45_000}
 
 
 async def test_what_would_change_the_answer_is_refused_by_name(fleet: ScriptedFleet) -> None:

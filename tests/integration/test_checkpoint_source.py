@@ -24,7 +24,7 @@ from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.ray.host import Order
 from paceline.cluster.spec import Endpoint, FleetSpec
 from paceline.core.errors import ConfigError
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from paceline.gateway.config import model_folders
 from tests.support.hub import TOKEN, Hub, Repo, serving
 

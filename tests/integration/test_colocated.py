@@ -10,13 +10,11 @@ from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
-from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import load_fusion
-from paceline.engine.identity import model_identity
-from paceline.engine.loading import load_decoder
+from paceline.engine.eagle3 import DraftCheckpoint, load_fusion
+from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.target import TargetEngine
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3

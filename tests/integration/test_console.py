@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.core.messages import TokenFate
-from paceline.gateway.api.console.pages import FIGURES_PATH, FILE_PATHS, SECURITY_HEADERS
+from paceline.core.messages import TokenOrigin
+from paceline.gateway.api.console.figures import FIGURES_PATH, FILE_PATHS, SECURITY_HEADERS
 from tests.support.browser import browsing, chromium, problems_of
 from tests.support.fleet_runner import FleetRunner
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
@@ -57,7 +57,7 @@ async def under_load(client: httpx.AsyncClient) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Token fates from a real verifier
+# Token origins from a real verifier
 
 
 async def completion(client: httpx.AsyncClient, temperature: float, speculation: dict[str, bool]) -> dict[str, Any]:
@@ -67,27 +67,27 @@ async def completion(client: httpx.AsyncClient, temperature: float, speculation:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_fates_add_up_to_the_record_and_their_texts_to_the_text(trees: FleetRunner, temperature: float) -> None:
+async def test_origins_add_up_to_the_record_and_their_texts_to_the_text(trees: FleetRunner, temperature: float) -> None:
     async with client_of(trees) as client, asyncio.timeout(WAIT_S):
         plain = await completion(client, temperature, {"enabled": False})
         accepted = 0
         # On a busy machine the drafter may be too late for a whole answer; what is told must be true all the same.
         while not accepted:
-            told = await completion(client, temperature, {"token_fates": True})
-            accepted = check_fates(told, plain["choices"][0]["text"])
+            told = await completion(client, temperature, {"token_origins": True})
+            accepted = check_origins(told, plain["choices"][0]["text"])
 
 
-def check_fates(told: dict[str, Any], text: str) -> int:
+def check_origins(told: dict[str, Any], text: str) -> int:
     """Returns the number of accepted tokens."""
     [choice] = told["choices"]
     record = told["metrics"]["speculative_decoding"]
-    fates = [each["fate"] for each in choice["token_fates"]]
-    assert len(fates) == told["usage"]["completion_tokens"] == 80
-    assert "".join(each["text"] for each in choice["token_fates"]) == choice["text"] == text
-    assert fates.count("accepted") == record["num_accepted_draft_tokens"]
-    assert fates.count("recovered") + fates.count("bonus") == record["num_spec_steps"]
-    assert fates.count("plain") == record["num_steps"] - record["num_spec_steps"] > 0
-    return fates.count("accepted")
+    origins = [each["origin"] for each in choice["token_origins"]]
+    assert len(origins) == told["usage"]["completion_tokens"] == 80
+    assert "".join(each["text"] for each in choice["token_origins"]) == choice["text"] == text
+    assert origins.count("accepted") == record["num_accepted_draft_tokens"]
+    assert origins.count("recovered") + origins.count("bonus") == record["num_spec_steps"]
+    assert origins.count("plain") == record["num_steps"] - record["num_spec_steps"] > 0
+    return origins.count("accepted")
 
 
 # Figures
@@ -184,7 +184,7 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(trees: FleetRun
         assert str(await page.text_content("#verdict")).startswith("Identical:")
         num_tokens = await page.locator("#with .token").count()
         assert num_tokens == await page.locator("#without .token.plain").count() > 1
-        told = ", ".join(f"#with .token.{fate.value}" for fate in TokenFate)
+        told = ", ".join(f"#with .token.{origin.value}" for origin in TokenOrigin)
         assert await page.locator(told).count() == num_tokens
         colours = await page.evaluate(
             """() => ["accepted", "recovered", "bonus"].map((name) =>

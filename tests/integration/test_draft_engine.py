@@ -10,11 +10,10 @@ import pytest
 from paceline.core.messages import Commit, Commits, CommittedStates, Drafts, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
-from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.engine.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.identity import model_identity
-from paceline.engine.loading import load_decoder
+from paceline.engine.eagle3 import DraftCheckpoint
+from paceline.engine.loading import load_decoder, model_identity
 from tests.support.clock import Clock
 from tests.support.eagle import save_eagle3
 from tests.support.guesses import by_session, to_commits

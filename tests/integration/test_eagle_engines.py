@@ -188,7 +188,7 @@ def test_guesses_are_known_by_the_name_of_their_source(folders):
     for _ in range(6):
         pair.round()
     (session,) = pair.target.scheduler.running
-    assert set(session.tree.forest.gone(session.tree.row)) == {EAGLE3}
+    assert set(session.tree.forest.unverified_sources(session.tree.row)) == {EAGLE3}
     pair.target.handle(Paired(session_id="s", serial=1, address=""))
     pair.run()
 

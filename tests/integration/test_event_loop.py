@@ -58,7 +58,11 @@ LARGEST = {
     ),
     "too many log probabilities": (TEXT, {"prompt": "x", "n": 128, "logprobs": 20, "max_tokens": 1000}, 400),
     "tokens of prompts, repeated": (TEXT, {"prompt": [5] * 30_000, "n": 128, "return_token_ids": True}, 200),
-    "fates of tokens": (TEXT, {"prompt": "x", "n": 128, "max_tokens": 300, "speculation": {"token_fates": True}}, 200),
+    "origins of tokens": (
+        TEXT,
+        {"prompt": "x", "n": 128, "max_tokens": 300, "speculation": {"token_origins": True}},
+        200,
+    ),
     "a text beyond the context": (TEXT, {"prompt": "x" * (MAX_BODY_BYTES - 100)}, 400),
     "a chat of many messages": (CHAT, {"messages": [USER] * 30_000, "max_tokens": 1}, 400),
     "tools of a chat": (CHAT, {"messages": [USER], "tools": tools(named=CHAT), "max_tokens": 1}, 400),

@@ -18,7 +18,7 @@ from paceline.core.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from paceline.core.token_digest import token_digest
+from paceline.core.messages import token_digest
 from paceline.gateway.sessions.failover import SILENT_S
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.status import error_from_rpc

@@ -17,7 +17,7 @@ from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import FinishReason
 from paceline.core.params import GRAMMAR, NGRAM, SamplingParams, SpeculationParams
 from paceline.engine.grammar import Grammars
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.grammars.calls import calls_amid_text
 from paceline.gateway.grammars.formats import LAYOUT

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from loadtest.bad import columns
 from loadtest.bad.columns import REFUSED, TAKEN
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import (
     Commits,
     CommittedTokens,
@@ -24,7 +25,6 @@ from paceline.core.messages import (
     OpenSession,
 )
 from paceline.core.params import COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
-from paceline.core.rejection_sampling import SparseDraft
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire import draft_request_from_pb, draft_response_to_pb
 from tests.integration.conftest import know, running_verifier

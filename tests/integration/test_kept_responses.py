@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
-from paceline.gateway.api.responses import keeping_writer
+from paceline.gateway.api.responses import kept as keeping
 from paceline.gateway.api.responses.kept import KeptResponse
 from paceline.gateway.http.response import to_json
 from tests.support.memory_store import MemoryDocuments
@@ -109,8 +109,8 @@ async def test_what_is_refused_is_not_kept(fleet: ScriptedFleet) -> None:
 async def test_a_response_of_a_gateway_that_died_is_incomplete_to_its_readers(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping_writer, "WORK_S", 0.5)
-    monkeypatch.setattr(keeping_writer, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(keeping, "WORK_S", 0.5)
+    monkeypatch.setattr(keeping, "RENEWAL_S", 0.05)
     async with (
         joining_doors(fleet) as addresses,
         httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False, verify=False) as other,
@@ -185,7 +185,7 @@ async def test_a_store_that_hangs_is_not_on_the_way_of_tokens(
         await asyncio.sleep(1.0)
         raise UnavailableError("the store does not answer in time")
 
-    monkeypatch.setattr(keeping_writer, "REST_S", 0.05)
+    monkeypatch.setattr(keeping, "REST_S", 0.05)
     with monkeypatch.context() as patched:
         patched.setattr(MemoryDocuments, "keep", hang)
         took_s = []

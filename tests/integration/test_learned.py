@@ -13,7 +13,7 @@ import pytest
 from paceline.core.draft_policy import Goodput
 from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from paceline.service.learned import KEEP_NOTHING, TunedState
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.own_engine import learned_file

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from paceline.core.errors import InvalidRequestError, PacelineError, ResumeMismatchError, SessionNotFoundError
-from paceline.core.token_digest import token_digest
+from paceline.core.messages import token_digest
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.service.status import error_from_rpc
 from paceline.store.base import LoggedSession, PutSession, SessionState

@@ -50,7 +50,7 @@ async def test_a_gateway_whose_view_of_the_fleet_broke_says_so_and_follows_the_f
 
 
 async def test_a_service_whose_heartbeat_broke_is_announced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.store.announcer.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("paceline.store.registry.HEARTBEAT_S", 0.01)
     announce, broke = MemoryStore.announce, asyncio.Event()
 
     async def broken(self: MemoryStore, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:

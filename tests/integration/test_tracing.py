@@ -18,9 +18,8 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
-from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, OpenSession
+from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, OpenSession, token_digest
 from paceline.core.params import SamplingParams
-from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.doors import Addresses

@@ -27,7 +27,7 @@ from paceline.core.messages import (
     OpenSession,
 )
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from paceline.model_service import engine_ended
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.service.process import start_grpc_server

@@ -45,7 +45,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Takes in a batch."""
+        """Adds a batch."""
         del context
         async with self._came:
             for resource in request.resource_spans:

@@ -7,8 +7,7 @@ users meet.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,22 +36,21 @@ class _StoppedError(BaseException):
     """The arguments are read; no handler of the command's own takes it for an error."""
 
 
-def asked(command_line: Sequence[str], *, parse: bool = True) -> Asked:
+def asked(command_line: Sequence[str], *, parse: bool = True, run: Callable[[list[str]], object] = cli.main) -> Asked:
     """Reads the arguments of a command, such as `["up", "--num-drafters", "2"]`.
 
     Args:
         command_line: Without the program's name.
         parse: Whether the arguments are read; if not, the parser alone is found, whatever the arguments lack.
+        run: Runs the command line.
 
     Raises:
         SystemExit: The command refuses them, and has said so on stderr; or it has no arguments to read.
     """
     found: list[Asked] = []
-    # Benches are run as a main module, which Python wants to be new.
-    sys.modules.pop("loadtest.__main__", None)
-    with _stopping(found, parse), patch.object(sys, "argv", sys.argv), patch.object(sys, "path", [*sys.path]):
+    with _stopping(found, parse):
         try:
-            cli.main(list(command_line))
+            run(list(command_line))
         except _StoppedError:
             return found[0]
     raise SystemExit(f"paceline {' '.join(command_line)} ended without reading arguments")

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.messages import VERIFIER
 from paceline.engine.grammar import Grammars
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
 from paceline.verifier.verifier_host import TargetHost

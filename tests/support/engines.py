@@ -27,8 +27,7 @@ from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierM
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.grammar import Grammars
-from paceline.engine.identity import model_identity
-from paceline.engine.loading import load_decoder
+from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation

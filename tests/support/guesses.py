@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import Commit, Commits, Drafts, ToDrafter
-from paceline.core.rejection_sampling import SparseDraft
 
 
 class NodeGuess(NamedTuple):

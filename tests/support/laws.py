@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.rejection_sampling import SparseDraft
+from paceline.core.acceptance import SparseDraft
 from paceline.engine.backends.cpu import step_kernels
 
 FloatArray = npt.NDArray[np.float64]

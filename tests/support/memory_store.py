@@ -10,16 +10,24 @@ from typing import Self
 
 from paceline.store.base import (
     AdvanceSession,
+    Document,
+    Keeping,
     LoggedSession,
     PutSession,
     Replica,
     SessionRecord,
     SessionWrite,
     Written,
+    first_owner_epoch,
     next_owner_epoch,
-    yields_to,
 )
-from paceline.store.documents import Document, Keeping
+
+
+def yields_to(stored: SessionRecord, *, epoch: int, owner: str) -> bool:
+    """Whether an owner may overwrite a record under an epoch; each range of epochs has one owner."""
+    if stored.epoch >= first_owner_epoch(epoch):
+        return stored.epoch <= epoch and stored.owner == owner
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.acceptance_rules import Verdict
+from paceline.core.acceptance import Verdict
 from paceline.engine.judging import Judging
 from paceline.engine.pending import HostPending, Walks, choices_of
 from paceline.engine.planned_step import Part, StepPlan

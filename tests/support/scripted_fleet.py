@@ -28,7 +28,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
     Timings,
-    TokenFate,
+    TokenOrigin,
 )
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.doors import Addresses
@@ -73,7 +73,7 @@ class Script:
         fail_after: Raises `error` after that many tokens.
         error: What is raised then.
         lossy: Says that a lossy acceptance rule had a part in it.
-        own_fate: Says that the last token of each step came about so, and that those before it are accepted drafts;
+        own_origin: Says that the last token of each step came about so, and that those before it are accepted drafts;
             None: says nothing.
         gap: Says that so many tokens more were committed before each step than were.
         records: Tells with each step what speculation has done: four draft tokens a step, of which two matched.
@@ -86,7 +86,7 @@ class Script:
     fail_after: int | None = None
     error: BaseException | None = None
     lossy: bool = False
-    own_fate: TokenFate | None = None
+    own_origin: TokenOrigin | None = None
     gap: int = 0
     records: bool = False
 
@@ -103,9 +103,9 @@ class Script:
             mean_batch_size=1.0,
         )
 
-    def fates(self, num_tokens: int) -> tuple[TokenFate, ...]:
+    def origins(self, num_tokens: int) -> tuple[TokenOrigin, ...]:
         """Returns what a step says of its tokens."""
-        return () if self.own_fate is None else (*[TokenFate.ACCEPTED] * (num_tokens - 1), self.own_fate)
+        return () if self.own_origin is None else (*[TokenOrigin.ACCEPTED] * (num_tokens - 1), self.own_origin)
 
 
 def following(
@@ -190,7 +190,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             reason = self._finish_reason(generate, tokens, at)
             yield CommittedTokens(
                 token_ids=tuple(tokens),
-                fates=script.fates(len(tokens)),
+                origins=script.origins(len(tokens)),
                 logprobs=_logprobs(generate, tokens),
                 result=None if reason is None else _result(generate, reason, at, script.record(num_steps)),
                 lossy=script.lossy,

@@ -135,7 +135,7 @@ class SlowTree:
         return node
 
     def merge(self, base_len: int, guesses: Sequence[tuple[int, int, int, float]]) -> tuple[int, int, int]:
-        """Takes in `(id, parent's id, token, confidence)`; returns how many were added, late and stale."""
+        """Adds `(id, parent's id, token, confidence)`; returns how many were added, late and stale."""
         added = late = stale = 0
         for node_id, parent_id, token, confidence in guesses:
             parent = self.index.get(parent_id) if parent_id else None

@@ -39,7 +39,7 @@ class ToldDrafter:
         return self._known
 
     def hear(self, messages: Sequence[ToDrafter]) -> list[ToVerifier]:
-        """Takes in messages; returns what it says to them."""
+        """Handles messages; returns what it says to them."""
         self.heard += messages
         return [said for message in messages for said in self._answers(message)]
 

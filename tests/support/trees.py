@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.draft_policy import Goodput
 from paceline.core.link import merge
 from paceline.core.params import DRAFT_MODEL, METHODS
-from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.tree import DraftTree
 from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts

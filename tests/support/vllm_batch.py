@@ -74,7 +74,7 @@ class HeldSessions:
         self.tokens: dict[int, list[int]] = {}
 
     def take(self, rows: Sequence[RowTokens], closed: Sequence[int] = ()) -> None:
-        """Takes in a step; one that does not go on from what is known is an error of the teller."""
+        """Adds a step; one that does not go on from what is known is an error of the teller."""
         for row in rows:
             held = self.tokens.setdefault(row.session, []) if row.base_len == 0 else self.tokens[row.session]
             if len(held) != row.base_len:

@@ -15,7 +15,7 @@ import pytest
 from numba.core import serialize
 
 import paceline
-from paceline.forest.calibrating import sigmoid
+from paceline.forest.tree_loops import sigmoid
 from paceline.kernel_cache import ARITHMETIC, FOREST, KernelCache, cache_folder, take_shipped
 
 PACKAGE = Path(paceline.__file__).parent

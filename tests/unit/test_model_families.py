@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoints.families import GENERIC, LEAN, family_of, refusal, vllm_refusal
-from paceline.checkpoints.sizes import sizes_of
 from paceline.cli import main
-from paceline.cluster.models import answer
+from paceline.cluster.models import answer, sizes_of
 from paceline.core.errors import ConfigError
 from paceline.engine.config import DecoderConfig
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import wire
+from paceline.core.acceptance import MAX_WEIGHT, SparseDraft
 from paceline.core.errors import (
     EngineDiedError,
     InvalidRequestError,
@@ -38,11 +39,10 @@ from paceline.core.messages import (
     SpeculationRecord,
     Timings,
     ToDrafter,
-    TokenFate,
+    TokenOrigin,
     ToVerifier,
 )
 from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
-from paceline.core.rejection_sampling import MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_commits, to_drafts
@@ -159,7 +159,7 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         lossy=draw(st.booleans()),
         running=draw(st.booleans()),
         speculation=draw(st.none() | records) if result is None else result.speculation,
-        fates=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenFate)] * len(tokens))),
+        origins=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenOrigin)] * len(tokens))),
     )
 
 

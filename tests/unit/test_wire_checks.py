@@ -142,7 +142,7 @@ def test_malformed_columns_of_commits_are_refused_by_field(field: str, columns: 
 
 
 def test_a_session_is_named_once_in_a_message() -> None:
-    """Each session that looks at its guesses is taken in alone: many names of one would cost the square of them."""
+    """Each session that looks at its guesses is merged alone: many names of one would cost the square of them."""
     message = draft_response(sessions=word(1, 1), base_lens=word(1, 1), ends=word(0, 1))
     with pytest.raises(RemoteProtocolError, match=r"Drafts\.sessions: names a session twice"):
         wire.draft_response_from_pb(message)
@@ -284,7 +284,7 @@ def log(**fields: Any) -> verifier_pb2.VerifyResponse:
         "offsets": word(0, 0),
         "ends": word(2, 3),
         "token_ids": word(4, 5, 6),
-        "fates": bytes(3),
+        "origins": bytes(3),
     }
     return verifier_pb2.VerifyResponse(**{**values, **fields})
 
@@ -311,7 +311,7 @@ def read_log(
         ({"ends": word(2**32 - 1, 3)}, "ends: must be from 0 to 2147483647"),
         ({"token_ids": word(4, 5)}, "ends: must grow, up to the 2 entries of token_ids"),
         ({"token_ids": b"123"}, "token_ids: must hold numbers of 4 bytes, got 3 bytes"),
-        ({"fates": bytes(2)}, "fates: has 2 entries, where 3 are expected"),
+        ({"origins": bytes(2)}, "origins: has 2 entries, where 3 are expected"),
         ({"running": [3]}, "running: names sessions twice, or others than `sessions` does"),
         ({"lossy": [1, 1]}, "lossy: names sessions twice"),
         ({"taken": [1] * 65_537}, "taken: has 65537 entries, at most 65536 are allowed"),
@@ -330,8 +330,8 @@ def test_columns_of_a_log_that_contradict_each_other_end_the_stream(fields: dict
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"fates": bytes((77, 1, 0))}, "VerifyResponse.fates: got 77"),
-        ({"fates": bytes((0, 1, 0))}, "VerifyResponse.fates: got 0"),
+        ({"origins": bytes((77, 1, 0))}, "VerifyResponse.origins: got 77"),
+        ({"origins": bytes((0, 1, 0))}, "VerifyResponse.origins: got 0"),
         ({"results": [verifier_pb2.SessionResult(number=1)]}, "SessionResult.finish_reason: got 0"),
         ({"token_ids": word(4, 9, 6)}, "VerifyResponse.token_ids: 9 is outside the vocabulary of 9"),
         ({"offsets": word(1, 0)}, "VerifyResponse.offsets: must be 0, the number of tokens received, got 1"),
@@ -378,7 +378,7 @@ def test_a_verifier_is_held_to_what_it_was_asked_for(
         offsets=word(2),
         ends=word(len(token_ids)),
         token_ids=word(*token_ids),
-        fates=bytes(len(token_ids)),
+        origins=bytes(len(token_ids)),
         logprobs=[verifier_pb2.SessionLogprobs(number=1, **answer)],
     )
     [(_, error)] = read_log(message, ASKED, num_generated=2).outcomes

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.core.messages import ModelIdentity
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from tests.vllm.client import ACCEPTED, metrics, texts_of, until_drafted
 from tests.vllm.hostile import SCRIPTS, Script, flood, hostile_drafter, other_vocabulary
 from tests.vllm.servers import Vllm

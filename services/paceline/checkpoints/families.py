@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.checkpoints.config_fields import (
+from paceline.checkpoints.json_files import (
     CONFIG,
     decoder_problem,
     description_problem,
     eagle3_problem,
     lean_problem,
+    read_object,
 )
-from paceline.checkpoints.json_file import read_object
 
 Config = Mapping[str, Any]
 

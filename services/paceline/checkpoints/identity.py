@@ -10,9 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoints.config_fields import CONFIG, END_TOKENS, GENERATION, SPELLING, TOKENIZER
-from paceline.checkpoints.fields import check
-from paceline.checkpoints.json_file import read_object, tokenizer_settings
+from paceline.checkpoints.json_files import (
+    CONFIG,
+    END_TOKENS,
+    GENERATION,
+    SPELLING,
+    TOKENIZER,
+    check,
+    read_object,
+    tokenizer_settings,
+)
 from paceline.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
 from paceline.service.config import exit_with_error, named
 

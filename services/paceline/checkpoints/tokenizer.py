@@ -13,11 +13,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from paceline.checkpoints.config_fields import TOKENIZER
-from paceline.checkpoints.json_file import (
+from paceline.checkpoints.json_files import (
     EXTRA_TOKENS,
     LISTED_TOKENS,
     OLD_EXTRA_TOKENS,
+    TOKENIZER,
     read_object,
     tokenizer_settings,
 )

@@ -30,8 +30,6 @@ CONNECT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """Settings of `paceline generate`."""
-
     prompt: str = setting(help="What to continue.")
     url: str = setting("http://127.0.0.1:8000", help="Where the gateway serves HTTP.")
     api_key: str = setting("", help="API key, if the gateway needs one; safer in the environment than here.")
@@ -49,7 +47,6 @@ class GenerateConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry point of `paceline generate`."""
     config = parse(GenerateConfig, argv, os.environ, PROG, DESCRIPTION, first="prompt")
     try:
         generate(config)

@@ -27,8 +27,8 @@ from paceline.core.errors import (
     StaleEpochError,
     UnavailableError,
 )
+from paceline.core.messages import TokenDigest
 from paceline.core.params import COUPLED
-from paceline.core.token_digest import TokenDigest
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
 from paceline.service.status import error_from_rpc

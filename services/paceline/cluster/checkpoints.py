@@ -1,7 +1,13 @@
 """Finds the checkpoints that a fleet serves: the demo pair, its widening in the user's cache, and any that are named.
 
-Widening loads torch, so it runs in a process of its own (`cluster/widen.py`). Facts of a checkpoint are read from its
-headers; no weights are loaded here.
+Parameters are counted from headers alone. Widening adds neurons that have no effect to the demo target's
+feed-forward layers: the new rows of the gate and up projections are small random numbers, the new columns of the down
+projection are exactly zero. Every new neuron does real work whose result is multiplied by zero. So the model writes
+what it wrote before and costs what a larger model costs. Benches must call it widened.
+
+Adding zeros changes no sum. A kernel that splits a longer inner dimension at other places may still add the old terms
+in another order: for the demo target, float32 logits came out bit-equal, and so did bfloat16 ones of few rows; with 128
+rows in one bfloat16 product some differ by a rounding.
 """
 
 from __future__ import annotations
@@ -9,22 +15,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 import paceline
-from paceline.checkpoints.families import architectures, is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.identity import vocab_hash
-from paceline.checkpoints.json_file import parse_object, read_object
-from paceline.checkpoints.sizes import sizes_of
+from paceline.checkpoints.json_files import parse_object, read_object
 from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
 from paceline.cluster.spec import FleetSpec
-from paceline.cluster.supervisor import child_environment
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
 from paceline.user_cache import NothingWritableError, user_cache
@@ -34,28 +41,19 @@ DEMO_TARGET = MODELS_FOLDER / "demo-target"
 DEMO_DRAFTER = MODELS_FOLDER / "demo-drafter"
 DEMO_MEDUSA = MODELS_FOLDER / "demo-medusa"
 DEMO_EAGLE3 = MODELS_FOLDER / "demo-eagle3"
+WEIGHTS_FILE = "model.safetensors"
 WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
 # Neurons of a feed-forward layer that take the demo target to about 98 and 398 million parameters.
 WIDENED_SIZES = {"98m": 12_288, "400m": 51_200}
+NEW_WEIGHT_STD = 0.02
 MAX_HEADER_BYTES = 100_000_000
+# Cells of the types of weights that can be widened: a bfloat16 is the upper half of a float32.
+_CELLS: Mapping[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 # Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
 HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
 # Keys of --speculative-config that name checkpoints.
 MODEL_KEYS = ("model", *(key for key, _ in HEADS.values()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFacts:
-    """What the files of a checkpoint folder say of it."""
-
-    path: Path
-    architecture: str
-    num_parameters: int
-    vocab_size: int
-    context_len: int
-    vocab_hash: str
-    widened_from: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +89,7 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
     Raises:
         ConfigError: It cannot be made.
     """
-    weights = DEMO_TARGET / "model.safetensors"
-    if not weights.is_file():
+    if not (DEMO_TARGET / WEIGHTS_FILE).is_file():
         raise ConfigError(f"the demo pair is not in {MODELS_FOLDER}: name checkpoints with --model and --draft-model")
     digest = hashlib.sha256()
     for file in sorted(DEMO_TARGET.iterdir()):
@@ -101,7 +98,13 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
     out = _cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
         say(f"widening the demo target to {preset[:-1]} M parameters, once: {out}")
-        _widen_in_own_process(out, WIDENED_SIZES[preset], environ)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            widen(DEMO_TARGET, out, WIDENED_SIZES[preset])
+        except OSError as error:
+            # Another fleet may have made it at the same time.
+            if not (out / "config.json").is_file():
+                raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
     return out
 
 
@@ -110,35 +113,6 @@ def _cache(environ: Mapping[str, str]) -> Path:
         return user_cache(environ)
     except NothingWritableError as error:
         raise ConfigError(str(error)) from None
-
-
-def bundled_and_cached(environ: Mapping[str, str]) -> list[Path]:
-    """Returns the checkpoint folders that are here without being named."""
-    cached = sorted(_cache(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
-    return [path for path in (DEMO_TARGET, DEMO_DRAFTER, *cached) if (path / "config.json").is_file()]
-
-
-def facts_of(path: Path) -> CheckpointFacts:
-    """Reads what a checkpoint folder says of itself.
-
-    Raises:
-        ConfigError: It is no checkpoint, or a file in it is broken.
-    """
-    check_checkpoint(path, "checkpoint")
-    try:
-        config = read_object(path / "config.json")
-        widened, sizes = config.get("paceline_widened_from"), sizes_of(config)
-        return CheckpointFacts(
-            path=path,
-            architecture=next(iter(architectures(config)), "unknown"),
-            num_parameters=num_parameters(path),
-            vocab_size=int(config["vocab_size"]),
-            context_len=int((sizes and sizes.context_len) or 0),
-            vocab_hash=vocab_hash(path),
-            widened_from=None if widened is None else str(widened["name"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"checkpoint {path}: a file in it is broken ({error})") from error
 
 
 def num_parameters(path: Path) -> int:
@@ -158,23 +132,71 @@ def num_parameters(path: Path) -> int:
 
 def _num_parameters(file: Path) -> int:
     with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{file.name} is no safetensors file")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return sum(math.prod(entry["shape"]) for entry in _header(stream).values())
 
 
-def _widen_in_own_process(out: Path, intermediate_size: int, environ: Mapping[str, str]) -> None:
+def _header(stream: BinaryIO) -> dict[str, Any]:
+    """Reads what a safetensors file says of its tensors, by their names; the numbers of all follow."""
+    (length,) = struct.unpack("<Q", stream.read(8))
+    if length > MAX_HEADER_BYTES:
+        raise ValueError("it is no safetensors file")
+    return {name: entry for name, entry in json.loads(stream.read(length)).items() if name != "__metadata__"}
+
+
+def widen(source: Path, out: Path, intermediate_size: int) -> None:
+    """Writes a widened copy of a Llama-family checkpoint folder; it appears under its name only when it is complete."""
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
-    command = [sys.executable, "-m", "paceline.cluster.widen", str(DEMO_TARGET), str(out), str(intermediate_size)]
-    ended = subprocess.run(command, env=child_environment(environ), capture_output=True, text=True, check=False)
-    # Another fleet may have made it at the same time.
-    if ended.returncode != 0 and not (out / "config.json").is_file():
-        raise ConfigError(f"widening the demo target failed: {ended.stderr.strip()[-500:]}")
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors"))
+        readme = f"# {source.name}, widened\n\nBy `widen` of `paceline.cluster.checkpoints`, which says how.\n"
+        (partial / "README.md").write_text(readme, encoding="utf-8")
+        config = read_object(source / "config.json")
+        old = {"name": source.name, "intermediate_size": config["intermediate_size"]}
+        config |= {"intermediate_size": intermediate_size, "paceline_widened_from": old}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _widen_weights(source / WEIGHTS_FILE, partial / WEIGHTS_FILE, intermediate_size)
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _widen_weights(source: Path, out: Path, intermediate_size: int) -> None:
+    generator = np.random.default_rng(0)
+    with source.open("rb") as stream:
+        entries, first = _header(stream), stream.tell()
+        tensors = {}
+        for name, entry in sorted(entries.items()):
+            begin, end = entry["data_offsets"]
+            stream.seek(first + begin)
+            cells = np.frombuffer(stream.read(end - begin), _CELLS[entry["dtype"]]).reshape(entry["shape"])
+            tensors[name] = _widened(name, cells, intermediate_size, generator)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, cells in tensors.items():
+        begin, end = end, end + cells.nbytes
+        header[name] = {"dtype": entries[name]["dtype"], "shape": cells.shape, "data_offsets": (begin, end)}
+    described = json.dumps(header).encode()
+    # Numbers begin at a multiple of eight bytes.
+    described += b" " * (-len(described) % 8)
+    with out.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(described)) + described)
+        for cells in tensors.values():
+            stream.write(np.ascontiguousarray(cells).data)
+
+
+def _widened(
+    name: str, cells: npt.NDArray[Any], intermediate_size: int, generator: np.random.Generator
+) -> npt.NDArray[Any]:
+    if ".mlp." not in name:
+        return cells
+    axis = int("down_proj" in name)
+    shape = list(cells.shape)
+    shape[axis] = intermediate_size - cells.shape[axis]
+    if axis:
+        return np.concatenate([cells, np.zeros(shape, cells.dtype)], axis)
+    floats = NEW_WEIGHT_STD * generator.standard_normal(shape, np.float32)
+    bits = floats.view(np.uint32) >> (32 - 8 * cells.itemsize)
+    return np.concatenate([cells, bits.astype(cells.dtype)])
 
 
 def draft_settings(spec: FleetSpec) -> Mapping[str, Any]:

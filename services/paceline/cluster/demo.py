@@ -196,7 +196,6 @@ async def measure(
 
 
 def body_of(config: DemoConfig, prompt: str, seed: int, speculative: bool) -> dict[str, Any]:
-    """Returns the body of one request of `/v1/completions`."""
     return {
         "prompt": prompt,
         "max_tokens": config.max_tokens,

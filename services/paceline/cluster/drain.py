@@ -17,9 +17,9 @@ from paceline.cluster.foreground import say
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import parse, setting
 from paceline.service.process import run
-from paceline.store.announcer import EXPIRY_S, HEARTBEAT_S
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
+from paceline.store.registry import EXPIRY_S, HEARTBEAT_S
 
 PROG = "paceline drain"
 DESCRIPTION = (
@@ -41,7 +41,6 @@ class DrainConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry point of `paceline drain`."""
     run(drain(parse(DrainConfig, argv, os.environ, PROG, DESCRIPTION, first="replica")), prog=PROG)
 
 

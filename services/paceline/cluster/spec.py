@@ -23,7 +23,7 @@ from paceline.cluster.valkey import server_command
 from paceline.core.addresses import check_host, host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER
-from paceline.obs.collector_environment import ENDPOINT_HELP
+from paceline.obs.tracing import ENDPOINT_HELP
 from paceline.service.config import setting
 from paceline.service.credentials import PROBE, folder_of, load_tls
 
@@ -55,8 +55,6 @@ _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSpec:
-    """Settings of `paceline up`."""
-
     fleet: Path | None = setting(
         None, help="YAML file with settings by their names without the dashes; flags and variables win."
     )
@@ -421,7 +419,6 @@ def flags(**values: object) -> list[str]:
 
 
 def available_cpus() -> list[int]:
-    """Returns the CPUs this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 

@@ -101,7 +101,7 @@ class DrafterTier:
             drafter.drop()
 
     def receive(self, event: DraftsArrived, report: StepReport) -> None:
-        """Takes in a drafter's messages; the link to one that breaks the protocol is reset."""
+        """Handles a drafter's messages; the link to one that breaks the protocol is reset."""
         drafter = self._drafters.get(event.address)
         if drafter is None:
             return
@@ -109,7 +109,7 @@ class DrafterTier:
         try:
             for message in event.messages:
                 if isinstance(message, Drafts):
-                    self._take_in(message, drafter, event.arrived_s, report)
+                    self._merge(message, drafter, event.arrived_s, report)
                 else:
                     self._answer(message, drafter)
         except RemoteProtocolError as error:
@@ -129,8 +129,8 @@ class DrafterTier:
         self.queue(address, link.catch_up(message))
         self._told.append(rows_of([link.tree.row]))
 
-    def _take_in(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
-        """Takes in guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
+    def _merge(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
+        """Merges guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
         rows = self._rows_of(drafts.numbers)
         served = self._links.drafted_by(rows, drafter.number)
         if not served.all():
@@ -140,7 +140,7 @@ class DrafterTier:
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
         merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
-        report.round_trips_s += self._links.took_in(rows, drafts.base_lens, drafts.sizes, merged, arrived_s)
+        report.round_trips_s += self._links.drafts_arrived(rows, drafts.base_lens, drafts.sizes, merged, arrived_s)
         num_lost += int(merged.counts[:, 1:].sum())
         if num_lost:
             report.late_by[drafter.source] += num_lost
@@ -209,7 +209,7 @@ class DrafterTier:
     def _tell(self, rows: Ints) -> None:
         """Queues what sessions in some rows have committed: one message a drafter."""
         for address, drafter in self._drafters.items():
-            numbers, base_lens, prices, rooms = self._links.take_news(rows, drafter.number)
+            numbers, base_lens, prices, rooms = self._links.drain_commits(rows, drafter.number)
             if not len(numbers):
                 continue
             links = [self._by_number[number] for number in numbers.tolist()]

@@ -148,7 +148,7 @@ class Load:
         return self.rates[mode].steps > 0.0
 
     def observe(self, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
-        """Takes in a step of the mode at work; see `DraftingMode.observe`."""
+        """Updates the mode at work with a step; see `DraftingMode.observe`."""
         if not reads:
             self.saved += EXPLORATION * time
             if answered:
@@ -247,7 +247,7 @@ class DraftingMode:
     def observe(
         self, *, num_sessions: int, tokens: int, seconds: float, plain_s: float, reads: bool, answered: bool
     ) -> None:
-        """Takes in a step.
+        """Adds a step.
 
         Args:
             num_sessions: Those that decoded.

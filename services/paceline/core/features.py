@@ -60,7 +60,7 @@ class FeatureBuffer:
         return self.start + len(self._rows)
 
     def add(self, message: CommittedStates) -> None:
-        """Takes in the next features; those that are known already are passed over.
+        """Adds the next features; those that are known already are passed over.
 
         Raises:
             RemoteProtocolError: They have another width, or some before them are missing.

@@ -168,7 +168,7 @@ class SessionLink:
         """A drafter misses commits: it is told all since those that it has; returns what opens the session anew."""
         if not 1 <= lagging.have_len <= len(self.tokens):
             return self.open()
-        self._links.tell_from(self._row, lagging.have_len)
+        self._links.resend_from(self._row, lagging.have_len)
         return None
 
     def next_states(self, num_computed: int, limit: int) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, zip_longest
@@ -11,8 +12,32 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
-from paceline.core.rejection_sampling import SparseDraft
+
+DIGEST_CHARS = 32
+
+
+class TokenDigest:
+    """The digest of tokens as they come: the first 32 hex digits of SHA-256 over little-endian 32-bit ids."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        self._hash.update(np.asarray(token_ids, dtype="<u4").tobytes())
+
+    def hex(self) -> str:
+        """Returns the digest of all tokens so far."""
+        return self._hash.hexdigest()[:DIGEST_CHARS]
+
+
+def token_digest(token_ids: Sequence[int]) -> str:
+    """Returns the digest of tokens; see `TokenDigest`."""
+    digest = TokenDigest()
+    digest.add(token_ids)
+    return digest.hex()
+
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -395,7 +420,7 @@ class GenerateResult:
     timings: Timings = field(default_factory=Timings)
 
 
-class TokenFate(enum.Enum):
+class TokenOrigin(enum.Enum):
     """How a committed token came about: a draft token that matched, or the target's own.
 
     That is recovered where none of the draft tokens verified in its place matched, bonus after the last one had, and
@@ -413,14 +438,14 @@ class CommittedTokens(NamedTuple):
 
     `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that
     ends the session itself, or that loses its verifier, gets no result; None: unknown.
-    `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
+    `origins`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
     Without tokens it tells something else of the session: `running`, that the engine computes it now, or its record, or
     `prompt_logprobs`. Those are of the prompt's tokens from `prompt_offset` on; all come before the first token.
     """
 
     token_ids: tuple[int, ...]
-    fates: tuple[TokenFate, ...] = ()
+    origins: tuple[TokenOrigin, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
     lossy: bool = False

@@ -65,7 +65,7 @@ class Pairing:
         self._drafters: Mapping[str, DrafterCandidate] = {}
 
     def know(self, drafters: Iterable[DrafterCandidate]) -> None:
-        """Takes in the drafters that are there now."""
+        """Updates the drafters that are there."""
         self._drafters = {each.address: each for each in drafters}
         self.num_own = +self.num_own
 

@@ -171,7 +171,6 @@ class SpeculationParams:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names in `method`; none: all that the verifier serves."""
         return tuple(self.method.split("+")) if self.method else ()
 
     @property

@@ -59,7 +59,7 @@ class StepDrafts:
         return self._usual_step.value
 
     def took(self, seconds: float) -> None:
-        """Takes in the time of a step."""
+        """Adds the time of a step."""
         self._usual_step.add(seconds)
 
     def caps(self, rows: Ints) -> Ints:
@@ -150,7 +150,7 @@ class StepDrafts:
             return 0.0
         links = self._forest.links
         prices = np.where(never, 1.0, links.prices(rows))
-        expected, gains = self._forest.prospects(rows, self.caps(rows), prices, coming, links.takes_chains(rows))
+        expected, gains = self._forest.expected_gains(rows, self.caps(rows), prices, coming, links.takes_chains(rows))
         gainful = waits[~never & (gains != 0.0)]
         if not len(gainful) or not self._policy.waits(expected, gains, wait_s=float(gainful.min()), step_s=self.step_s):
             return 0.0

@@ -136,7 +136,7 @@ class StepTimes:
         self._table: StepCost | None = None
 
     def observe(self, *, rows: int, guesses: int, seconds: float) -> None:
-        """Takes in the time of one step; those with more rows than the table are left out.
+        """Adds the time of one step; those with more rows than the table are left out.
 
         Args:
             rows: Of the step.

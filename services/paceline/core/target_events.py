@@ -142,7 +142,7 @@ class SpeculationTally:
     histogram: list[int] = field(default_factory=list)
 
     def count(self, *, num_draft_tokens: int, num_accepted: int, hit: bool, batch_size: int) -> None:
-        """Takes in one step of the session; `num_accepted` as `num_accepted_of` gives it."""
+        """Adds one step of the session; `num_accepted` as `num_accepted_of` gives it."""
         self.num_steps += 1
         self.batch_size_sum += batch_size
         if not num_draft_tokens:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import Drafts
 from paceline.core.params import MAX_DRAFT_TOKENS
-from paceline.core.rejection_sampling import SparseDraft
 from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 
 # Tokens of paths about which a session's grammar is asked in a step at most: those of a chain as deep as a step can

@@ -16,9 +16,8 @@ from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.engine.drafter import DraftEngine
 from paceline.model_service import refuse_settings, serve_model, traces_of
-from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import DrafterMetrics
+from paceline.obs.metrics import DrafterMetrics, service_registry
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
 from paceline.service.config import loggable, named, parse
@@ -39,7 +38,6 @@ NOT_FOR_SIMULATED = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `paceline drafter`."""
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(DrafterConfig, arguments, os.environ, PROG, "Runs a draft model and grows draft trees.")
     setup_logging("drafter")

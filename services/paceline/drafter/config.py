@@ -14,8 +14,6 @@ PACELINE, SIMULATED = "paceline", "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(ModelServiceConfig):
-    """Flags and environment variables of `paceline drafter`."""
-
     model: Path = setting(
         help="Draft model or EAGLE-3 head: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a folder."
     )

@@ -12,9 +12,9 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
 from paceline.drafter.config import DrafterConfig
-from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
+from paceline.engine.eagle3 import DraftCheckpoint
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.model_service import HOST_PAGES

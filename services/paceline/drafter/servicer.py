@@ -17,8 +17,6 @@ HELLO_TIMEOUT_S = 5.0
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
-    """Serves `paceline.rpc.v1.Drafter`."""
-
     def __init__(self, host: DraftHost) -> None:
         self._host = host
 

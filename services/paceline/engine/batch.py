@@ -62,7 +62,6 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """How many rows the step computes."""
         return len(self.token_ids)
 
     @property

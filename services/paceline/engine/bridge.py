@@ -42,7 +42,7 @@ class Stepper(Protocol[EventT, OutputT]):
     """What the engine thread drives."""
 
     def handle(self, event: EventT) -> None:
-        """Takes in one event; must not raise for anything a peer can cause."""
+        """Handles one event; must not raise for anything a peer can cause."""
         ...
 
     def has_work(self) -> bool:

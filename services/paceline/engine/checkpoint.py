@@ -39,7 +39,6 @@ class Checkpoint:
 
     @property
     def paths(self) -> list[Path]:
-        """The weight files, sorted."""
         return sorted(self._shards)
 
     @property

@@ -14,9 +14,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.checkpoints.families import context_lens, refusal
 from paceline.checkpoints.identity import eos_token_ids
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
-from paceline.engine.rope import RopeFrequencies, rope_frequencies
+from paceline.engine.layers import RopeFrequencies, rope_frequencies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ class DraftPace:
         return len(self._rounds)
 
     def took(self, seconds: float, num_levels: int) -> None:
-        """Takes in the time of a step."""
+        """Adds the time of a step."""
         self._level.add(seconds / num_levels)
 
     def committed(self, link: int, now_s: float) -> None:
@@ -184,7 +184,7 @@ class DraftScheduler:
     # Events
 
     def handle(self, event: DraftEvent, now_s: float) -> None:
-        """Takes in one event; a verifier that breaks the protocol loses its stream, and no other does."""
+        """Handles one event; a verifier that breaks the protocol loses its stream, and no other does."""
         match event:
             case VerifierLeft():
                 self._drop_link(event.link)

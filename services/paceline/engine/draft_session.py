@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.core.acceptance import SparseDraft, sparse_draft
 from paceline.core.calibration import CHAIN_CONFIDENCE
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
@@ -16,7 +17,6 @@ from paceline.core.messages import Commit, CommittedStates, LaggingSession, Mode
 from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, block_hash, salted_root
 from paceline.core.params import REJECTION
-from paceline.core.rejection_sampling import SparseDraft, sparse_draft
 from paceline.engine.sampler import Logits, RowSampler
 
 
@@ -123,7 +123,7 @@ class DraftSession:
         return fresh
 
     def receive_states(self, message: CommittedStates) -> None:
-        """Takes in features of committed positions; a draft model that takes tokens alone has no use for them."""
+        """Adds features of committed positions; a draft model that takes tokens alone has no use for them."""
         if self.features is not None:
             self.features.add(message)
 

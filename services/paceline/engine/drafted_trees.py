@@ -134,7 +134,7 @@ class DraftedTrees:
         if not len(calls.rows):
             return ()
         self.forest.set_kv(calls, rows_of(self._scratch.take_many(len(calls.rows))))
-        return Growing(self._sessions, calls, *self.forest.trace(*calls))
+        return Growing(self._sessions, calls, *self.forest.paths(*calls))
 
     def plan_levels(self, starts: Calls, *, most: int, costs: Floats) -> Ints:
         """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.

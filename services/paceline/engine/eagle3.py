@@ -17,23 +17,25 @@ import torch
 from transformers import PretrainedConfig
 from typing_extensions import override
 
-from paceline.checkpoints.families import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3, eagle3_refusal
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.families import (
+    EAGLE3_ARCHITECTURE,
+    SPECULATORS_TYPE,
+    describes_eagle3,
+    eagle3_refusal,
+    is_eagle3,
+)
+from paceline.checkpoints.json_files import read_object
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
-from paceline.engine.backends.choice import choose_platform
 from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.decoder import Decoder
 from paceline.engine.hidden_states import StateLayout
-from paceline.engine.identity import model_identity
-from paceline.engine.linear import Head
-from paceline.engine.llama import FeatureInput, LlamaWeights
+from paceline.engine.layers import FeatureInput, Head, LlamaWeights, rope_frequencies
 from paceline.engine.llama_reader import HEAD, LlamaReader
-from paceline.engine.loading import choose_dtype, warm_up
-from paceline.engine.rope import rope_frequencies
+from paceline.engine.loading import choose_dtype, choose_platform, load_decoder, model_identity, warm_up
 
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32
@@ -261,3 +263,47 @@ class DraftHead(Head):
         known = self._known(rows)
         logits = torch.full((len(rows), self._vocab_size), -torch.inf, device=known.device)
         return logits.index_copy_(1, self._draft_ids, known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCheckpoint:
+    """A folder to draft from.
+
+    Args:
+        folder: Of the draft model or the head.
+        target: Of the target, which a head needs.
+        name: Shown in the registry; empty: the folder's.
+        dtype: As in `load_decoder`.
+        device: As in `load_decoder`.
+    """
+
+    folder: Path
+    target: Path | None = None
+    name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def identity(self) -> ModelIdentity:
+        """What a drafter of it announces.
+
+        Raises:
+            ConfigError: A folder is missing, or is no checkpoint that can be served.
+        """
+        if not is_eagle3(self.folder):
+            return model_identity(self.folder, self.name, self.dtype, device=self.device)
+        return head_identity(self.folder, self._target(), self.name, self.dtype)
+
+    def load(self, num_threads: int) -> Decoder:
+        """Loads it.
+
+        Raises:
+            ConfigError: As `identity`, or a setting that does not fit the machine.
+        """
+        if not is_eagle3(self.folder):
+            return load_decoder(self.folder, self.dtype, self.device, num_threads)
+        return load_eagle3(self.folder, self._target(), self.dtype, self.device, num_threads)
+
+    def _target(self) -> Path:
+        if self.target is None:
+            raise ConfigError(f"--target-model: the EAGLE-3 head {self.folder} needs the folder of its target")
+        return self.target

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.linear import Linear
+from paceline.engine.layers import Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.acceptance_rules import Verdict
-from paceline.core.messages import TokenFate
-from paceline.core.rejection_sampling import SparseDraft
+from paceline.core.acceptance import SparseDraft, Verdict
+from paceline.core.messages import TokenOrigin
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
 from paceline.engine.pending import Longs, Walks, choices_of
@@ -38,7 +37,7 @@ class Round(NamedTuple):
     """
 
     token_ids: list[int]
-    last: TokenFate
+    last: TokenOrigin
     chances: tuple[float, ...] | None = None
 
 
@@ -105,7 +104,7 @@ class Judging:
         for place, row, count, has_rivals in zip(self._plain, *columns, strict=True):
             part = self._parts[place]
             if count:
-                self._rounds[place] = Round(tokens[row : row + count], _last_fate(part.num_guesses, has_rivals))
+                self._rounds[place] = Round(tokens[row : row + count], _last_origin(part.num_guesses, has_rivals))
             else:
                 self._rounds[place] = self._why_nothing(place)
 
@@ -192,7 +191,7 @@ class _Descent:
     @property
     def round(self) -> Round:
         chances = tuple(self._chances) if self.session.tree.chain else None
-        return Round(self._path, _last_fate(len(self._tokens), self._has_rivals), chances)
+        return Round(self._path, _last_origin(len(self._tokens), self._has_rivals), chances)
 
     @property
     def drawn_from(self) -> SparseDraft:
@@ -264,10 +263,10 @@ def _choose(rows: Logits, descents: Sequence[_Descent]) -> tuple[Longs, Floats]:
     return chosen, chances
 
 
-def _last_fate(num_guesses: int, has_rivals: bool) -> TokenFate:
+def _last_origin(num_guesses: int, has_rivals: bool) -> TokenOrigin:
     if not num_guesses:
-        return TokenFate.PLAIN
-    return TokenFate.RECOVERED if has_rivals else TokenFate.BONUS
+        return TokenOrigin.PLAIN
+    return TokenOrigin.RECOVERED if has_rivals else TokenOrigin.BONUS
 
 
 def _unusable(session: TargetSession, rows: Logits) -> Exception:

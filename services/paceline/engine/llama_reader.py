@@ -10,8 +10,7 @@ import torch
 from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.linear import Head, Linear
-from paceline.engine.llama import LlamaLayer, LlamaWeights
+from paceline.engine.layers import Head, Linear, LlamaLayer, LlamaWeights
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,12 @@
-"""Loads a decoder from a checkpoint folder: chooses its platform, the kind of its weights and its back end."""
+"""Loads a decoder from a checkpoint folder: chooses its platform, the kind of its weights and its back end.
+
+Also how the checkpoint introduces itself to the fleet.
+"""
 
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -10,9 +14,12 @@ import numpy as np
 import torch
 
 from paceline.checkpoints.families import LEAN_ARCHITECTURES
+from paceline.checkpoints.identity import fingerprint, vocab_hash
+from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
+from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BlockPool, SessionPages
-from paceline.engine.backends.choice import choose_platform
+from paceline.engine.backends.cpu.platform import CpuPlatform
 from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import (
@@ -23,6 +30,29 @@ from paceline.engine.config import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.packing import BatchBuilder, TreeRow
+
+
+def choose_platform(device: str) -> Platform:
+    """The platform of a setting: "cpu", "cuda" or "auto" (CUDA if there is one).
+
+    Raises:
+        ConfigError: The name is none of those known, there is no such device, or what it needs is not installed.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu, cuda or auto, got {device!r}")
+    if device == "cpu":
+        return CpuPlatform()
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine has no usable GPU; use cpu or auto")
+    if find_spec("triton") is None:
+        raise ConfigError("--device cuda: needs Triton, which torch for CUDA brings along; use cpu, or install triton")
+    # Kernels are compiled by Triton, which nobody needs who has no GPU.
+    from paceline.engine.backends.cuda.platform import CudaPlatform
+
+    return CudaPlatform(torch.device(device))
+
 
 logger = logging.getLogger(__name__)
 
@@ -88,3 +118,43 @@ def warm_up(decoder: Decoder) -> None:
     cache = decoder.new_cache(1)
     decoder.forward(builder.build(), cache)
     cache.copy_slots(np.zeros(1, np.int64), np.ones(1, np.int64))
+
+
+def model_identity(
+    folder: Path, name: str = "", dtype: str = "auto", device: str = "auto", *, max_model_len: int = 0
+) -> ModelIdentity:
+    """Reads what must agree between verifier, drafter and gateway, without loading weights.
+
+    Args:
+        name: Name for users; empty: see `served_name`.
+        dtype: Weight type asked for, see `load_decoder`.
+        device: Where, see `load_decoder`.
+        max_model_len: Longest session asked for; stretches the context as far as YaRN in config.json does.
+
+    Raises:
+        ConfigError: The folder is missing, or is no checkpoint that can be served.
+    """
+    path = folder.expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"--model {folder}: no such folder; give a checkpoint in Hugging Face layout")
+    config = DecoderConfig.from_folder(path)
+    return ModelIdentity(
+        name=name or served_name(path),
+        vocab_hash=vocab_hash(path),
+        vocab_size=config.vocab_size,
+        context_len=max(config.context_len, min(max_model_len, config.longest_context_len)),
+        eos_token_ids=config.eos_token_ids,
+        weights_hash=weights_hash(path, dtype, device),
+        arithmetic=choose_platform(device).arithmetic,
+    )
+
+
+def weights_hash(folder: Path, dtype: str, device: str = "auto") -> str:
+    """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
+
+    Raises:
+        ConfigError: The folder holds no weights that can be served.
+    """
+    checkpoint = Checkpoint(folder)
+    served_in = str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode()
+    return fingerprint([served_in, (folder / "config.json").read_bytes()], checkpoint.paths)

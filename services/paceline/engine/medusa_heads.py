@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 
 from paceline.checkpoints.families import architectures
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.engine.backends.interface import memory_errors
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.decoder import Decoder
-from paceline.engine.linear import Linear
+from paceline.engine.layers import Linear
 
 MODEL_TYPE: Final = "medusa"
 ARCHITECTURE: Final = "MedusaModel"

@@ -18,11 +18,10 @@ import torch
 from paceline.checkpoints.families import LEAN_ARCHITECTURES
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
-from paceline.engine.backends.choice import choose_platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.decoder import Decoder
-from paceline.engine.loading import choose_dtype
+from paceline.engine.loading import choose_dtype, choose_platform
 
 logger = logging.getLogger(__name__)
 

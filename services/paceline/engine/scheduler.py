@@ -1,6 +1,6 @@
 """The verifier's step as arithmetic: who has a place, which rows are computed, whether to wait, what drafters receive.
 
-`plan(now)` says what the next step computes; `commit` takes in what the target chose for one session, and `end_step`
+`plan(now)` says what the next step computes; `commit` adds what the target chose for one session, and `end_step`
 what the step took. It runs no model and reads no clock.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
-from paceline.core.acceptance_rules import Verdict
+from paceline.core.acceptance import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.link import NewTokens, commit
@@ -93,7 +93,7 @@ class Scheduler:
     # Events
 
     def submit(self, session: TargetSession) -> None:
-        """Takes in a session; it waits for a place behind those of its tenant that come before it."""
+        """Adds a session; it waits for a place behind those of its tenant that come before it."""
         self._sessions[session.session_id] = session
         self._wait(session)
         self.tier.connect(session.link)
@@ -101,7 +101,7 @@ class Scheduler:
     def drop(self, session: TargetSession) -> None:
         """A session has ended, or its client has left."""
         del self._sessions[session.session_id]
-        self.report.unverified_by.update(self.forest.gone(session.tree.row))
+        self.report.unverified_by.update(self.forest.unverified_sources(session.tree.row))
         # Its row is another session's once it is closed.
         self.tier.part(session.link)
         session.close()
@@ -111,7 +111,7 @@ class Scheduler:
             self._leave_queue(session)
 
     def receive(self, event: DraftsArrived) -> None:
-        """Takes in a drafter's messages."""
+        """Handles a drafter's messages."""
         self.tier.receive(event, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
@@ -260,7 +260,7 @@ class Scheduler:
     # Committing
 
     def commit(self, plan: StepPlan, judged: Sequence[tuple[Part, Verdict]], now_s: float) -> list[Outcome]:
-        """Takes in what the target chose for sessions of the step.
+        """Adds what the target chose for sessions of the step.
 
         Args:
             judged: Its sessions, and what this round commits to each, up to the token that ends the text.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from paceline.core.acceptance_rules import rule_of
+from paceline.core.acceptance import rule_of
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import REJECTION

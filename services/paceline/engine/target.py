@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.core.acceptance_rules import Verdict, rule_of
+from paceline.core.acceptance import Verdict, rule_of
 from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.acceptance_rules import Verdict
+from paceline.core.acceptance import Verdict
 from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
@@ -21,7 +21,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
     Timings,
-    TokenFate,
+    TokenOrigin,
 )
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool, SessionPages, salted_root
@@ -110,7 +110,7 @@ class TargetSession:
         self.by_logits = acceptance == COUPLED and not self._sampler.changes_rows
         self.tally = SpeculationTally()
         self._finish: FinishReason | None = None
-        self._fates: tuple[TokenFate, ...] = ()
+        self._origins: tuple[TokenOrigin, ...] = ()
         self._logprobs: list[PositionLogprobs] = []
         self._announced = False
         self._num_cached = 0
@@ -230,7 +230,7 @@ class TargetSession:
         """Refuses a row by its largest logit, once it is changed; see `RowSampler.require_usable`."""
         self._sampler.require_usable(largest)
 
-    def accept(self, token_ids: Sequence[int], last: TokenFate, chances: tuple[float, ...] | None) -> Verdict:
+    def accept(self, token_ids: Sequence[int], last: TokenOrigin, chances: tuple[float, ...] | None) -> Verdict:
         """What this round commits of the target's own tokens, up to the one that ends the text.
 
         Args:
@@ -239,8 +239,8 @@ class TargetSession:
             chances: As of `Verdict`.
         """
         kept = tuple(self.until_end(token_ids))
-        fates = (TokenFate.ACCEPTED,) * (len(token_ids) - 1) + (last,)
-        self._fates = fates[: len(kept)]
+        origins = (TokenOrigin.ACCEPTED,) * (len(token_ids) - 1) + (last,)
+        self._origins = origins[: len(kept)]
         if self._sampler.changes_rows:
             for token_id in kept:
                 self._sampler.push(token_id)
@@ -296,7 +296,7 @@ class TargetSession:
         result = None if self._finish is None else self._result(self._finish, record, now_s)
         return CommittedTokens(
             tuple(self.tokens[base_len:]),
-            self._fates,
+            self._origins,
             logprobs,
             result,
             offset=base_len - self.prompt_len,

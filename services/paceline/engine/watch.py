@@ -39,7 +39,7 @@ class Stall:
     _looked_s: float = 0.0
 
     def look(self, call: int | None, now_s: float) -> float:
-        """Takes in what the engine does now.
+        """Notes what the engine does now.
 
         Returns:
             Seconds for which it has been inside that call; 0.0 where it waits.

@@ -1,10 +1,23 @@
 """The draft trees of all sessions of a process, as arrays with compiled loops; see `paceline.forest.forest`."""
 
-from paceline.forest.columns import NO_GUESSES, Calls, Coming, Committed, Gathered, Guesses, Merged, Picked, rows_of
-from paceline.forest.forest import UNLEARNED, Forest
+from paceline.forest.forest import UNLEARNED, Forest, warm_up
 from paceline.forest.links import Links
-from paceline.forest.records import NONE, ROOT, Bools, Floats, Ints
-from paceline.forest.warming import warm_up
+from paceline.forest.records import (
+    NO_GUESSES,
+    NONE,
+    ROOT,
+    Bools,
+    Calls,
+    Coming,
+    Committed,
+    Floats,
+    Gathered,
+    Guesses,
+    Ints,
+    Merged,
+    Picked,
+    rows_of,
+)
 
 __all__ = [
     "NONE",

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.forest.choosing import insert
-from paceline.forest.growing import add_one, has_child
-from paceline.forest.kernel import kernel
-from paceline.forest.records import FULL, NONE, ROOT, Arrays, Floats, Ints
+from paceline.forest.records import FULL, NONE, ROOT, Arrays, Floats, Ints, kernel
+from paceline.forest.tree_loops import add_one, has_child, insert
 
 # Share of the price from which on a node is worth growing.
 AHEAD = 0.1

@@ -16,9 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.forest import choosing, committing, drafting, growing
-from paceline.forest.calibrating import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
-from paceline.forest.columns import Calls, Coming, Committed, Gathered, Merged, Picked, Pushed
+from paceline.forest import drafting, tree_loops
 from paceline.forest.linking import CHILD_SHARE
 from paceline.forest.links import Links
 from paceline.forest.records import (
@@ -33,12 +31,21 @@ from paceline.forest.records import (
     TREE,
     Arrays,
     Bools,
+    Calls,
+    Coming,
+    Committed,
     Floats,
+    Gathered,
     Ints,
+    Merged,
+    Picked,
+    Pushed,
     grown,
     node_type,
     records,
+    rows_of,
 )
+from paceline.forest.tree_loops import INTERCEPT_VARIANCE, LEAST_SLOPE, OFFSET_VARIANCE, SLOPE_VARIANCE, probability
 
 # Rows and calibrations that a forest begins with; it doubles when they are taken.
 FIRST_ROWS, FIRST_CALIBRATIONS = 8, 8
@@ -161,7 +168,7 @@ class Forest:
 
     def has_child(self, row: int, slot: int) -> bool:
         """Whether anything hangs below a slot, or the root."""
-        return bool(growing.has_child(self.arrays.nodes[row], self.arrays.trees["count"][row], slot))
+        return bool(tree_loops.has_child(self.arrays.nodes[row], self.arrays.trees["count"][row], slot))
 
     # Calibrations
 
@@ -196,7 +203,7 @@ class Forest:
 
     def add(self, row: int, parent: int, token: int, confidence: float, source: int) -> int:
         """Adds a guess of a source in this process below a slot, or raises it; returns its slot, or FULL."""
-        return int(growing.add(self.arrays, row, parent, token, confidence, source))
+        return int(tree_loops.add(self.arrays, row, parent, token, confidence, source))
 
     def mask(self, row: int, slot: int) -> None:
         """A node may not follow: it is never chosen, and neither is what hangs below it."""
@@ -213,7 +220,7 @@ class Forest:
         tokens: Ints,
         confidences: Floats,
     ) -> Merged:
-        """Takes in messages of a drafter.
+        """Merges messages of a drafter.
 
         A late message is no error: its guesses are walked down what has been committed since, and what falls off is
         dropped and counted.
@@ -229,7 +236,7 @@ class Forest:
             confidences: float64 `[guesses]`, from 0 to 1.
         """
         merged = Merged(np.empty((len(rows), 3), np.int32), np.empty(len(rows)), np.empty(len(rows), np.int32))
-        growing.merge(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *merged)
+        tree_loops.merge(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *merged)
         return merged
 
     # Commits
@@ -252,7 +259,7 @@ class Forest:
             np.empty(live, np.int32),
             np.zeros((3, len(self.sources)), np.int64),
         )
-        num_moves, num_freed = committing.commit(self.arrays, rows, ends, tokens, chances, *done)
+        num_moves, num_freed = tree_loops.commit(self.arrays, rows, ends, tokens, chances, *done)
         return done._replace(moves=done.moves[:num_moves], freed=done.freed[:num_freed])
 
     # Choices
@@ -270,21 +277,21 @@ class Forest:
         picked = Picked(np.empty((len(rows), most), np.int32), np.empty((len(rows), most)))
         # The least finite logarithm leaves out what is masked.
         chains = np.zeros(len(rows), np.bool_) if chains is None else chains
-        choosing.pick(self.arrays, rows, caps, chains, -1e300, *picked)
+        tree_loops.pick(self.arrays, rows, caps, chains, -1e300, *picked)
         return picked
 
     def gather(self, rows: Ints, slots: Ints, counts: Ints) -> Gathered:
         """The first `counts` [sessions] of the best nodes of sessions, `slots` [sessions, most]."""
         taken = Gathered(*np.empty((4, int(counts.sum())), np.int32))
-        choosing.gather(self.arrays, rows, slots, counts, *taken)
+        tree_loops.gather(self.arrays, rows, slots, counts, *taken)
         return taken
 
-    def gone(self, row: int) -> list[str]:
+    def unverified_sources(self, row: int) -> list[str]:
         """By whom the nodes of a session were guessed first, masked ones left out."""
         nodes = self.arrays.nodes[row, : self.count(row)]
         return [self.sources[first] for first in nodes["first"][nodes["weight"] > -math.inf].tolist()]
 
-    def prospects(
+    def expected_gains(
         self, rows: Ints, caps: Ints, prices: Floats, coming: Coming, chains: Bools | None = None
     ) -> tuple[Floats, Floats]:
         """What sessions have in hand, and what drafters add below the best leaves, which they are extending right now.
@@ -301,10 +308,10 @@ class Forest:
         """
         picked = self.best(rows, caps, chains)
         expected, gains = np.empty(len(rows)), np.empty(len(rows))
-        choosing.promise(self.arrays, rows, caps, prices, *coming, *picked, expected, gains)
+        tree_loops.promise(self.arrays, rows, caps, prices, *coming, *picked, expected, gains)
         return expected, gains
 
-    def trace(self, rows: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
+    def paths(self, rows: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
         """Paths from below the root down to some nodes, these included.
 
         Returns:
@@ -312,10 +319,10 @@ class Forest:
         """
         ends = np.empty(len(rows), np.int32)
         tokens, kvs = np.empty(16 * len(rows), np.int32), np.empty(16 * len(rows), np.int32)
-        total = choosing.trace(self.arrays, rows, slots, ends, tokens, kvs)
+        total = tree_loops.paths(self.arrays, rows, slots, ends, tokens, kvs)
         if total > len(tokens):
             tokens, kvs = np.empty(total, np.int32), np.empty(total, np.int32)
-            choosing.trace(self.arrays, rows, slots, ends, tokens, kvs)
+            tree_loops.paths(self.arrays, rows, slots, ends, tokens, kvs)
         return ends, tokens, kvs
 
     # A drafter's end
@@ -411,3 +418,61 @@ class Forest:
 
     def _add_calibrations(self, more: int) -> None:
         self.arrays = self.arrays._replace(calibrations=grown(self.arrays.calibrations, more))
+
+
+_CONTEXT_LEN = 8
+
+
+def warm_up(forest: Forest) -> None:
+    """Runs every loop once over a session of a token; what was compiled before is read from the cache."""
+    row = forest.take_row()
+    rows, one = rows_of([row]), rows_of([1])
+    sure = np.array([0.5])
+    forest.open(row, [0], keeps_kv=True, price=0.5, room=8)
+    forest.place(row, ready=True, lags=False)
+    _verify(forest, row, one, sure)
+    roots = rows_of([ROOT])
+    forest.levels(rows, roots, most=1, costs=sure, context_len=_CONTEXT_LEN)
+    forest.grow(rows, roots, np.array([[[1, 2]]], np.int32), np.array([[[0.5, 0.4]]]))
+    forest.reprice(rows, sure, np.array([8]))
+    forest.any_work(rows, room=True, context_len=_CONTEXT_LEN)
+    calls = forest.frontier(rows, limit=1, most=1, context_len=_CONTEXT_LEN)
+    forest.set_kv(calls, one[: len(calls.rows)])
+    forest.paths(*calls)
+    forest.push(rows, room=True, context_len=_CONTEXT_LEN)
+    forest.wants_nodes(row)
+    forest.has_child(row, ROOT)
+    forest.commit(rows, one, one, sure)
+    _link(forest, row)
+    forest.give_back(row)
+
+
+def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None:
+    rows = rows_of([row])
+    forest.merge(0, rows, one, one, one, rows_of([0]), one, sure)
+    forest.add(row, ROOT, 1, 0.5, 0)
+    forest.probability(row, 0, 0.5)
+    picked = forest.best(rows, one)
+    taken = forest.gather(rows, picked.slots, one)
+    forest.set_kv(Calls(rows, taken.slots), one)
+    forest.expected_gains(rows, one, sure, Coming(sure, sure))
+    forest.commit(rows, one, one)
+
+
+def _link(forest: Forest, row: int) -> None:
+    links, rows, one = forest.links, rows_of([row]), rows_of([1])
+    links.begin(row, 0.5)
+    drafter = links.new_drafter(1.0)
+    links.connect(row, drafter)
+    links.look_ahead(rows, one, price=0.5, step_s=1.0)
+    links.due(rows, 0.0)
+    links.caps(rows, 1)
+    links.drafted_by(rows, drafter)
+    links.at_work(rows)
+    links.first_doubtful(rows, one, has_distributions=False)
+    links.answered(rows)
+    links.waits(rows, 0.0)
+    links.mark_silent(rows, 0.0)
+    links.drafts_arrived(rows, one, one, Merged(np.zeros((1, 3), np.int32), np.array([0.5]), one), 1.0)
+    links.lag_tokens(rows)
+    links.drop_drafter(drafter)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from paceline.forest.kernel import kernel
-from paceline.forest.records import NONE, TRACKED, Bools, Floats, Ints, LinkArrays
+from paceline.forest.records import NONE, TRACKED, Bools, Floats, Ints, LinkArrays, kernel
 
 # Survival of the best first guess of a drafter that has not shown what it is: the mean confidence of a fair one.
 CHILD_SHARE = 0.75
@@ -38,7 +37,7 @@ def stop(link: Any) -> None:
 
 
 @kernel
-def took_in(
+def drafts_arrived(
     a: LinkArrays,
     rows: Ints,
     bases: Ints,
@@ -71,7 +70,7 @@ def took_in(
         drafter = a.drafters[link.drafter]
         link.answered_len = max(link.answered_len, base)
         # What it guessed from the first of what it had missed came late.
-        link.answered |= base > link.called_len
+        link.answered |= base > link.activated_len
         sent_len, sent_s = 0, 0.0
         while link.num_unanswered and a.sent_lens[row, link.oldest] <= base:
             sent_len, sent_s = a.sent_lens[row, link.oldest], a.sent_s[row, link.oldest]
@@ -165,7 +164,7 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> in
         opens: Filled with whether each session is to be opened at its drafter.
 
     Returns:
-        How many others are told of commits, from `told_from` on.
+        How many others are told of commits, from `unsent_from` on.
     """
     num_told = 0
     for index in range(len(rows)):
@@ -176,7 +175,7 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> in
             continue
         idles = link.price >= 1.0
         if idles or not link.sent_len:
-            link.answered, link.called_len = False, committed_len
+            link.answered, link.activated_len = False, committed_len
             stop(link)
         if idles and (link.sent_price >= 1.0 or not link.sent_len):
             continue
@@ -192,8 +191,8 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> in
             opens[index] = True
         else:
             num_told += 1
-            if link.told_from == NONE:
-                link.told_from = link.sent_len
+            if link.unsent_from == NONE:
+                link.unsent_from = link.sent_len
         link.sent_len, link.sent_price = committed_len, link.price
     return num_told
 
@@ -244,7 +243,7 @@ def answered(a: LinkArrays, trees: Any, rows: Ints, have: Bools) -> None:
     """Whether the drafter of each session has answered since it was called, or should have."""
     for index in range(len(rows)):
         link = a.links[rows[index]]
-        waited = trees[rows[index]].committed_len - link.called_len
+        waited = trees[rows[index]].committed_len - link.activated_len
         have[index] = link.drafter != NONE and (link.answered or waited > MOST_UNANSWERED)
 
 
@@ -255,6 +254,6 @@ def lag(a: LinkArrays, trees: Any, rows: Ints) -> int:
     for index in range(len(rows)):
         link = a.links[rows[index]]
         if link.drafter != NONE and link.price < 1.0:
-            known = max(link.answered_len, link.called_len)
+            known = max(link.answered_len, link.activated_len)
             most = max(most, trees[rows[index]].committed_len - known)
     return most

@@ -12,9 +12,21 @@ from typing import Any
 import numpy as np
 
 from paceline.forest import linking
-from paceline.forest.columns import Coming, Merged
 from paceline.forest.linking import CHILD_SHARE
-from paceline.forest.records import DRAFTER, LINK, NONE, TRACKED, Bools, Floats, Ints, LinkArrays, grown, records
+from paceline.forest.records import (
+    DRAFTER,
+    LINK,
+    NONE,
+    TRACKED,
+    Bools,
+    Coming,
+    Floats,
+    Ints,
+    LinkArrays,
+    Merged,
+    grown,
+    records,
+)
 
 # Expected seconds between two messages with nodes of one session, before there were some.
 INTERVAL_S = 0.002
@@ -70,8 +82,8 @@ class Links:
         """A session begins without a drafter, at a price."""
         link, committed_len = self.arrays.links[row], self._trees()["committed_len"][row]
         link["number"], link["drafter"], link["room"], link["answered"] = 0, NONE, 0, False
-        link["sent_len"], link["told_from"] = 0, NONE
-        link["answered_len"] = link["called_len"] = committed_len
+        link["sent_len"], link["unsent_from"] = 0, NONE
+        link["answered_len"] = link["activated_len"] = committed_len
         link["price"], link["sent_price"] = price, 1.0
         link["num_unanswered"], link["oldest"], link["received_s"], link["deepened"] = 0, 0, math.nan, False
 
@@ -107,19 +119,19 @@ class Links:
     def forget(self, row: int) -> None:
         """Its drafter does not know the session, or no longer."""
         link = self.arrays.links[row]
-        link["sent_len"], link["told_from"] = 0, NONE
+        link["sent_len"], link["unsent_from"] = 0, NONE
 
     def open(self, row: int) -> tuple[float, int]:
         """Its drafter gets to know the session, with all that is committed; returns the price and the room to send."""
         link = self.arrays.links[row]
-        link["sent_len"], link["told_from"] = self._trees()["committed_len"][row], NONE
+        link["sent_len"], link["unsent_from"] = self._trees()["committed_len"][row], NONE
         link["sent_price"] = link["price"]
         return self.terms(row)
 
-    def tell_from(self, row: int, have_len: int) -> None:
+    def resend_from(self, row: int, have_len: int) -> None:
         """Its drafter has so many committed tokens, and is told all since."""
         link = self.arrays.links[row]
-        link["sent_len"], link["told_from"] = self._trees()["committed_len"][row], have_len
+        link["sent_len"], link["unsent_from"] = self._trees()["committed_len"][row], have_len
         link["sent_price"] = link["price"]
 
     def terms(self, row: int) -> tuple[float, int]:
@@ -216,31 +228,33 @@ class Links:
 
         Returns:
             Which sessions are to be opened at their drafters, `[sessions]`; and how many others are told what they have
-            committed, see `take_news`.
+            committed, see `drain_commits`.
         """
         opens = np.empty(len(rows), np.bool_)
         return opens, int(linking.due(self.arrays, self._trees(), rows, now_s, opens))
 
-    def take_news(self, rows: Ints, drafter: int) -> tuple[Ints, Ints, Floats, Ints]:
+    def drain_commits(self, rows: Ints, drafter: int) -> tuple[Ints, Ints, Floats, Ints]:
         """Those of the sessions `[sessions]` that a drafter is to be told of, which counts as done.
 
         Returns:
             Their numbers, the committed tokens from which on it is told, prices and rooms.
         """
         links = self.arrays.links[rows]
-        mine = (links["drafter"] == drafter) & (links["told_from"] != NONE)
-        self.arrays.links["told_from"][rows[mine]] = NONE
+        mine = (links["drafter"] == drafter) & (links["unsent_from"] != NONE)
+        self.arrays.links["unsent_from"][rows[mine]] = NONE
         links = links[mine]
-        return links["number"], links["told_from"], links["sent_price"], links["room"]
+        return links["number"], links["unsent_from"], links["sent_price"], links["room"]
 
     def first_doubtful(self, rows: Ints, bases: Ints, *, has_distributions: bool) -> int:
         """The first message that cannot be of a drafter that follows its session, or NONE."""
         return int(linking.first_doubtful(self._trees(), rows, bases, has_distributions))
 
-    def took_in(self, rows: Ints, bases: Ints, sizes: Ints, merged: Merged, now_s: float) -> list[float]:
+    def drafts_arrived(self, rows: Ints, bases: Ints, sizes: Ints, merged: Merged, now_s: float) -> list[float]:
         """Guesses have come; returns seconds since the commits that they answer, where they are the first that do."""
         round_trips_s = np.empty(len(rows))
-        count = linking.took_in(self.arrays, rows, bases, sizes, merged.firsts, merged.levels, now_s, round_trips_s)
+        count = linking.drafts_arrived(
+            self.arrays, rows, bases, sizes, merged.firsts, merged.levels, now_s, round_trips_s
+        )
         return [*round_trips_s[:count].tolist()]
 
     def waits(self, rows: Ints, now_s: float) -> Floats:

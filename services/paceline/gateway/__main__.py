@@ -29,7 +29,6 @@ SWITCH_S = 0.001
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `paceline gateway`."""
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(GatewayConfig, arguments, os.environ, PROG, "The front door: OpenAI HTTP and gRPC.")
     setup_logging("gateway")

@@ -11,14 +11,12 @@ from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
 from paceline.core.addresses import check_host
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
-from paceline.obs.collector_environment import ENDPOINT_HELP
+from paceline.obs.tracing import ENDPOINT_HELP
 from paceline.service.config import named, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Flags and environment variables of `paceline gateway`."""
-
     model: tuple[str, ...] = setting(
         help="Folder with the tokenizer of a served model, or ORG/NAME of the Hub; NAME=FOLDER to give it a name."
     )

@@ -18,10 +18,9 @@ from paceline.gateway.access.doors import Access, guarded, load_door_tls
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.figures import Figures
-from paceline.gateway.api.endpoints.reading import BodyReader, Workers
+from paceline.gateway.api.endpoints.endpoint import BodyReader, Workers
 from paceline.gateway.api.grpc.servicer import GatewayServicer
-from paceline.gateway.api.responses.keeping import ResponseShelf
-from paceline.gateway.api.responses.keeping_writer import KeepingWriter
+from paceline.gateway.api.responses.kept import KeepingWriter, ResponseShelf
 from paceline.gateway.config import GatewayConfig, model_aliases
 from paceline.gateway.doors import Addresses, DoorLimits, follow_health, open_doors
 from paceline.gateway.fleet.fleet import Fleet
@@ -34,16 +33,13 @@ from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.gateway.text.codec import TextCodec
-from paceline.obs.families import service_registry, tell_replica
-from paceline.obs.metrics import GatewayMetrics
-from paceline.obs.stalls import stalls_watched
+from paceline.obs.metrics import GatewayMetrics, service_registry, stalls_watched, tell_replica
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.process import open_files_limit
 from paceline.service.supervision import Supervisor, Work
-from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
-from paceline.store.view import Probe
+from paceline.store.registry import Answers, announced, serves
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +101,7 @@ async def _serve(
     keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
     door_tls = load_door_tls(config.tls_cert, config.tls_key)
     show_days_left(registry, {name: pem for each in (tls, door_tls) if each for name, pem in each.files.items()})
-    fleet = _fleet(config, store, codecs, defaults, Probe(tls))
+    fleet = _fleet(config, store, codecs, defaults, partial(serves, tls))
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
@@ -129,7 +125,7 @@ async def _serve(
         fleet=fleet,
         resumption=resumption,
         registry=registry,
-        reader=_reader(config, limits, workers, metrics),
+        reader=_reader(config, limits, workers),
         shelf=shelf,
         started_s=int(time.time()),
         console=Figures(lambda: fleet.replicas) if config.console else None,
@@ -165,7 +161,7 @@ def _fleet(
     store: Store,
     codecs: Mapping[str, TextCodec],
     defaults: Mapping[str, ModelDefaults],
-    probe: Probe,
+    probe: Answers,
 ) -> Fleet:
     return Fleet(
         store,
@@ -179,14 +175,13 @@ def _fleet(
     )
 
 
-def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers, metrics: GatewayMetrics) -> BodyReader:
+def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers) -> BodyReader:
     return BodyReader(
         max_bytes=config.max_body_bytes,
         timeout_s=config.body_timeout_s,
         reading=limits.reading,
         workers=workers,
         strict_fields=config.strict_fields,
-        ignored_fields=metrics.ignored_fields,
     )
 
 

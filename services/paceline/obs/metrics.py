@@ -6,16 +6,29 @@ One small class per service holds its metric objects; callers count on these obj
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    make_wsgi_app,
+)
+from prometheus_client import values as metric_values
 from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.metrics import MetricWrapperBase
 
+from paceline import __version__
 from paceline.core.addresses import host_port, is_ipv6
 from paceline.core.errors import (
     ConfigError,
@@ -36,10 +49,118 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import REPLICA_ROLES, FinishReason
-from paceline.obs.families import Family, Meter
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
+
+# Prefix of metrics that vLLM has, too, and the label that its dashboards filter by.
+VLLM, MODEL_NAME = "vllm:", "model_name"
+
+
+def service_registry(role: str) -> CollectorRegistry:
+    """Returns the registry of a process, with its memory, CPU time, file descriptors and version."""
+    # Otherwise each counter and histogram has a second series with its creation time, which nothing reads.
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
+    # Each service shows its own numbers. PROMETHEUS_MULTIPROC_DIR, set for other programs, would put them into files.
+    metric_values.ValueClass = metric_values.MutexValue
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    build = Gauge("paceline:build_info", "Version of this process; always 1.", ("role", "version"), registry=registry)
+    build.labels(role, __version__).set(1)
+    return registry
+
+
+def tell_replica(registry: CollectorRegistry, *, role: str, replica_id: str, address: str, model: str = "") -> None:
+    """Shows which replica of the fleet this process is; dashboards join on it."""
+    info = Gauge(
+        "paceline:replica_info",
+        "Who this process is in the registry; always 1.",
+        ("role", "replica_id", "address", "model"),
+        registry=registry,
+    )
+    info.labels(role, replica_id, address, model).set(1)
+
+
+class Family(Generic[MetricT]):
+    """A metric with labels that caches its children: looking one up costs twice as much as counting.
+
+    Args:
+        metric: With at least one label.
+        first: Values of its first labels, which all children share.
+        known: Label values that are shown from the start; a counter that appears later hides its first event.
+    """
+
+    def __init__(self, metric: MetricT, known: Iterable[tuple[str, ...]] = (), *, first: tuple[str, ...] = ()) -> None:
+        self._metric = metric
+        self._first = first
+        self._children: dict[tuple[str, ...], MetricT] = {}
+        for values in known:
+            self.labels(*values)
+
+    def labels(self, *values: str) -> MetricT:
+        """Returns the child of these values of the other labels, in the order of the labels."""
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._metric.labels(*self._first, *values)
+        return child
+
+
+class Meter:
+    """Makes the metrics of one registry; those that vLLM has, too, are labelled with the model, as vLLM's are.
+
+    Args:
+        registry: Where they are shown.
+        model_name: The model; empty: none, and no metric of vLLM's is made.
+        made: Metrics of all models so far, by name.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str = "", made: dict[str, Any] | None = None) -> None:
+        self._registry = registry
+        self._model_name = model_name
+        self._of_models: dict[str, Any] = {} if made is None else made
+
+    def of_model(self, model_name: str) -> Meter:
+        """Returns one that makes the same metrics of another model."""
+        return Meter(self._registry, model_name, self._of_models)
+
+    def counter(self, name: str, documentation: str) -> Counter:
+        return self._single(Counter, name, documentation)
+
+    def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        """Returns a gauge, with further labels or without."""
+        return self._single(Gauge, name, documentation, labels)
+
+    def histogram(
+        self, name: str, documentation: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
+    ) -> Histogram:
+        """Returns a histogram, with further labels or without."""
+        return self._single(Histogram, name, documentation, labels, buckets=buckets)
+
+    def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Family[Counter]:
+        """Returns counters with labels; `known` are values of a single label that are shown from the start."""
+        first = (self._model_name,) if name.startswith(VLLM) else ()
+        metric = self._made(Counter, name, documentation, labels)
+        return Family(metric, known=((value,) for value in known), first=first)
+
+    def _single(
+        self, kind: type[MetricT], name: str, documentation: str, labels: Sequence[str] = (), **settings: Any
+    ) -> MetricT:
+        metric = self._made(kind, name, documentation, labels, **settings)
+        return metric.labels(self._model_name) if name.startswith(VLLM) else metric
+
+    def _made(
+        self, kind: type[MetricT], name: str, documentation: str, labels: Sequence[str], **settings: Any
+    ) -> MetricT:
+        if not name.startswith(VLLM):
+            return kind(name, documentation, labels, registry=self._registry, **settings)
+        known: MetricT | None = self._of_models.get(name)
+        if known is None:
+            names = (MODEL_NAME, *labels)
+            known = self._of_models[name] = kind(name, documentation, names, registry=self._registry, **settings)
+        return known
+
 
 LATENCY_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -75,24 +196,6 @@ FAILOVER_REASONS = (
     PeerLostError,
     RemoteProtocolError,
     UnavailableError,
-)
-# Fields of other servers' APIs that clients send to any server; all unknown ones count as one.
-UNHEARD_OF_FIELD = "other"
-FIELDS_OF_OTHERS = frozenset(
-    {
-        "cache_control",
-        "chat_template_content_format",
-        "enable_thinking",
-        "id",
-        "include_reasoning",
-        "kv_transfer_params",
-        "mm_processor_kwargs",
-        "reasoning",
-        "reasoning_content",
-        "refusal",
-        "thinking",
-        "vllm_xargs",
-    }
 )
 
 
@@ -142,11 +245,6 @@ class VerifierMetrics:
         self.drafter_lag = meter.gauge(
             "paceline:drafter_lag_tokens",
             "Committed tokens that a drafter has not answered, of the session with most; 0 while drafters are idle.",
-        )
-        self.drafted_sessions = meter.gauge(
-            "paceline:drafted_sessions",
-            "Sessions of this verifier by the address of the drafter that drafts for them.",
-            ("drafter",),
         )
 
 
@@ -221,7 +319,7 @@ class ModelMetrics:
         self.e2e_request_latency = _latency(meter, "vllm:e2e_request_latency_seconds", "From the request to its end.")
         self.num_requests_running = meter.gauge("vllm:num_requests_running", "Sessions under way.")
         self.num_requests_waiting = meter.gauge("vllm:num_requests_waiting", "Sessions under way without a token yet.")
-        self.prompt_tokens = meter.counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self.prompt_tokens = meter.counter("vllm:prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = meter.counter("vllm:generation_tokens", "Tokens generated for clients.")
         ends = [reason.value for reason in FinishReason]
         self.request_success = meter.counters(
@@ -249,10 +347,6 @@ class GatewayMetrics:
             "Requests ended by an error, at whichever door, by the error's class.",
             "type",
             known=errors,
-        )
-        fields = "Fields of HTTP requests that were ignored; field: its name if other servers have it, or other."
-        self.ignored_fields = meter.counters(
-            "paceline:ignored_fields", fields, "field", known=sorted({*FIELDS_OF_OTHERS, UNHEARD_OF_FIELD})
         )
         self.failovers = meter.counters("paceline:failovers", failovers, "reason", known=reasons)
         self.ejections = meter.counter(
@@ -360,3 +454,59 @@ def _text_only(application: WSGIApplication) -> WSGIApplication:
         return application(environ, start_response)
 
     return serve
+
+
+INTERVAL_S = 0.01
+WINDOW_S = 60.0
+
+
+class LongestStall:
+    """The longest stall of the last minute; pure, times are arguments."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        # Durations fall: a longer stall supersedes the shorter ones before it.
+        self._stalls: deque[tuple[float, float]] = deque()
+
+    def add(self, stall_s: float, now_s: float) -> None:
+        """Takes a stall that has just ended."""
+        while self._stalls and self._stalls[-1][1] <= stall_s:
+            self._stalls.pop()
+        self._stalls.append((now_s, stall_s))
+        self.longest_s(now_s)
+
+    def longest_s(self, now_s: float) -> float:
+        """Returns the longest stall of the window that ends now."""
+        while self._stalls and self._stalls[0][0] < now_s - self._window_s:
+            self._stalls.popleft()
+        return self._stalls[0][1] if self._stalls else 0.0
+
+
+@contextmanager
+def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
+    """Measures the stalls of the running event loop while a block runs, and shows the longest of the last minute."""
+    loop = asyncio.get_running_loop()
+    longest = LongestStall()
+    # uvloop's timers do not know when they were due, so `look` gets the time.
+    timer: asyncio.Handle
+
+    def look(due_s: float) -> None:
+        now_s = loop.time()
+        longest.add(max(0.0, now_s - due_s), now_s)
+        look_at(now_s + INTERVAL_S)
+
+    def look_at(due_s: float) -> None:
+        nonlocal timer
+        timer = loop.call_at(due_s, look, due_s)
+
+    gauge = Gauge(
+        "paceline:event_loop_stall_seconds",
+        "Longest time in the last minute for which the event loop was blocked: how late a callback came.",
+        registry=registry,
+    )
+    gauge.set_function(lambda: longest.longest_s(loop.time()))
+    look_at(loop.time() + INTERVAL_S)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,4 +1,4 @@
-"""Counts what a verifier's steps did, what became of its sessions, and for whom its drafters draft."""
+"""Counts what a verifier's steps did, and what became of its sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from paceline.obs.metrics import VerifierMetrics, rows_label
 
 
 def record_output(metrics: VerifierMetrics, output: TargetOutput) -> None:
-    """Counts one step and what it committed."""
     record_step(metrics, output.report)
     committed = [each for _, each in output.committed if isinstance(each, CommittedTokens)]
     metrics.sessions.generation_tokens.inc(sum(len(each.token_ids) for each in committed))
@@ -26,14 +25,6 @@ def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
     sessions.decode_time.observe(decode_s)
     if result.num_generated_tokens > 1:
         sessions.time_per_output_token.observe(decode_s / (result.num_generated_tokens - 1))
-
-
-def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) -> None:
-    """Shows how many sessions a drafter drafts for; drafters without any are dropped, as addresses change."""
-    if num_sessions:
-        metrics.drafted_sessions.labels(drafter).set(num_sessions)
-    else:
-        metrics.drafted_sessions.remove(drafter)
 
 
 def record_step(metrics: VerifierMetrics, report: StepReport) -> None:

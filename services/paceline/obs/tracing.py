@@ -25,18 +25,33 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError, shortened
 from paceline.obs.attributes import CANCELLED, ERROR_TYPE
-from paceline.obs.collector_environment import collector
 from paceline.obs.log import current_trace_id
 
 # Header and gRPC metadata of the W3C trace context.
 TRACEPARENT = "traceparent"
 OFF: Tracer = NoOpTracer()
 MAX_MESSAGE_CHARS = 1024
+_VARIABLES = "OTEL_EXPORTER_OTLP_"
+# Of the setting that names another endpoint.
+ENDPOINT_HELP = (
+    "OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
+    f"{_VARIABLES}ENDPOINT, or no traces."
+)
 
 Attributes = Mapping[str, AttributeValue]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _log = logging.getLogger(__name__)
+
+
+def collector(environ: Mapping[str, str]) -> str:
+    """The endpoint that OpenTelemetry's variables name for traces; empty: none, or one that takes no gRPC."""
+    protocol, named = (
+        environ.get(f"{_VARIABLES}TRACES_{name}") or environ.get(f"{_VARIABLES}{name}")
+        for name in ("PROTOCOL", "ENDPOINT")
+    )
+    takes_grpc = (protocol or "grpc") == "grpc" and environ.get("OTEL_TRACES_EXPORTER", "otlp") == "otlp"
+    return named if named and takes_grpc else ""
 
 
 def incoming(call: Any) -> str:

@@ -220,7 +220,6 @@ def read_key(source: str, path: Path, certificate: x509.Certificate) -> bytes:
 
 
 def names_of(certificate: x509.Certificate) -> frozenset[str]:
-    """Returns the DNS names that a certificate is for."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:

@@ -36,14 +36,11 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevCaConfig:
-    """Settings of `paceline dev-ca`."""
-
     dir: Path = setting(help="Folder to make; one that is there must be empty.")
     host: tuple[str, ...] = setting((), help="Another host name or address that clients reach the gateway at.")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry point of `paceline dev-ca`."""
     config = parse(DevCaConfig, argv, os.environ, PROG, DESCRIPTION, first="dir")
     make_certificates(config.dir, config.host)
     sys.stdout.write(_next_steps(config.dir))

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import uvloop
@@ -63,10 +63,6 @@ _SERVER_OPTIONS = (
 _log = logging.getLogger(__name__)
 
 
-class _Health(Protocol):
-    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None: ...
-
-
 class GrpcServer:
     """A started gRPC server; health answers NOT_SERVING until `ready`, and again from `drain` on.
 
@@ -77,7 +73,7 @@ class GrpcServer:
     def __init__(
         self,
         server: grpc.aio.Server,
-        health_servicer: _Health,
+        health_servicer: Any,
         service_names: Sequence[str],
         *,
         host: str,
@@ -100,7 +96,6 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, `host:port`."""
         return host_port(self.host, self.port)
 
     async def ready(self, replica_id: str = "") -> None:

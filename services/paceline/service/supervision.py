@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from paceline.obs.families import Meter
+from paceline.obs.metrics import Meter
 
 # Starts a task's work, which should never return; called again for each restart.
 Work = Callable[[], Coroutine[Any, Any, None]]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import ConfigError
-from paceline.forest.calibrating import margin
+from paceline.forest.tree_loops import margin
 from paceline.service.config import setting
 
 # Places drawn from a law.

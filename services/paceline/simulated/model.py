@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.checkpoints.source import served_name
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import ConfigError

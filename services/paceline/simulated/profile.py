@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import KNOTS, StepCost
 from paceline.engine.draft_scheduler import DraftLimits

@@ -1,14 +1,71 @@
-"""Opens the store that a URL names."""
+"""Opens the store that a URL names, and the one that stands for none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
 from urllib.parse import urlsplit
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import named, public_url
-from paceline.store.base import Store
-from paceline.store.no_store import NoStore
+from paceline.store.base import Document, Keeping, LoggedSession, Replica, SessionWrite, Store, Written
 from paceline.store.redis import RedisStore
+
+_NOWHERE = "--redis-url memory:// keeps nothing; name a Redis or Valkey server"
+
+
+class NoStore:
+    """Registry, sessions and documents in one: it knows nothing, forgets announcements, and refuses what must last."""
+
+    num_bad_entries = 0
+
+    @property
+    def documents(self) -> Self:
+        return self
+
+    async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
+        return False
+
+    async def withdraw(self, replica_id: str) -> None:
+        """There is nothing to take out."""
+
+    async def drain(self, replica_id: str, *, draining: bool = True) -> None:
+        """Raises: the replica would not learn of it."""
+        raise UnavailableError(_NOWHERE)
+
+    async def replicas(self, role: str | None = None) -> list[Replica]:
+        return []
+
+    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
+        raise UnavailableError(_NOWHERE)
+
+    async def session(self, session_id: str) -> LoggedSession | None:
+        return None
+
+    async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
+        return None
+
+    async def keep(
+        self, document: Document, *, ttl_s: float, work_s: float, room_bytes: int, replaces: bool = False
+    ) -> Keeping:
+        raise UnavailableError(_NOWHERE)
+
+    async def work_on(self, documents: Sequence[tuple[str, str]], work_s: float) -> None:
+        """There is none to mark."""
+
+    async def kept(self, keeper: str, name: str) -> Document | None:
+        return None
+
+    async def forget(self, keeper: str, name: str) -> bool:
+        return False
+
+    async def ping(self) -> None:
+        """Returns."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
 
 
 def open_store(url: str, setting: str = "--redis-url") -> Store:

@@ -12,11 +12,10 @@ from functools import partial
 from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
 from paceline.core.pairing import DrafterCandidate, Pairing, expected_round_trip_s
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.steps import record_served_by
 from paceline.service.credentials import FleetTls
 from paceline.service.supervision import Work
 from paceline.store.base import Replica, Store
-from paceline.store.view import Probe, RegistryView
+from paceline.store.registry import RegistryView, serves
 from paceline.tier.links import DrafterLink
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class Drafters:
         self._spare = ""
 
     def know(self, replicas: Sequence[Replica]) -> None:
-        """Takes in the drafters in the registry, except those that drain or cannot draft for the target."""
+        """Updates the drafters in the registry, except those that drain or cannot draft for the target."""
         self._know(
             DrafterCandidate(
                 address=each.address,
@@ -79,7 +78,7 @@ class Drafters:
         )
 
     def know_addresses(self, addresses: Sequence[str]) -> None:
-        """Takes in drafters that are not in a registry; whether they can draft shows once they are dialled."""
+        """Updates drafters that are not in a registry; whether they can draft shows once they are dialled."""
         self._know(DrafterCandidate(address=address) for address in addresses)
 
     def _know(self, drafters: Iterable[DrafterCandidate]) -> None:
@@ -99,7 +98,6 @@ class Drafters:
         """Adds to the number of sessions that have this drafter; empty: none."""
         if address and address != self._own:
             self._pairing.count(address, change)
-            record_served_by(self._metrics, address, self._pairing.num_own[address])
 
     def say(self, address: str, messages: Sequence[ToDrafter]) -> None:
         """Sends messages of one step, if there is a stream."""
@@ -124,7 +122,7 @@ class Drafters:
         """
         if store is None:
             return {"links": self.sweep, "pairing": partial(self._keep_paired, pair, addresses)}
-        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
+        view = RegistryView(store, DRAFTER, answers=partial(serves, self._tls))
         return {
             "links": self.sweep,
             # Apart from pairing, which must not wait for a registry that does not answer.

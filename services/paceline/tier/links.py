@@ -108,7 +108,6 @@ class DrafterLink:
             self._stream.cancel()
 
     async def close(self) -> None:
-        """Ends the stream for good."""
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
 

@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from paceline.checkpoints.source import fetched
 from paceline.core.messages import VERIFIER
 from paceline.model_service import serve_model, traces_of
-from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.metrics import VerifierMetrics, service_registry
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.service.config import loggable, parse
@@ -32,7 +31,6 @@ PROG = "paceline verifier"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `paceline verifier`."""
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(VerifierConfig, arguments, os.environ, PROG, "Runs a target model and verifies draft trees.")
     setup_logging("verifier")

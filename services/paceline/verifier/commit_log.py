@@ -61,7 +61,7 @@ class SessionLog:
         return bool(self._waiting) and not self.gateway.lets_go(self)
 
     def put(self, committed: CommittedTokens, now_s: float) -> None:
-        """Takes in what a step committed.
+        """Adds what a step committed.
 
         Raises:
             UnavailableError: Tokens are missing before these, or these were told before.
@@ -301,7 +301,7 @@ def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
         return parts[0]
     return CommittedTokens(
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
-        fates=tuple(fate for part in parts for fate in part.fates),
+        origins=tuple(origin for part in parts for origin in part.origins),
         logprobs=tuple(position for part in parts for position in part.logprobs),
         result=parts[-1].result,
         lossy=any(part.lossy for part in parts),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoints.json_file import parse_object
+from paceline.checkpoints.json_files import parse_object
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.drafting_mode import MOST_ON_LOAN
 from paceline.core.errors import ConfigError
@@ -39,8 +39,6 @@ NAME = "--speculative-config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig(ModelServiceConfig):
-    """Flags and environment variables of `paceline verifier`."""
-
     model: Path = setting(
         help="Target model: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder."
     )

@@ -8,9 +8,8 @@ from dataclasses import replace
 from paceline.core.errors import ConfigError
 from paceline.core.params import GRAMMAR, LAYER_SKIP, MEDUSA, NGRAM
 from paceline.drafting.early_exit import EarlyExitSource
-from paceline.drafting.forced import GrammarSource
 from paceline.drafting.medusa import MedusaSource
-from paceline.drafting.ngram import NgramSource
+from paceline.drafting.model_free import GrammarSource, NgramSource
 from paceline.engine.decoder import Decoder
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.medusa_heads import MedusaHeads

@@ -11,20 +11,18 @@ from typing import Any
 
 from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import folder_of
-from paceline.core.acceptance_rules import served_rules
+from paceline.core.acceptance import served_rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
 from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.target_events import TargetLimits
-from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import states_hash
+from paceline.engine.eagle3 import DraftCheckpoint, states_hash
 from paceline.engine.grammar import Grammars
-from paceline.engine.identity import model_identity
-from paceline.engine.loading import load_decoder
+from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from paceline.core.acceptance_rules import rule_of
+from paceline.core.acceptance import rule_of
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.pages import longest_session

@@ -17,8 +17,6 @@ HELLO_TIMEOUT_S = 5.0
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
-    """Serves `paceline.rpc.v1.Verifier`."""
-
     def __init__(self, host: TargetHost) -> None:
         self._host = host
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from paceline.core.acceptance_rules import served_rules
+from paceline.core.acceptance import served_rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import GRAMMAR, NGRAM, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent, TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.drafting.forced import GrammarSource
-from paceline.drafting.ngram import NgramSource
+from paceline.drafting.model_free import GrammarSource, NgramSource
 from paceline.engine.grammar import Grammars
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine

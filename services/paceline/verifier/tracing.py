@@ -136,7 +136,7 @@ class SampledRounds:
         return self._num_seen - len(self.kept)
 
     def add(self, each: TracedRound) -> None:
-        """Takes in the next round."""
+        """Adds the next round."""
         if self._num_seen % self._stride == 0:
             if len(self.kept) == self._limit:
                 del self.kept[1::2]

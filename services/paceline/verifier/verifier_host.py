@@ -293,7 +293,7 @@ class TargetHost:
         try:
             if isinstance(request, InvalidRequestError):
                 raise request
-            self._take_in(gateway, number, request)
+            self._add(gateway, number, request)
         except PacelineError as error:
             self._refuse(gateway, number, error)
         except Exception as error:
@@ -307,7 +307,7 @@ class TargetHost:
         else:
             self._end(known, error)
 
-    def _take_in(self, gateway: GatewayLog, number: int, request: GenerateRequest) -> None:
+    def _add(self, gateway: GatewayLog, number: int, request: GenerateRequest) -> None:
         with ExitStack() as closing:
             trace = closing.enter_context(traced_session(self._tracer, request))
             self._served.check(request)

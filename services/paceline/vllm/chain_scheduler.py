@@ -193,7 +193,7 @@ class ChainScheduler:
         del self._sessions[session.session_id]
 
     def receive(self, event: DraftsArrived) -> None:
-        """Takes in messages of a drafter."""
+        """Merges messages of a drafter."""
         self._tier.receive(event, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:

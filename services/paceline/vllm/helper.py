@@ -28,9 +28,8 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.messages import VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
-from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.metrics import VerifierMetrics, service_registry
 from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import TunedState, kept_in

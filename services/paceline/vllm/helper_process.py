@@ -111,7 +111,7 @@ class HelperProcess:
         return True
 
     def listen(self) -> None:
-        """Takes in what the helper has said since the last step, such as that nobody need wait any more."""
+        """Handles what the helper has said since the last step, such as that nobody need wait any more."""
         try:
             if self._life is not None:
                 self._read(self._life.stream, NO_STEP)
@@ -181,7 +181,7 @@ class HelperProcess:
         return None
 
     def _read(self, stream: HelperSocket, step: int) -> ChainsMessage | None:
-        """Takes in all answers that came, and returns the one to this step if it is among them."""
+        """Reads all answers that came, and returns the one to this step if it is among them."""
         found = None
         for answer in stream.received():
             self._awaits = answer.awaits

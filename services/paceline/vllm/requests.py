@@ -48,7 +48,7 @@ class RequestSessions:
         self._numbers = SessionNumbers()
 
     def observe(self, step: RequestStep, most_opened_tokens: int) -> Observed:
-        """Takes in a step.
+        """Adds a step.
 
         Args:
             step: What vLLM has done.

@@ -50,7 +50,7 @@ class _Session:
         return self.ends_as(row) and bool(np.array_equal(self.tokens[: self.length], row[: self.length]))
 
     def extend(self, row: NDArray[np.int32], length: int) -> NDArray[np.int32]:
-        """Takes in the tokens of a row up to a length; returns the new ones."""
+        """Adds the tokens of a row up to a length; returns the new ones."""
         added = row[self.length : length]
         if length > len(self.tokens):
             larger = np.empty(length + max(length // 2, TAIL_TOKENS), np.int32)
@@ -83,7 +83,7 @@ class RowSessions:
         now_s: float,
         most_opened_tokens: int = UNLIMITED_TOKENS,
     ) -> Observed:
-        """Takes in a call of vLLM.
+        """Handles a call of vLLM.
 
         Args:
             sampled_token_ids: Tokens that each row has just committed; none while its prompt is being read.

@@ -160,7 +160,7 @@ class Frames:
         self._most_bytes = most_bytes
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Takes in received bytes, and yields the messages that are complete.
+        """Adds received bytes, and yields the messages that are complete.
 
         Raises:
             BrokenMessageError: A message claims to be too long.

@@ -20,7 +20,6 @@ WORD, FLOAT = np.dtype("<u4"), np.dtype("<f4")
 
 
 def to_bytes(column: Ints) -> bytes:
-    """Encodes a column of whole numbers."""
     return column.astype(WORD, copy=False).tobytes()
 
 

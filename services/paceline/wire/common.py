@@ -95,7 +95,6 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
-    """Encodes what a request asks of speculation."""
     return common_pb2.SpeculationParams(**fields_of(params))
 
 
@@ -149,12 +148,10 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
 
 
 def timings_to_pb(timings: Timings) -> common_pb2.Timings:
-    """Encodes where the time went."""
     return common_pb2.Timings(**fields_of(timings))
 
 
 def timings_from_pb(message: common_pb2.Timings) -> Timings:
-    """Decodes where the time went."""
     return _whole(Timings, message)
 
 

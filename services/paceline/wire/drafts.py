@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from paceline.core.acceptance import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -23,7 +24,6 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.params import ACCEPTANCE_RULES, COUPLED
-from paceline.core.rejection_sampling import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2
 from paceline.wire.columns import (
     FLOAT,

@@ -26,7 +26,7 @@ from paceline.core.messages import (
     GenerateRequest,
     GenerateResult,
     PositionLogprobs,
-    TokenFate,
+    TokenOrigin,
 )
 from paceline.core.params import SpeculationParams, check_priority
 from paceline.rpc.v1 import common_pb2, verifier_pb2
@@ -50,13 +50,13 @@ _FINISH_REASON_TO_PB = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_REASON_FROM_PB = {value: reason for reason, value in _FINISH_REASON_TO_PB.items()}
-_FATE_TO_PB = {
-    TokenFate.ACCEPTED: int(verifier_pb2.TOKEN_FATE_ACCEPTED),
-    TokenFate.RECOVERED: int(verifier_pb2.TOKEN_FATE_RECOVERED),
-    TokenFate.BONUS: int(verifier_pb2.TOKEN_FATE_BONUS),
-    TokenFate.PLAIN: int(verifier_pb2.TOKEN_FATE_PLAIN),
+_ORIGIN_TO_PB = {
+    TokenOrigin.ACCEPTED: int(verifier_pb2.TOKEN_ORIGIN_ACCEPTED),
+    TokenOrigin.RECOVERED: int(verifier_pb2.TOKEN_ORIGIN_RECOVERED),
+    TokenOrigin.BONUS: int(verifier_pb2.TOKEN_ORIGIN_BONUS),
+    TokenOrigin.PLAIN: int(verifier_pb2.TOKEN_ORIGIN_PLAIN),
 }
-_FATE_FROM_PB = {value: fate for fate, value in _FATE_TO_PB.items()}
+_ORIGIN_FROM_PB = {value: origin for origin, value in _ORIGIN_TO_PB.items()}
 # How a verifier ends one session. Of any other error a gateway learns the problem alone.
 _ERRORS = {kind.__name__: kind for kind in (EngineDiedError, StaleEpochError, UnavailableError)}
 MAX_PROBLEM_CHARS, MAX_FIELD_CHARS = 256, 64
@@ -255,7 +255,7 @@ def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
     offsets: list[int] = []
     ends: list[int] = []
     tokens: list[int] = []
-    fates = bytearray()
+    origins = bytearray()
     for number, each in part.outcomes:
         if isinstance(each, PacelineError):
             message.errors.append(_error_to_pb(number, each))
@@ -264,10 +264,10 @@ def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
         offsets.append(each.offset)
         tokens += each.token_ids
         ends.append(len(tokens))
-        fates += bytes(map(_FATE_TO_PB.__getitem__, each.fates)) if each.fates else bytes(len(each.token_ids))
+        origins += bytes(map(_ORIGIN_TO_PB.__getitem__, each.origins)) if each.origins else bytes(len(each.token_ids))
         _add_rare(message, number, each)
     message.sessions, message.offsets, message.ends, message.token_ids = map(_column, (numbers, offsets, ends, tokens))
-    message.fates = bytes(fates)
+    message.origins = bytes(origins)
     return message
 
 
@@ -291,7 +291,7 @@ def log_from_pb(
     """
     numbers, ends, tokens = read_sessions(message, "token_ids", last_number=last_number)
     offsets = read(message, "offsets", len(numbers)).tolist()
-    check_size("VerifyResponse.fates", len(message.fates), len(tokens))
+    check_size("VerifyResponse.origins", len(message.origins), len(tokens))
     for each in ("errors", "taken", "running", "lossy"):
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
     listed = numbers.tolist()
@@ -303,7 +303,7 @@ def log_from_pb(
         if asked is not None:
             try:
                 asked.check(offset, token_ids := tuple(tokens[start:end].tolist()))
-                committed = rare.completed(number, asked, _committed(offset, token_ids, message.fates[start:end]))
+                committed = rare.completed(number, asked, _committed(offset, token_ids, message.origins[start:end]))
                 asked.take(committed)
                 outcomes.append((number, committed))
             except RemoteProtocolError as error:
@@ -313,11 +313,11 @@ def log_from_pb(
     return LogPart(outcomes=outcomes, taken=[*message.taken], alive=message.alive)
 
 
-def _committed(offset: int, token_ids: tuple[int, ...], fates: bytes) -> CommittedTokens:
+def _committed(offset: int, token_ids: tuple[int, ...], origins: bytes) -> CommittedTokens:
     try:
-        known = tuple([_FATE_FROM_PB[each] for each in fates]) if any(fates) else ()
+        known = tuple([_ORIGIN_FROM_PB[each] for each in origins]) if any(origins) else ()
     except KeyError as error:
-        raise RemoteProtocolError(f"VerifyResponse.fates: got {error}") from None
+        raise RemoteProtocolError(f"VerifyResponse.origins: got {error}") from None
     return CommittedTokens(token_ids, known, offset=offset)
 
 
@@ -421,7 +421,6 @@ def _error_from_pb(message: verifier_pb2.SessionError) -> PacelineError:
 
 
 def position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
-    """Encodes the log probabilities of a position."""
     return common_pb2.PositionLogprobs(
         chosen=common_pb2.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
         top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in position.top],

@@ -24,9 +24,8 @@ Every flag of every command, its environment variable and its default. {WRITTEN_
 * Files and the chart's `settings` use the same names without the dashes.
 """
 # Commands whose flags depend on another argument.
-FURTHER = ("models check",)
-# They pass all arguments on.
-WITHOUT_FLAGS = frozenset({"bench"})
+FURTHER = ("models check", "models fetch")
+WITHOUT_FLAGS = frozenset({"models"})
 SECTIONS = {
     "The keys of `--speculative-config`": (
         "JSON that `paceline up` and `paceline verifier` take. Keys of vLLM's that have a meaning here have the same "

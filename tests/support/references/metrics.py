@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from paceline.obs.families import VLLM, service_registry, tell_replica
-from paceline.obs.metrics import DrafterMetrics, GatewayMetrics, VerifierMetrics
+from paceline.obs.metrics import (
+    VLLM,
+    DrafterMetrics,
+    GatewayMetrics,
+    VerifierMetrics,
+    service_registry,
+    stalls_watched,
+    tell_replica,
+)
 from paceline.obs.otlp import spans_dropped
-from paceline.obs.stalls import stalls_watched
 from paceline.service.credentials import show_days_left
 from paceline.service.supervision import Supervisor
 from tests.support.references.tables import WRITTEN_BY, code, table

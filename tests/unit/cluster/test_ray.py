@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.fleet_file import Scaling, ray_settings
-from paceline.cluster.ray.fleet import bundle_of
+from paceline.cluster.ray.fleet import Trend, bundle_of, mean_lag, scale
 from paceline.cluster.ray.host import Order
-from paceline.cluster.ray.scaling import Trend, mean_lag, scale
 from paceline.cluster.spec import Endpoint, FleetSpec
 from paceline.service.config import load
 from paceline.verifier.config import VerifierConfig

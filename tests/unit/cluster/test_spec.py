@@ -18,7 +18,6 @@ from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     HEADS,
     check_checkpoint,
-    facts_of,
     num_parameters,
     resolve_checkpoints,
     with_heads,
@@ -292,7 +291,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Path, tmp_path: P
         check_checkpoint(tmp_path / "x", "--draft-model")
     (checkpoint / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
-        facts_of(checkpoint)
+        num_parameters(checkpoint)
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--model .*has no \*\.safetensors"):
         check_checkpoint(checkpoint, "--model")

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from tests.support.checkpoints import save_pair
 from transformers import AutoModelForCausalLM
 
-from paceline.cluster.widen import widen
+from paceline.cluster.checkpoints import widen
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.acceptance_rules import rule_of, served_rules
+from paceline.core.acceptance import SparseDraft, rule_of, served_rules
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import COUPLED, REJECTION, SamplingParams, SpeculationParams
-from paceline.core.rejection_sampling import SparseDraft
 from tests.support.guesses import NodeGuess
 from tests.support.trees import merge_into, new_tree, nodes_of
 

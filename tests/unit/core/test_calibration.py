@@ -11,7 +11,7 @@ from paceline.core.calibration import MAX_CALIBRATIONS, CalibrationStore
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree
 from paceline.forest import UNLEARNED, Forest
-from paceline.forest.calibrating import MAX_MARGIN, margin, observe
+from paceline.forest.tree_loops import MAX_MARGIN, margin, observe
 from tests.support.guesses import NodeGuess
 from tests.support.trees import advance, merge_into, nodes_of, seen
 

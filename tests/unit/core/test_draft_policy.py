@@ -49,7 +49,7 @@ def allocate(policy, demands, **options) -> list[list[int]]:
 def prospect(tree, cap, *, price, child_share=CHILD_SHARE, levels=1) -> tuple[float, float]:
     """Expected tokens, and the gain of the next nodes."""
     coming = Coming(np.array([child_share]), np.array([float(levels)]))
-    expected, gains = tree.forest.prospects(rows_of([tree.row]), rows_of([cap]), np.array([price]), coming)
+    expected, gains = tree.forest.expected_gains(rows_of([tree.row]), rows_of([cap]), np.array([price]), coming)
     return float(expected[0]), float(gains[0])
 
 

@@ -8,9 +8,8 @@ import pytest
 from paceline.core.link import ConnectedDrafter
 from paceline.core.params import METHODS
 from paceline.forest import NONE, Floats, Forest, rows_of
-from paceline.forest.columns import Merged
 from paceline.forest.linking import MOST_STEPS_AHEAD, OVERDUE, ROOM_PER_NODE
-from paceline.forest.records import TRACKED
+from paceline.forest.records import TRACKED, Merged
 
 
 class Link:
@@ -35,14 +34,14 @@ class Link:
         """So many tokens are committed; how many the drafter knew, where it is told, or NONE."""
         self.forest.arrays.trees["committed_len"][self.row] = length
         (opens,), num_told = self.links.due(self.rows, now_s)
-        _, told_from, _, _ = self.links.take_news(self.rows, self.drafter.number)
-        assert len(told_from) == num_told
-        return 0 if opens else next(iter(told_from.tolist()), NONE)
+        _, unsent_from, _, _ = self.links.drain_commits(self.rows, self.drafter.number)
+        assert len(unsent_from) == num_told
+        return 0 if opens else next(iter(unsent_from.tolist()), NONE)
 
     def heard(self, base_len: int, now_s: float, first: float = 0.5, *, levels: int = 1) -> float | None:
         """A guess comes from a drafter that knew so many tokens; seconds since the commit that it answers, if any."""
         merged = Merged(np.array([[1, 0, 0]], np.int32), np.array([first]), rows_of([levels]))
-        times = self.links.took_in(self.rows, rows_of([base_len]), rows_of([1]), merged, now_s)
+        times = self.links.drafts_arrived(self.rows, rows_of([base_len]), rows_of([1]), merged, now_s)
         return times[0] if times else None
 
     @property
@@ -103,7 +102,7 @@ def test_a_message_without_guesses_teaches_nothing():
     link = Link()
     link.due(10, 1.0)
     merged = Merged(np.zeros((1, 3), np.int32), np.zeros(1), rows_of([0]))
-    nothing = link.links.took_in(link.rows, rows_of([10]), rows_of([0]), merged, 1.5)
+    nothing = link.links.drafts_arrived(link.rows, rows_of([10]), rows_of([0]), merged, 1.5)
     assert nothing == []
     assert link.wait_s(1.0) == pytest.approx(0.004)
 
@@ -176,14 +175,14 @@ def test_what_is_not_sent_yet_is_told_in_one_message():
     for length in (10, 11):
         link.forest.arrays.trees["committed_len"][link.row] = length
         link.links.due(link.rows, float(length))
-    link.links.tell_from(link.row, 3)
-    assert [column.tolist() for column in link.links.take_news(link.rows, link.drafter.number)] == [
+    link.links.resend_from(link.row, 3)
+    assert [column.tolist() for column in link.links.drain_commits(link.rows, link.drafter.number)] == [
         [0],
         [3],
         [pytest.approx(0.1)],
         [0],
     ]
-    assert all(len(column) == 0 for column in link.links.take_news(link.rows, link.drafter.number))
+    assert all(len(column) == 0 for column in link.links.drain_commits(link.rows, link.drafter.number))
 
 
 def test_the_share_of_a_first_guess_follows_what_is_heard_of_the_last_commit():

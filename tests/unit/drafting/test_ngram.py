@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.core.params import NGRAM
 from paceline.core.tree import DraftTree
-from paceline.drafting.ngram import LEAST_MATCH, MOST_PLACES, NgramFollower, NgramSource
+from paceline.drafting.model_free import LEAST_MATCH, MOST_PLACES, NgramFollower, NgramSource
 from paceline.engine.source_interface import Turn
 from tests.support.trees import new_tree, nodes_of, seen
 

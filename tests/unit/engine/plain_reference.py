@@ -15,8 +15,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.linear import Head, Linear
-from paceline.engine.llama import LlamaLayer, LlamaWeights
+from paceline.engine.layers import Head, Linear, LlamaLayer, LlamaWeights
 
 
 def attend(

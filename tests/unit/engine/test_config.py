@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.core.errors import ConfigError
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
-from paceline.engine.rope import RopeTable
+from paceline.engine.layers import RopeTable
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

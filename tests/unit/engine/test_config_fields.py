@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoints.config_fields import DECODER, DESCRIPTION, EAGLE3, EAGLE3_SIZES, ROPE
 from paceline.checkpoints.families import eagle3_refusal, refusal
+from paceline.checkpoints.json_files import DECODER, DESCRIPTION, EAGLE3, EAGLE3_SIZES, ROPE
 from paceline.cluster.models import main
 from paceline.core.errors import ConfigError
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.eagle3 import EagleConfig
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 from tests.support.checkpoints import save_tokenizer
 from tests.unit.engine.test_config import LLAMA, shape_of, write
 from tests.unit.engine.tiny_models import SIZES, save_tiny

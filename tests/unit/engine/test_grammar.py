@@ -18,7 +18,7 @@ from paceline.engine import grammar as compiling
 from paceline.engine import grammar_trial
 from paceline.engine.grammar import MOST_KEPT, Grammars
 from paceline.engine.grammar_trial import try_out
-from paceline.engine.identity import model_identity
+from paceline.engine.loading import model_identity
 
 IDENTITY = model_identity(DEMO_TARGET)
 NAMES = [f"text_{number}" for number in range(12)]

@@ -12,8 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine.backends.cpu import platform
 from paceline.engine.backends.cpu.platform import CpuPlatform
 from paceline.engine.checkpoint import Checkpoint
-from paceline.engine.identity import model_identity, weights_hash
-from paceline.engine.loading import choose_dtype
+from paceline.engine.loading import choose_dtype, model_identity, weights_hash
 from tests.support.checkpoints import save_pair
 from tests.unit.engine.plain_reference import PlainPlatform
 

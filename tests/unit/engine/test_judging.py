@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Bits
-from paceline.core.messages import GenerateRequest, ModelIdentity, TokenFate
+from paceline.core.messages import GenerateRequest, ModelIdentity, TokenOrigin
 from paceline.core.pages import BlockPool
 from paceline.core.params import COUPLED, METHODS, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
-from paceline.core.rejection_sampling import SparseDraft
 from paceline.engine.pending import HostPending, choices_of
 from paceline.engine.sampler import Logits, RowSampler
 from paceline.engine.target_session import TargetSession
@@ -139,7 +139,7 @@ def test_all_sessions_of_a_step_get_what_their_requests_mean() -> None:
 
 @pytest.mark.parametrize("way", [{}, {"presence_penalty": 0.5}], ids=["together", "level by level"])
 @pytest.mark.parametrize(
-    ("tree", "tokens", "fates"),
+    ("tree", "tokens", "origins"),
     [
         ((), (1,), "plain"),
         (((-1, 1),), (0,), "recovered"),
@@ -152,7 +152,7 @@ def test_all_sessions_of_a_step_get_what_their_requests_mean() -> None:
     ],
 )
 def test_the_last_token_is_plain_recovered_or_bonus_and_those_before_it_are_accepted(
-    way: dict[str, Any], tree: Tree, tokens: tuple[int, ...], fates: str
+    way: dict[str, Any], tree: Tree, tokens: tuple[int, ...], origins: str
 ) -> None:
     session, logits = session_of(temperature=0.0, **way), np.zeros((1 + len(tree), VOCAB), np.float32)
     at = 0
@@ -160,7 +160,7 @@ def test_the_last_token_is_plain_recovered_or_bonus_and_those_before_it_are_acce
         logits[at, token] = 9.0
         at = next((place for place, guess in enumerate(tree, start=1) if guess == (at - 1, token)), 0)
     assert judge(session, tree, logits).token_ids == tokens
-    assert session.hand_out(session.committed_len, 0.0).fates == tuple(map(TokenFate, fates.split()))
+    assert session.hand_out(session.committed_len, 0.0).origins == tuple(map(TokenOrigin, origins.split()))
 
 
 class Counting:

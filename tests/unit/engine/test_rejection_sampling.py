@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.rejection_sampling import sparse_draft
+from paceline.core.acceptance import sparse_draft
 from tests.support.laws import VerifyOutcome, dense, pick, reject_walk
 from tests.unit.core.toy_models import (
     SHAPES,

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
-from paceline.obs.families import Meter
 from paceline.obs.metrics import (
     DrafterMetrics,
     GatewayMetrics,
+    Meter,
     SpeculationTotals,
     VerifierMetrics,
     metrics_server,

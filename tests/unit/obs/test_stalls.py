@@ -9,7 +9,7 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from paceline.obs.stalls import INTERVAL_S, LongestStall, stalls_watched
+from paceline.obs.metrics import INTERVAL_S, LongestStall, stalls_watched
 
 
 def test_the_longest_stall_of_the_last_minute_is_told_until_it_is_older() -> None:

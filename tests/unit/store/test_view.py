@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.core.errors import UnavailableError
 from paceline.store.base import Replica
-from paceline.store.view import RegistryView
+from paceline.store.registry import RegistryView
 
 A, B, C = (Replica(replica_id=name, role="verifier", address=f"{name}:1") for name in ("a", "b", "c"))
 

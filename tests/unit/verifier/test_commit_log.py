@@ -12,7 +12,7 @@ from paceline.core.messages import (
     GenerateResult,
     PositionLogprobs,
     SpeculationRecord,
-    TokenFate,
+    TokenOrigin,
 )
 from paceline.verifier import commit_log
 from paceline.verifier.commit_log import RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog, joined
@@ -26,8 +26,8 @@ RESULT = GenerateResult(
 
 def step(*token_ids: int, result: GenerateResult | None = None) -> CommittedTokens:
     """Tokens that count from 1 on, so that each says where it belongs."""
-    fates = (TokenFate.PLAIN,) * len(token_ids)
-    return CommittedTokens(token_ids=token_ids, fates=fates, result=result, offset=token_ids[0] - 1)
+    origins = (TokenOrigin.PLAIN,) * len(token_ids)
+    return CommittedTokens(token_ids=token_ids, origins=origins, result=result, offset=token_ids[0] - 1)
 
 
 class Log:
@@ -260,10 +260,10 @@ def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     chances = [PositionLogprobs(token_id=token_id, logprob=-float(token_id), top=()) for token_id in (1, 2, 3)]
     parts = [
         CommittedTokens(token_ids=(), running=True, offset=5),
-        CommittedTokens(token_ids=(1,), fates=(TokenFate.PLAIN,), logprobs=(chances[0],), offset=5),
+        CommittedTokens(token_ids=(1,), origins=(TokenOrigin.PLAIN,), logprobs=(chances[0],), offset=5),
         CommittedTokens(
             token_ids=(2, 3),
-            fates=(TokenFate.ACCEPTED, TokenFate.BONUS),
+            origins=(TokenOrigin.ACCEPTED, TokenOrigin.BONUS),
             logprobs=(chances[1], chances[2]),
             result=RESULT,
             lossy=True,
@@ -272,7 +272,7 @@ def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     ]
     assert joined(parts) == CommittedTokens(
         token_ids=(1, 2, 3),
-        fates=(TokenFate.PLAIN, TokenFate.ACCEPTED, TokenFate.BONUS),
+        origins=(TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS),
         logprobs=tuple(chances),
         result=RESULT,
         lossy=True,

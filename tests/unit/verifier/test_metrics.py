@@ -10,7 +10,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
 from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.steps import record_output, record_served_by, record_step
+from paceline.obs.steps import record_output, record_step
 
 MODEL = {"model_name": "tiny"}
 
@@ -23,17 +23,6 @@ def test_time_and_turns_of_sources_that_are_not_free_are_counted():
         record_step(metrics, report)
     assert registry.get_sample_value("paceline:source_seconds_total", {"source": "medusa"}) == 0.75
     assert registry.get_sample_value("paceline:source_turns_total", {"source": "medusa"}) == 6
-
-
-def test_a_drafter_is_shown_while_it_has_sessions_and_no_longer():
-    registry = CollectorRegistry()
-    metrics = VerifierMetrics(registry, "tiny")
-    for num_sessions in (1, 2):
-        record_served_by(metrics, "10.0.0.7:8201", num_sessions)
-    label = {"drafter": "10.0.0.7:8201"}
-    assert registry.get_sample_value("paceline:drafted_sessions", label) == 2
-    record_served_by(metrics, "10.0.0.7:8201", 0)
-    assert registry.get_sample_value("paceline:drafted_sessions", label) is None
 
 
 def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends():

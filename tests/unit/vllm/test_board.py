@@ -202,7 +202,7 @@ def test_chain_and_prospects_are_those_of_the_forest_after_the_same_commit(
         forest.commit(rows_of([row]), rows_of([len(new)]), rows_of(new))
     rows, caps, chains = rows_of([row]), rows_of([most]), np.ones(1, np.bool_)
     picked = forest.best(rows, caps, chains)
-    expected, gains = forest.prospects(rows, caps, np.zeros(1), Coming(np.full(1, 0.5), np.full(1, 3.0)), chains)
+    expected, gains = forest.expected_gains(rows, caps, np.zeros(1), Coming(np.full(1, 0.5), np.full(1, 3.0)), chains)
     found = tree.at_hand(new, most)
     slots = [slot for slot in picked.slots[0].tolist() if slot >= 0]
     assert found.token_ids == [int(forest.arrays.nodes[row, slot]["token"]) for slot in slots]

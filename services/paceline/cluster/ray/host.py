@@ -102,7 +102,6 @@ class ServiceHost:
         return self._order.name
 
     async def report(self) -> Report:
-        """Returns the state of the replica."""
         child, endpoint = self._child, self._endpoint
         if child is None:
             return Report(node=self._node, error=self._error)

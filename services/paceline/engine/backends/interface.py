@@ -13,9 +13,8 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
+from paceline.engine.layers import Head, Linear, LlamaWeights
 from paceline.engine.levels import draft_by_levels
-from paceline.engine.linear import Head, Linear
-from paceline.engine.llama import LlamaWeights
 from paceline.engine.model import Burst, Drafted, Pending
 from paceline.engine.pending import HostPending, Ranks, Walks
 

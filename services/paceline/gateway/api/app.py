@@ -19,17 +19,15 @@ from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.anthropic.endpoint import ERRORS as MESSAGE_ERRORS
 from paceline.gateway.api.anthropic.endpoint import MessagesApi, count_tokens
-from paceline.gateway.api.console.figures import Figures
-from paceline.gateway.api.console.pages import console_routes
-from paceline.gateway.api.endpoints.endpoint import Endpoint
-from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.console.figures import Figures, console_routes
+from paceline.gateway.api.endpoints.endpoint import BodyReader, Endpoint
 from paceline.gateway.api.openai.endpoint import CompletionEndpoint
 from paceline.gateway.api.openai.tokenizing import TokenizerEndpoint, detokenize, tokenize
 from paceline.gateway.api.openai.translated import TranslatedEndpoint
 from paceline.gateway.api.openapi import PATH, openapi_document
 from paceline.gateway.api.responses.endpoint import ERRORS as RESPONSE_ERRORS
 from paceline.gateway.api.responses.endpoint import KeptResponses, ResponsesApi
-from paceline.gateway.api.responses.keeping import ResponseShelf
+from paceline.gateway.api.responses.kept import ResponseShelf
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.http.errors import HttpError, to_http
 from paceline.gateway.http.response import ErrorForm

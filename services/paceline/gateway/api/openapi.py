@@ -61,7 +61,7 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `stream` and `top_logprobs` with `logprobs` (where they ask for something), prompts times `n` up to {max_choices}.
   A request has up to {max_logprobs:,} log probabilities: 1 + alternatives for each token of a prompt, times `n`, and,
   unless it is a stream, for each of `max_tokens` of all choices. Without `max_tokens`, answers end where these do.
-* `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
+* `speculation.token_origins` asks how each token came about: `accepted` is a draft token that matched; the target's own
   token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   is listed once, even without text of its own; text then waits for the end of its token.
 * Agents may send back what models have written, at all doors. Served: arguments of calls as JSON text or as an object,

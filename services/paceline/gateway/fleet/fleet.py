@@ -18,8 +18,8 @@ from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.message.form import AUTO, Families
 from paceline.gateway.text.codec import TextCodec
-from paceline.store.base import Replica
-from paceline.store.view import Answers, Registry, RegistryView, nobody_answers
+from paceline.store.base import Replica, Store
+from paceline.store.registry import Answers, RegistryView, nobody_answers
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Fleet:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Store,
         codecs: Mapping[str, TextCodec],
         answers: Answers = nobody_answers,
         *,

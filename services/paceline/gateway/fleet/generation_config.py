@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.params import SamplingParams
 

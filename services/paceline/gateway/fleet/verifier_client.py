@@ -94,7 +94,7 @@ class RunningCall:
         self._stream = stream
 
     def put(self, outcome: CommittedTokens | PacelineError) -> None:
-        """Takes in what the verifier tells, or that it is lost.
+        """Handles what the verifier tells, or that it is lost.
 
         Raises:
             asyncio.QueueFull: The client does not read.

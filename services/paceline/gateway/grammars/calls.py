@@ -18,7 +18,7 @@ from paceline.gateway.grammars.formats import LAYOUT, LOOSE, grammar_of_json_sch
 from paceline.gateway.grammars.partial import Opening, joined, named, pattern, up_to
 from paceline.gateway.message.form import CALL_MARKERS, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
 from paceline.gateway.message.schemas import TYPES, Definitions, Json, enumerated, followed, type_of, types_of, whole
-from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
 from paceline.gateway.message.tools import Toolbox
 
 _GUIDANCE = {"x-guidance": {**LAYOUT, **LOOSE}}
@@ -180,18 +180,18 @@ def _literal(text: str) -> str:
 
 def _hermes(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     yield from _marked("GAP call GAP call_end", toolbox, bound)
-    yield from _to_call("call", opening, bound, hermes.BEGIN)
-    yield opening.marker("call_end", hermes.END)
+    yield from _to_call("call", opening, bound, json_formats.HERMES_BEGIN)
+    yield opening.marker("call_end", json_formats.HERMES_END)
     yield _calls(toolbox, "arguments")
 
 
 def _mistral(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     yield from _marked("GAP calls", toolbox, bound)
-    yield from _to_call("call", opening, bound, mistral.BEGIN)
+    yield from _to_call("call", opening, bound, json_formats.MISTRAL_BEGIN)
     further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
     listed = f"{_literal('[')} call{further} {_literal(']')}"
     yield " | ".join([f"calls: {listed}", *(f"{_literal(n)} args? @tool_{at}" for at, n in enumerate(toolbox.names))])
-    yield opening.marker("args", mistral.ARGS)
+    yield opening.marker("args", json_formats.ARGS)
     yield _calls(toolbox, "arguments")
 
 
@@ -227,7 +227,7 @@ def _llama3(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     yield f"answer: {f'@{_FORMAT} |' if bound else 'OTHER | GAP'} (tag GAP)? call{further} GAP"
     if not bound:
         yield r'OTHER: /(.|\n)*/ & ~/\s*\{\s*"name"(.|\n)*/'
-    yield opening.marker("tag", llama3_json.BEGIN)
+    yield opening.marker("tag", json_formats.LLAMA3_BEGIN)
     yield _calls(toolbox, "parameters", cut=bound)
 
 

@@ -53,7 +53,6 @@ class HttpError:
     retry_after_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def to_bytes(self) -> bytes:
@@ -61,7 +60,6 @@ class HttpError:
         return json.dumps(self.to_json()).encode()
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers that belong to the status."""
         if self.status == UNAUTHENTICATED_STATUS:
             return {"WWW-Authenticate": "Bearer"}
         if self.status == UNSUPPORTED_STATUS:

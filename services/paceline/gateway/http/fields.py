@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.core.errors import InvalidRequestError, shortened
 from paceline.gateway.http.body import number
-from paceline.obs.metrics import FIELDS_OF_OTHERS, UNHEARD_OF_FIELD
 
 FieldsT = TypeVar("FieldsT", bound="Fields")
 
@@ -41,12 +40,10 @@ class UnknownFields:
         strict: Whether they are refused.
 
     Attributes:
-        counts: How many fields and entries there are, by the label that they are counted under.
         ignored_tools: Kinds of the tools that are left out, by their kinds and their names.
     """
 
     def __init__(self, *, strict: bool) -> None:
-        self.counts: dict[str, int] = {}
         self.ignored_tools: dict[str, str] = {}
         self._strict = strict
         self._fields = _Names()
@@ -64,7 +61,7 @@ class UnknownFields:
         """
         if self._strict:
             raise InvalidRequestError(_joined(path, name), "is not a field of this endpoint")
-        self._count(_joined(path, name), name if name in FIELDS_OF_OTHERS else UNHEARD_OF_FIELD)
+        self._fields.add(_joined(path, name))
 
     def leave_out(self, path: str, kind: Any) -> str:
         """Notes an entry of a list, which is left out as its kind is not served; returns the name of the kind.
@@ -79,7 +76,7 @@ class UnknownFields:
         if self._strict:
             raise InvalidRequestError(f"{path}.type", f"is not served, got {_shown(kind)}")
         name = _shown(kind)
-        self._count(_joined(path, name), UNHEARD_OF_FIELD)
+        self._fields.add(_joined(path, name))
         return name
 
     def leave_out_tool(self, path: str, kind: str, name: Any) -> None:
@@ -97,10 +94,6 @@ class UnknownFields:
             raise InvalidRequestError(f"{path}.type", f"is not served, as it is no function, got {_shown(kind)}")
         self.ignored_tools |= dict.fromkeys((kind, name) if isinstance(name, str) else (kind,), kind)
         self._tools.add(kind)
-
-    def _count(self, path: str, label: str) -> None:
-        self.counts[label] = self.counts.get(label, 0) + 1
-        self._fields.add(path)
 
     @property
     def header(self) -> str:

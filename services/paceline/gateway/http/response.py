@@ -104,7 +104,6 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, body: bytes, *, last: bool = False) -> None:
-        """Sends a part of the body."""
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def whole(self, answer: Any) -> None:

@@ -1,6 +1,7 @@
 """How the text of an answer becomes a message: the readers for it, chosen by the model's family and by the request.
 
-Flags name the families, or the model's chat template shows them.
+Flags name the families, or the model's chat template shows them. Also where a message ends before its text does: at a
+stop string in its content, or after its only call.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.gateway.message.parts import Content, Part, joined
-from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, StatefulReader, joined
 from paceline.gateway.message.reasoning import (
     ANALYSIS,
     CHANNEL_TOKENS,
@@ -23,19 +23,20 @@ from paceline.gateway.message.reasoning import (
     ReasoningCount,
     ThinkReader,
 )
-from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
-from paceline.gateway.message.tool_calls.json_list import ListOnly, NamedCall
+from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
+from paceline.gateway.message.tool_calls.json_call import Extent, ListOnly, NamedCall
+from paceline.gateway.text.streaming import StopMatcher
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, PYTHONIC = "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"
 QWEN3, DEEPSEEK_R1, GPT_OSS = "qwen3", "deepseek_r1", "gpt_oss"
 # Strings in the template of a family; the first family that fits is taken.
 _TOOL_SIGNS = (
-    (MISTRAL, (mistral.BEGIN,)),
+    (MISTRAL, (json_formats.MISTRAL_BEGIN,)),
     (QWEN3_CODER, (qwen3_coder.BEGIN,)),
-    (HERMES, (hermes.BEGIN,)),
+    (HERMES, (json_formats.HERMES_BEGIN,)),
     (PYTHONIC, ("[func_name1(", pythonic.BEGIN)),
-    (LLAMA3_JSON, (llama3_json.BEGIN, '{"name": function name, "parameters":')),
+    (LLAMA3_JSON, (json_formats.LLAMA3_BEGIN, '{"name": function name, "parameters":')),
 )
 _REASONING_SIGNS = (
     (GPT_OSS, ("<|channel|>",)),
@@ -44,9 +45,9 @@ _REASONING_SIGNS = (
 )
 # Special tokens that a reader must see.
 _SHOWN: Mapping[str, tuple[str, ...]] = {
-    HERMES: (hermes.BEGIN, hermes.END),
-    LLAMA3_JSON: (llama3_json.BEGIN,),
-    MISTRAL: (mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
+    HERMES: (json_formats.HERMES_BEGIN, json_formats.HERMES_END),
+    LLAMA3_JSON: (json_formats.LLAMA3_BEGIN,),
+    MISTRAL: (json_formats.MISTRAL_BEGIN, json_formats.CALL_ID, json_formats.ARGS),
     QWEN3_CODER: (qwen3_coder.OUTER, qwen3_coder.OUTER_END),
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
     QWEN3: (THINK, THINK_END),
@@ -54,7 +55,11 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     GPT_OSS: CHANNEL_TOKENS,
 }
 # Markers with which a call may begin amid text, in the midst of reasoning, too.
-CALL_MARKERS: Mapping[str, str] = {HERMES: hermes.BEGIN, MISTRAL: mistral.BEGIN, QWEN3_CODER: qwen3_coder.OUTER}
+CALL_MARKERS: Mapping[str, str] = {
+    HERMES: json_formats.HERMES_BEGIN,
+    MISTRAL: json_formats.MISTRAL_BEGIN,
+    QWEN3_CODER: qwen3_coder.OUTER,
+}
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
 REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
 
@@ -181,14 +186,14 @@ class MessageForm:
         if self.tool_calls == QWEN3_CODER:
             return qwen3_coder.Qwen3CoderCalls(self.types)
         if self.tool_calls == LLAMA3_JSON:
-            return llama3_json.Llama3Calls(self.only)
+            return json_formats.Llama3Calls(self.only)
         made = _CALL_READERS.get(self.tool_calls)
         return None if made is None else made()
 
 
 _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
-    HERMES: hermes.HermesCalls,
-    MISTRAL: mistral.MistralCalls,
+    HERMES: json_formats.HermesCalls,
+    MISTRAL: json_formats.MistralCalls,
     PYTHONIC: pythonic.PythonicCalls,
 }
 
@@ -242,3 +247,66 @@ def begins_thinking(reasoning: str, prompt_end: str) -> bool:
     if reasoning == DEEPSEEK_R1:
         return opened or not prompt_end.rstrip().endswith(THINK_END)
     return opened
+
+
+class StoppingReader:
+    """Reads a message up to its end. How its text is cut does not change the result.
+
+    Args:
+        reader: Reads the text.
+        stops: Stop strings; none is searched within reasoning or a call, or across a call.
+        include: Whether the stop string belongs to the content.
+        one_call: Whether the message ends with its first call: with the JSON object of its arguments, or where
+            arguments that are none are followed by something else.
+
+    Attributes:
+        stop: The stop string that ended it; None: none so far.
+        over: Whether it has ended.
+    """
+
+    def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool, one_call: bool = False) -> None:
+        self.stop: str | None = None
+        self.over = False
+        self._reader = reader
+        self._matcher = StopMatcher(stops)
+        self._include = include
+        self._one_call = one_call
+        # Of the arguments of the only call; None: it has not begun.
+        self._extent: Extent | None = None
+
+    def feed(self, text: str, *, may_stop: bool = True) -> list[Part]:
+        """Takes further text; returns what is certain by now. Nothing may be fed once the message is over.
+
+        Args:
+            may_stop: Whether a stop string that this text completes ends the message.
+        """
+        return self._up_to_end(self._reader.feed(text), may_stop)
+
+    def finish(self, *, may_stop: bool = True) -> list[Part]:
+        """Returns what was held back; nothing may be fed afterwards."""
+        parts = self._up_to_end(self._reader.finish(), may_stop)
+        return parts if self.over else joined([*parts, Content(self._matcher.flush())])
+
+    def _up_to_end(self, parts: list[Part], may_stop: bool) -> list[Part]:
+        out: list[Part] = []
+        for part in parts:
+            if self._extent is not None and not isinstance(part, CallArguments):
+                self.over = True
+            if self.over:
+                break
+            out += self._content(part, may_stop) if isinstance(part, Content) else self._of_call(part)
+        return joined(out)
+
+    def _content(self, part: Content, may_stop: bool) -> list[Part]:
+        passed, self.stop = self._matcher.feed(part.text, may_match=may_stop)
+        self.over = self.stop is not None
+        return [Content(passed), Content(self.stop if self.stop is not None and self._include else "")]
+
+    def _of_call(self, part: Part) -> list[Part]:
+        if isinstance(part, CallBegin) and self._one_call:
+            self._extent = Extent()
+        elif isinstance(part, CallArguments) and self._extent is not None:
+            length = self._extent.scan(part.text)
+            self.over = length is not None
+            part = CallArguments(part.text[:length])
+        return [Content(self._matcher.flush()), part]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from paceline.gateway.message.form import MessageForm, call_id
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, Reasoning
 
 Json = dict[str, Any]
 

@@ -1,16 +1,69 @@
-"""Base of readers, which go through states over the text they hold.
+"""The parts of an answer's text, and the base of the readers that make them, which go through states.
 
-Pure. A state takes text only when no further text can change what becomes of it. Reading is linear in the text: what a
-state looks at again is bounded, and what was held back for a call that turns out to be none is not searched for others.
+Parts are content, reasoning and calls of tools, in the order of the text. Readers are pure. A state takes text only
+when no further text can change what becomes of it. Reading is linear in the text: what a state looks at again is
+bounded, and what was held back for a call that turns out to be none is not searched for others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 
-from paceline.gateway.message.parts import Content, Part
+from paceline.gateway.text.streaming import certain_len
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Further text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Further text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The model calls a tool."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Further text of the arguments, which together are one JSON object."""
+
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | CallArguments
+
+
+def content_of(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Returns the same with neighbours of one kind as one, and without empty text."""
+    out: list[Part] = []
+    for _, alike in groupby((each for each in parts if isinstance(each, CallBegin) or each.text), type):
+        first, *further = alike
+        if isinstance(first, CallBegin):
+            out += (first, *further)
+        else:
+            texts = [first.text, *(each.text for each in further if not isinstance(each, CallBegin))]
+            out.append(type(first)("".join(texts)))
+    return out
+
 
 State = Callable[[], bool]
 # Longer text is read in pieces, since each piece that a state takes moves the rest of it.
@@ -71,7 +124,6 @@ class StatefulReader:
         return taken
 
     def take_all(self) -> str:
-        """Takes all that is held."""
         return self.take(len(self.held))
 
     def skip_blank(self) -> None:
@@ -117,3 +169,72 @@ def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+
+
+class MarkedCalls(StatefulReader):
+    """Reads content up to a marker, then a call with `call`, then content again.
+
+    White space before a marker, and behind a call at the end of the text, is no content, unless it is very long.
+
+    Args:
+        markers: The beginnings of calls.
+    """
+
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        super().__init__(self.content)
+        self._markers = markers
+        self._has_calls = False
+        self._marker = self._blank_before = ""
+
+    @abstractmethod
+    def call(self) -> bool:
+        """State behind a marker, which is already taken; its last step returns to `content`."""
+
+    def content(self) -> bool:
+        found = first_marker(self.held, self._markers)
+        if found is not None:
+            before = self.take(found[0])
+            bare = _bare_len(before)
+            self._give(before[:bare])
+            self._blank_before = before[bare:]
+            self._marker = self.take(len(found[1]))
+            self.state = self.call
+            return True
+        length = len(self.held) if self.final else certain_len(self.held, self._markers)
+        text = self.held[:length]
+        bare = _bare_len(text)
+        if not self.final:
+            self._give(self.take(bare))
+        elif bare or not self._has_calls:
+            self._give(self.take(length))
+        return False
+
+    def no_call(self) -> None:
+        """What follows the marker is no call: the marker and the white space before it are content, too."""
+        self._give(self._blank_before + self._marker)
+        self.state = self.content
+
+    def found(self, parts: list[Part]) -> None:
+        """Adds parts that a call consists of."""
+        self._has_calls |= any(isinstance(each, CallBegin) for each in parts)
+        self.parts += parts
+
+    def _give(self, text: str) -> None:
+        if text:
+            self.parts.append(Content(text))
+
+
+class NoCalls(MarkedCalls):
+    """Reads content alone."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def call(self) -> bool:
+        """No marker leads here."""
+        return False
+
+
+def _bare_len(text: str) -> int:
+    """Returns the length of a text without the white space that it ends with."""
+    return max(len(text.rstrip()), len(text) - MAX_HEAD_CHARS)

@@ -12,10 +12,18 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Reasoning, content_of
-from paceline.gateway.message.reader import MAX_HEAD_CHARS, StatefulReader, first_marker
-from paceline.gateway.message.tool_calls.marked import NoCalls
-from paceline.gateway.text.stops import certain_len
+from paceline.gateway.message.reader import (
+    MAX_HEAD_CHARS,
+    CallArguments,
+    CallBegin,
+    Content,
+    NoCalls,
+    Reasoning,
+    StatefulReader,
+    content_of,
+    first_marker,
+)
+from paceline.gateway.text.streaming import certain_len
 
 THINK, THINK_END = "<think>", "</think>"
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"

@@ -295,7 +295,6 @@ def enumerated(schema: Json) -> list[Any] | None:
 
 
 def type_of(value: Any) -> str:
-    """Returns the type of a value of JSON."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, float):

@@ -16,17 +16,15 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
     Timings,
-    TokenFate,
+    TokenOrigin,
 )
-from paceline.gateway.message.form import MessageForm
-from paceline.gateway.message.parts import Content, Part, content_of, joined
-from paceline.gateway.message.stopping import StoppingReader
+from paceline.gateway.message.form import MessageForm, StoppingReader
+from paceline.gateway.message.reader import Content, Part, content_of, joined
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
-from paceline.gateway.text.detokenizer import Detokenizer
-from paceline.gateway.text.token_texts import TokenText, TokenTexts
+from paceline.gateway.text.streaming import Detokenizer, TokenText, TokenTexts
 
 
 class OutputStream:
@@ -65,7 +63,7 @@ class OutputStream:
         known = self._stream.feed(step.token_ids[:num_known])
         new = Delta()
         if not (known.stopped or self._request.prompt_only):
-            new = self._stream.feed(step.token_ids[num_known:], step.fates[num_known:])
+            new = self._stream.feed(step.token_ids[num_known:], step.origins[num_known:])
             if step.result is not None and not new.stopped:
                 new = new.joined(self._stream.finish())
         self.stopped = known.stopped or new.stopped
@@ -169,9 +167,9 @@ class TextStream:
         decodes = codec.showing(form.shown if request.skip_special_tokens else None)
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._reader = StoppingReader(form.reader(), request.stops, include=include_stop, one_call=not form.parallel)
-        self._token_texts = TokenTexts() if request.token_fates else None
+        self._token_texts = TokenTexts() if request.token_origins else None
         self._reasoning = form.reasoning_count(partial(codec.decode, special_tokens=True))
-        self._one_by_one = request.may_stop_early or request.token_fates
+        self._one_by_one = request.may_stop_early or request.token_origins
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
 
@@ -190,8 +188,8 @@ class TextStream:
         """Tokens of the reasoning that the answer begins with."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
-    def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Delta:
-        """Takes the tokens of one step, and their fates if these are known: one per token, or none."""
+    def feed(self, token_ids: Sequence[int], origins: Sequence[TokenOrigin] = ()) -> Delta:
+        """Takes the tokens of one step, and their origins if these are known: one per token, or none."""
         parts: list[Part] = []
         num_tokens = 0
         for group in [(each,) for each in token_ids] if self._one_by_one else [token_ids]:
@@ -201,7 +199,9 @@ class TextStream:
             found = self._reader.feed(decoded, may_stop=self._may_stop)
             parts += found
             if self._token_texts is not None:
-                self._token_texts.add(fates[num_tokens - 1] if fates else None, decoded, self._shown(decoded, found))
+                self._token_texts.add(
+                    origins[num_tokens - 1] if origins else None, decoded, self._shown(decoded, found)
+                )
             if self.over:
                 break
         if self._reasoning is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.errors import InvalidRequestError, ResumeMismatchError
-from paceline.core.token_digest import DIGEST_CHARS, TokenDigest, token_digest
+from paceline.core.messages import DIGEST_CHARS, TokenDigest, token_digest
 
 MISMATCH = "digest: the tokens that the client has are not those of the session; start a new one"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord, Timings
-from paceline.gateway.message.parts import Part, content_of
-from paceline.gateway.text.token_texts import TokenText
+from paceline.gateway.message.reader import Part, content_of
+from paceline.gateway.text.streaming import TokenText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Piece:
         parts: What the new text is; without a form of the message, content alone.
         tokens: Those behind the text, if the request asks for them; see `TextStream`.
         offset: Generated tokens before these.
-        digest: Of all tokens up to these; see `paceline.core.token_digest`.
+        digest: Of all tokens up to these; see `paceline.core.messages`.
         known_parts: What a client which resumes the stream has already.
         prompt_logprobs: In the first piece, if asked for: of all tokens of the prompt but the first.
     """

@@ -45,10 +45,10 @@ class SessionRequest:
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
         offset: Generated tokens that the client has already.
-        digest: Of these; see `paceline.core.token_digest`.
+        digest: Of these; see `paceline.core.messages`.
         arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
         engine_deaths: Engines that died of it, one after another; see `paceline.gateway.sessions.trail`.
-        token_fates: Whether to say how each token came about.
+        token_origins: Whether to say how each token came about.
         echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
         return_token_ids: Whether the answer names the tokens of prompt and text.
@@ -81,7 +81,7 @@ class SessionRequest:
     engine_deaths: int = 0
     cache_salt: str = ""
     priority: int = 0
-    token_fates: bool = False
+    token_origins: bool = False
     echo: str | None = None
     prompt_only: bool = False
     return_token_ids: bool = False
@@ -106,7 +106,7 @@ class SessionRequest:
     def resumable(self) -> bool:
         """Whether another call can continue it: everything that is sent to the client is logged."""
         sampling = self.sampling
-        return sampling.logprobs is None and sampling.prompt_logprobs is None and not self.token_fates
+        return sampling.logprobs is None and sampling.prompt_logprobs is None and not self.token_origins
 
     @property
     def may_stop_early(self) -> bool:

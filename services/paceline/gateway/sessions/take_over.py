@@ -59,7 +59,7 @@ class Resumption:
         Args:
             session_id: The id in every message of the session.
             offset: Generated tokens that the client has.
-            digest: Of these; see `paceline.core.token_digest`.
+            digest: Of these; see `paceline.core.messages`.
             api_key: Name of the caller's key.
 
         Raises:

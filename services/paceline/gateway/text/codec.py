@@ -18,11 +18,9 @@ from tokenizers import Tokenizer
 from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.text.chat_template import ChatTemplate, up_to_mark, with_end_marked
-from paceline.gateway.text.detokenizer import Decodes
+from paceline.gateway.text.chat_template import ChatTemplate, Message, read_templates, up_to_mark, with_end_marked
 from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
-from paceline.gateway.text.template_files import read_templates
-from paceline.gateway.text.template_probe import Message
+from paceline.gateway.text.streaming import Decodes
 
 # Requests that bring templates of their own mostly bring the same one.
 _NUM_TEMPLATES = 16
@@ -283,7 +281,6 @@ def _beside_content(message: Message) -> list[Any]:
 
 
 def _num_bytes(field: str, value: Any) -> int:
-    """Returns the bytes of all strings in a JSON value."""
     if isinstance(value, str):
         return utf8_len(field, value)
     if isinstance(value, Mapping):

@@ -20,37 +20,37 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
-class _TokenFate:
+class _TokenOrigin:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
 
-class _TokenFateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TokenFate.ValueType], builtins.type):
+class _TokenOriginEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TokenOrigin.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    TOKEN_FATE_UNSPECIFIED: _TokenFate.ValueType  # 0
+    TOKEN_ORIGIN_UNSPECIFIED: _TokenOrigin.ValueType  # 0
     """Not known."""
-    TOKEN_FATE_ACCEPTED: _TokenFate.ValueType  # 1
+    TOKEN_ORIGIN_ACCEPTED: _TokenOrigin.ValueType  # 1
     """A draft token that matched."""
-    TOKEN_FATE_RECOVERED: _TokenFate.ValueType  # 2
+    TOKEN_ORIGIN_RECOVERED: _TokenOrigin.ValueType  # 2
     """The target's own, where no draft token verified there matched."""
-    TOKEN_FATE_BONUS: _TokenFate.ValueType  # 3
+    TOKEN_ORIGIN_BONUS: _TokenOrigin.ValueType  # 3
     """The target's own, after the last draft token had matched."""
-    TOKEN_FATE_PLAIN: _TokenFate.ValueType  # 4
+    TOKEN_ORIGIN_PLAIN: _TokenOrigin.ValueType  # 4
     """The target's own, in a step that verified no draft token of the session."""
 
-class TokenFate(_TokenFate, metaclass=_TokenFateEnumTypeWrapper):
+class TokenOrigin(_TokenOrigin, metaclass=_TokenOriginEnumTypeWrapper):
     """How a committed token came about."""
 
-TOKEN_FATE_UNSPECIFIED: TokenFate.ValueType  # 0
+TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin.ValueType  # 0
 """Not known."""
-TOKEN_FATE_ACCEPTED: TokenFate.ValueType  # 1
+TOKEN_ORIGIN_ACCEPTED: TokenOrigin.ValueType  # 1
 """A draft token that matched."""
-TOKEN_FATE_RECOVERED: TokenFate.ValueType  # 2
+TOKEN_ORIGIN_RECOVERED: TokenOrigin.ValueType  # 2
 """The target's own, where no draft token verified there matched."""
-TOKEN_FATE_BONUS: TokenFate.ValueType  # 3
+TOKEN_ORIGIN_BONUS: TokenOrigin.ValueType  # 3
 """The target's own, after the last draft token had matched."""
-TOKEN_FATE_PLAIN: TokenFate.ValueType  # 4
+TOKEN_ORIGIN_PLAIN: TokenOrigin.ValueType  # 4
 """The target's own, in a step that verified no draft token of the session."""
-Global___TokenFate: typing_extensions.TypeAlias = TokenFate
+Global___TokenOrigin: typing_extensions.TypeAlias = TokenOrigin
 
 @typing.final
 class VerifyRequest(google.protobuf.message.Message):
@@ -176,7 +176,7 @@ class VerifyResponse(google.protobuf.message.Message):
     OFFSETS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
-    FATES_FIELD_NUMBER: builtins.int
+    ORIGINS_FIELD_NUMBER: builtins.int
     TAKEN_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
@@ -196,8 +196,8 @@ class VerifyResponse(google.protobuf.message.Message):
     """One a session: where its tokens end in `token_ids`."""
     token_ids: builtins.bytes
     """Committed tokens, oldest first."""
-    fates: builtins.bytes
-    """One byte a token: how it came about, as in `TokenFate`."""
+    origins: builtins.bytes
+    """One byte a token: how it came about, as in `TokenOrigin`."""
     @property
     def taken(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sessions that the verifier has accepted; said at once, before anything else of them."""
@@ -235,7 +235,7 @@ class VerifyResponse(google.protobuf.message.Message):
         offsets: builtins.bytes = ...,
         ends: builtins.bytes = ...,
         token_ids: builtins.bytes = ...,
-        fates: builtins.bytes = ...,
+        origins: builtins.bytes = ...,
         taken: collections.abc.Iterable[builtins.int] | None = ...,
         running: collections.abc.Iterable[builtins.int] | None = ...,
         lossy: collections.abc.Iterable[builtins.int] | None = ...,
@@ -244,7 +244,7 @@ class VerifyResponse(google.protobuf.message.Message):
         results: collections.abc.Iterable[Global___SessionResult] | None = ...,
         errors: collections.abc.Iterable[Global___SessionError] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "ends", b"ends", "errors", b"errors", "fates", b"fates", "logprobs", b"logprobs", "lossy", b"lossy", "offsets", b"offsets", "protocol", b"protocol", "records", b"records", "results", b"results", "running", b"running", "sessions", b"sessions", "taken", b"taken", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "ends", b"ends", "errors", b"errors", "logprobs", b"logprobs", "lossy", b"lossy", "offsets", b"offsets", "origins", b"origins", "protocol", b"protocol", "records", b"records", "results", b"results", "running", b"running", "sessions", b"sessions", "taken", b"taken", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse
 

@@ -40,7 +40,7 @@ class LastStats:
         self._latest: tuple[Any, Any] | None = None
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Takes in the statistics of a step."""
+        """Adds the statistics of a step."""
         if scheduler is not None:
             self._latest = scheduler, iteration
 
@@ -124,7 +124,7 @@ class VllmEngine:
         return tuple(self._running)
 
     def handle(self, event: TargetEvent) -> None:
-        """Takes in one event; those of drafters are ignored."""
+        """Handles one event; those of drafters are ignored."""
         match event:
             case Submit():
                 self._submit(event)
@@ -195,7 +195,7 @@ class VllmEngine:
             self._some_left = True
 
     def _take(self, output: Any, batch_size: int, report: StepReport) -> None:
-        """Takes in the new tokens of one session."""
+        """Adds the new tokens of one session."""
         serial, answer = int(output.request_id), output.outputs[0]
         session = self._running[serial]
         if answer.finish_reason is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
-from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.json_files import read_object
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VLLM_ARITHMETIC, ModelIdentity

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.json_file import parse_object
+from paceline.checkpoints.json_files import parse_object
 from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
 from paceline.model_service import refuse_settings
 from paceline.service.config import from_mapping, parse_cpus, setting

@@ -13,7 +13,7 @@ from paceline.gateway.api.anthropic.answer import MessageAnswer
 from paceline.gateway.api.openai.answer import CompletionAnswer
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.parts import CallArguments, CallBegin
+from paceline.gateway.message.reader import CallArguments, CallBegin
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.gateway.api.responses.namespaces import flat, joined, names_within
+from paceline.gateway.api.responses.requests import flat, joined, names_within
 
 
 def space(name: str, *functions: str) -> Any:

@@ -35,7 +35,7 @@ from paceline.gateway.message.form import (
     QWEN3_CODER,
     MessageForm,
 )
-from paceline.gateway.message.parts import CallArguments, CallBegin
+from paceline.gateway.message.reader import CallArguments, CallBegin
 from paceline.gateway.message.tools import Toolbox
 from tests.support.grammar_texts import SPELLED, byte_tokenizer, grammar_vocabulary, opening, whole
 

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS
 from paceline.gateway.api.openai.bodies import CompletionBody, parse_body
-from paceline.gateway.api.openai.structured import grammar_of
+from paceline.gateway.api.openai.choices import grammar_of
 from paceline.gateway.grammars.formats import grammar_of_json_schema, loosened
 from paceline.gateway.http.fields import UnknownFields
 

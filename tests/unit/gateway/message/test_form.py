@@ -23,8 +23,7 @@ from paceline.gateway.message.form import (
     begins_thinking,
     check_families,
 )
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
-from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, Reasoning, StatefulReader, joined
 
 TYPES = {"f": {"n": ("integer",), "o": ("object",), "b": ("boolean",)}}
 ARGUMENTS = '{"a": "}]\\"", "b": [1, {"c": null}]}'

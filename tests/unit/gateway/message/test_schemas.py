@@ -11,7 +11,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import QWEN3_CODER, MessageForm
-from paceline.gateway.message.parts import CallArguments
+from paceline.gateway.message.reader import CallArguments
 from paceline.gateway.message.schemas import MAX_REFERENCE_CHARS, definitions, parts, types_of
 from paceline.gateway.message.tools import Toolbox
 

@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.message.form import GPT_OSS, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER, MessageForm
+from paceline.gateway.message.form import (
+    GPT_OSS,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3_CODER,
+    MessageForm,
+    StoppingReader,
+)
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.stopping import StoppingReader
 
 ONE = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.messages import ModelIdentity, TokenFate
+from paceline.core.messages import ModelIdentity, TokenOrigin
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.message.form import HERMES, QWEN3, MessageForm
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, content_of, joined
+from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, Reasoning, content_of, joined
 from paceline.gateway.sessions.answer import TextStream
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.text.token_texts import TokenText
+from paceline.gateway.text.streaming import TokenText
 from tests.support import tiny_tokenizer
 
 EOS = 1
@@ -33,7 +33,7 @@ def started(
     stops: list[str],
     *,
     min_tokens: int = 0,
-    token_fates: bool = False,
+    token_origins: bool = False,
     stop_token_ids: tuple[int, ...] = (),
     form: MessageForm | None = None,
     **of_text: bool,
@@ -46,7 +46,7 @@ def started(
         sampling=sampling,
         speculation=SpeculationParams(),
         stops=tuple(stops),
-        token_fates=token_fates,
+        token_origins=token_origins,
         form=form,
         **of_text,
     )
@@ -77,15 +77,15 @@ def test_without_stop_strings_the_text_is_that_of_the_tokens(token_ids: list[int
     assert run([*token_ids, EOS], [], []) == (CODEC.decode(token_ids), len(token_ids) + 1)
 
 
-def with_fates(
+def with_origins(
     token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int
 ) -> tuple[str, list[TokenText], int]:
-    """Returns text, tokens with their fates, and number of tokens of the same answer if it asks for fates."""
-    fates = [list(TokenFate)[token_id % 4] for token_id in token_ids]
-    stream, at = started(stops, min_tokens=min_tokens, token_fates=True), 0
+    """Returns text, tokens with their origins, and number of tokens of the same answer if it asks for origins."""
+    origins = [list(TokenOrigin)[token_id % 4] for token_id in token_ids]
+    stream, at = started(stops, min_tokens=min_tokens, token_origins=True), 0
     text, tokens, num_tokens = "", [], 0
     for size in [*sizes, *[1] * len(token_ids)]:
-        fed = stream.feed(token_ids[at : at + size], fates[at : at + size])
+        fed = stream.feed(token_ids[at : at + size], origins[at : at + size])
         assert "".join(token.text for token in fed.tokens) == content_of(fed.parts)
         text, num_tokens, at = text + content_of(fed.parts), num_tokens + fed.num_tokens, at + size
         tokens += fed.tokens
@@ -101,13 +101,13 @@ def with_fates(
     stops=STOPS,
     min_tokens=st.sampled_from([0, 5]),
 )
-def test_fates_are_one_a_token_in_order_and_their_texts_join_to_the_same_text(
+def test_origins_are_one_a_token_in_order_and_their_texts_join_to_the_same_text(
     token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int
 ) -> None:
-    text, tokens, num_tokens = with_fates(token_ids, sizes, stops, min_tokens)
+    text, tokens, num_tokens = with_origins(token_ids, sizes, stops, min_tokens)
     assert (text, num_tokens) == run(token_ids, sizes, stops, min_tokens)
     assert "".join(token.text for token in tokens) == text
-    assert [token.fate for token in tokens] == [list(TokenFate)[each % 4] for each in token_ids[:num_tokens]]
+    assert [token.origin for token in tokens] == [list(TokenOrigin)[each % 4] for each in token_ids[:num_tokens]]
 
 
 def spelled(text: str) -> list[int]:
@@ -117,8 +117,8 @@ def spelled(text: str) -> list[int]:
 
 
 def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for() -> None:
-    stream = started(["cd"], include_stop_str_in_output=True, token_fates=True)
-    fed = [stream.feed([token_id], [TokenFate.PLAIN]) for token_id in spelled("abcd")]
+    stream = started(["cd"], include_stop_str_in_output=True, token_origins=True)
+    fed = [stream.feed([token_id], [TokenOrigin.PLAIN]) for token_id in spelled("abcd")]
     assert ("".join(content_of(each.parts) for each in fed), fed[-1].stopped) == ("abcd", True)
     assert [token.text for each in fed for token in each.tokens] == ["a", "b", "c", "d"]
 
@@ -148,7 +148,7 @@ def test_a_character_belongs_to_the_last_of_its_tokens_and_those_of_a_stop_strin
         (face[:-2], [], ["a", "", "", "\ufffd"]),
         (spelled("abcde"), ["cd"], ["a", "b", "", ""]),
     ):
-        _, tokens, _ = with_fates(token_ids, [], stops, 0)
+        _, tokens, _ = with_origins(token_ids, [], stops, 0)
         assert [token.text for token in tokens] == texts
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidRequestError, ResumeMismatchError
-from paceline.core.token_digest import token_digest
+from paceline.core.messages import token_digest
 from paceline.gateway.sessions.known_tokens import KnownTokens, check_known
 
 TOKENS = (5, 6, 7, 8, 9)

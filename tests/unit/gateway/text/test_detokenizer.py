@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.text.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Decodes, Detokenizer
+from paceline.gateway.text.streaming import MAX_HELD_TOKENS, REPLACEMENT, Decodes, Detokenizer
 from tests.support import tiny_tokenizer
 
 CODEC = TextCodec(tiny_tokenizer.train(), None)

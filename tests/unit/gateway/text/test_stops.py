@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gateway.text.stops import StopMatcher
+from paceline.gateway.text.streaming import StopMatcher
 
 LETTERS = st.text(alphabet="ab\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)

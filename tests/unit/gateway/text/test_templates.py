@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.text.chat_template import ChatTemplate
+from paceline.gateway.text.chat_template import Capabilities, ChatTemplate, SystemPlace
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.text.template_probe import Capabilities, SystemPlace
 from tests.support import tiny_tokenizer
 from tests.support.template_chats import BOS, CHATS, EOS, OWN_TEMPLATES, TOOLS, expected
 

@@ -20,8 +20,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.llama import LlamaLayer, LlamaWeights
-from paceline.engine.rope import RopeTable
+from paceline.engine.layers import LlamaLayer, LlamaWeights, RopeTable
 
 Rows = npt.NDArray[Any]
 

@@ -27,7 +27,7 @@ from paceline.engine.backends.cpu.layer_kernels import add_rms_norm_rows, projec
 from paceline.engine.backends.cpu.linear import PackedLinear
 from paceline.engine.backends.cpu.simd import LANES
 from paceline.engine.batch import Batch
-from paceline.engine.llama import LlamaLayer
+from paceline.engine.layers import LlamaLayer
 from paceline.kernel_cache import kernel
 
 # Columns of a layer's addresses: four norms, then weight and bias of four products.

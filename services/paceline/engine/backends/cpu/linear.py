@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from paceline.engine.backends.cpu import bfloat16_product
 from paceline.engine.backends.cpu.kv import as_array
-from paceline.engine.linear import Head, Linear
+from paceline.engine.layers import Head, Linear
 
 # oneDNN's packed layout is reachable through torch's private operators only (inductor uses the same).
 _can_use_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001

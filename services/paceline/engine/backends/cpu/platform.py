@@ -16,7 +16,7 @@ from paceline.engine.backends.cpu.linear import PackedHead, PackedLinear, has_na
 from paceline.engine.backends.interface import Attention, Platform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.llama import LlamaWeights
+from paceline.engine.layers import LlamaWeights
 from paceline.kernel_cache import ARITHMETIC, PACKAGE, sources_hash
 
 

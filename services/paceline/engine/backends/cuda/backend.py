@@ -37,8 +37,8 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
 from paceline.engine.kv import KVCache
+from paceline.engine.layers import LlamaWeights
 from paceline.engine.levels import below
-from paceline.engine.llama import LlamaWeights
 from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import Ranks, Walks
 from paceline.forest import NONE

@@ -17,8 +17,7 @@ from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.backends.interface import Attention, Platform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.linear import Head, Linear
-from paceline.engine.llama import LlamaWeights
+from paceline.engine.layers import Head, Linear, LlamaWeights
 
 
 class CudaPlatform(Platform):

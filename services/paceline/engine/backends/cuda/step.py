@@ -16,7 +16,7 @@ from paceline.engine.backends.cuda.plan import Fields
 from paceline.engine.backends.interface import Layers
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
-from paceline.engine.llama import LlamaLayer, LlamaWeights
+from paceline.engine.layers import LlamaLayer, LlamaWeights
 
 
 class CudaLayers:

@@ -28,7 +28,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
-from paceline.engine.linear import Head, Linear
+from paceline.engine.layers import Head, Linear
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 
 # What models may hand to an attention function without changing what it computes. A sliding window changes

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.messages import FinishReason
 from paceline.gateway.api.openai.answer import metrics
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
 
 Json = dict[str, Any]

@@ -1,18 +1,24 @@
-"""The figures behind the page: the fleet as the registry has it, and what its verifiers have counted.
+"""The console: its files, and the figures of its page: the fleet by the registry, and what its verifiers counted.
 
-The page turns two answers into rates, so nothing is remembered here for any viewer.
+Files are the same for everybody. The page turns two answers into rates, so nothing is remembered here for any viewer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from paceline.core.addresses import is_address
 from paceline.core.messages import VERIFIER
@@ -110,3 +116,45 @@ def _shown(replica: Replica, counters: Mapping[str, float] | None) -> Json:
         "draining": replica.draining,
         "counters": counters,
     }
+
+
+FIGURES_PATH = "/console/figures"
+STATIC = Path(__file__).parent / "static"
+# Only these files are served.
+FILES: Mapping[str, tuple[str, str]] = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/console/console.css": ("console.css", "text/css; charset=utf-8"),
+    "/console/console.js": ("console.js", "text/javascript; charset=utf-8"),
+    "/console/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+FILE_PATHS = frozenset(FILES)
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def console_routes(figures: Figures) -> list[BaseRoute]:
+    async def show(_: Request) -> Response:
+        return JSONResponse(await figures.read())
+
+    files = [Route(path, partial(_file, *_static_file(*what)), methods=["GET"]) for path, what in FILES.items()]
+    return [*files, Route(FIGURES_PATH, show)]
+
+
+def _static_file(name: str, media_type: str) -> tuple[bytes, Mapping[str, str]]:
+    """Returns a file, which is read at start, and its headers."""
+    content = (STATIC / name).read_bytes()
+    # Browsers ask each time whether it is still the same: a new release shows at once.
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return content, {"content-type": media_type, "cache-control": "no-cache", "etag": etag, **SECURITY_HEADERS}
+
+
+async def _file(content: bytes, headers: Mapping[str, str], request: Request) -> Response:
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers)

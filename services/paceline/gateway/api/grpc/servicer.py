@@ -13,7 +13,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.access.fair_shares import current_caller
-from paceline.gateway.api.endpoints.reading import MAX_INLINE_BYTES, Workers
+from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel

@@ -14,11 +14,11 @@ from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.parts import Part
+from paceline.gateway.message.reader import Part
 from paceline.gateway.sessions.output import Ending, Piece, sum_of_records
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.text.token_texts import TokenText
+from paceline.gateway.text.streaming import TokenText
 
 Json = dict[str, Any]
 
@@ -81,7 +81,7 @@ class ChoiceState:
         return self.message.take(piece.parts)
 
     def begin(self, piece: Piece) -> tuple[str, list[Judged]]:
-        """Takes in a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
+        """Adds a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
         if self.begun:
             return "", []
         self.begun, self.prompt_logprobs = True, piece.prompt_logprobs
@@ -158,7 +158,7 @@ class CompletionAnswer:
         if not delta and not piece.tokens and logprobs is None and not shows_ids:
             return None
         chunk = self._chunk(index, delta or {"content": ""}, logprobs)
-        chunk["choices"][0] |= _fates(choice, piece.tokens) | _token_ids(choice, piece.token_ids)
+        chunk["choices"][0] |= _origins(choice, piece.tokens) | _token_ids(choice, piece.token_ids)
         if first:
             self._add_prompt(chunk["choices"][0], chunk, choice)
         return chunk
@@ -242,7 +242,7 @@ class CompletionAnswer:
             **body,
             "logprobs": self._logprobs(choice, choice.judged),
             **choice.end,
-            **_fates(choice, choice.tokens),
+            **_origins(choice, choice.tokens),
             **_token_ids(choice, iter(choice.token_ids)),
         }
 
@@ -277,13 +277,13 @@ def metrics(record: SpeculationRecord | None) -> Json:
     }
 
 
-def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
+def _origins(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
     """Returns how tokens came about, as a field of a choice, if the request wants it."""
-    if not choice.request.token_fates:
+    if not choice.request.token_origins:
         return {}
     return {
-        "token_fates": (
-            {"text": token.text, "fate": None if token.fate is None else token.fate.value} for token in tokens
+        "token_origins": (
+            {"text": token.text, "origin": None if token.origin is None else token.origin.value} for token in tokens
         )
     }
 

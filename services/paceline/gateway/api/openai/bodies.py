@@ -130,7 +130,7 @@ class SpeculationBody(Fields):
     method: str = _described(
         "", pattern=rf"^(({_METHOD})(\+({_METHOD})){{0,{len(METHODS) - 1}}})?$", examples=[*METHODS]
     )
-    token_fates: bool = False
+    token_origins: bool = False
 
 
 class SharedBody(Fields):

@@ -5,26 +5,86 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.fair_shares import current_caller
-from paceline.gateway.api.endpoints.endpoint import Call, Work
-from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.openai.answer import CompletionAnswer, Json
 from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions, completion_sessions
-from paceline.gateway.api.openai.merge_streams import merged
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import DONE, LAST_EVENT_ID, STREAM_HEADERS, Exchange
 from paceline.gateway.sessions.output import Ending, Event, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
+
+ItemT = TypeVar("ItemT")
+
+# A slow client stops the sessions after that many events instead of filling memory.
+MAX_WAITING_EVENTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """One stream has ended."""
+
+    error: Exception | None = None
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[ItemT, None]],
+) -> AsyncGenerator[tuple[int, ItemT], None]:
+    """Yields (index of the stream, item) as items come; the first error ends all streams.
+
+    Closing it closes all streams.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, ItemT] | _Ended] = asyncio.Queue(MAX_WAITING_EVENTS)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(_pump(index, stream, queue)))
+            # Each begins in a turn of its own: 128 samples of a long prompt take half a second.
+            await asyncio.sleep(0)
+        num_open = len(tasks)
+        while num_open:
+            entry = await queue.get()
+            if not isinstance(entry, _Ended):
+                yield entry
+            elif entry.error is not None:
+                raise entry.error
+            else:
+                num_open -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int, stream: AsyncGenerator[ItemT, None], queue: asyncio.Queue[tuple[int, ItemT] | _Ended]
+) -> None:
+    try:
+        async with aclosing(stream) as items:
+            async for item in items:
+                await queue.put((index, item))
+    except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
+        await queue.put(_Ended(error=error))
+    else:
+        await queue.put(_Ended())
+
 
 Events = AsyncGenerator[tuple[int, Event], None]
 
@@ -40,7 +100,7 @@ class EventId:
 
     Attributes:
         offset: Generated tokens up to there.
-        digest: Of these; see `paceline.core.token_digest`.
+        digest: Of these; see `paceline.core.messages`.
     """
 
     session_id: str

@@ -11,8 +11,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import check_token_ids
-from paceline.gateway.api.endpoints.endpoint import Call, Work
-from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.openai.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from paceline.gateway.api.openai.prompts import chat_tokens, is_token_list
 from paceline.gateway.api.openai.tools import read_toolbox

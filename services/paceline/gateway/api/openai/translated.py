@@ -15,14 +15,13 @@ from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.fair_shares import current_caller
-from paceline.gateway.api.endpoints.endpoint import Call, Work
-from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import STREAM_HEADERS, Exchange
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.parts import Part
+from paceline.gateway.message.reader import Part
 from paceline.gateway.sessions.output import Ending, Event
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions

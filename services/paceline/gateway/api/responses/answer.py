@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.core.messages import FinishReason
 from paceline.gateway.api.openai.answer import metrics
-from paceline.gateway.api.responses.namespaces import joined, names_within
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.gateway.api.responses.requests import joined, names_within
+from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
 
 Json = dict[str, Any]

@@ -17,13 +17,13 @@ from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.openai.translated import ChatApi, Keeper, Translated, answer_steps, stream
 from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of, response_of
 from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
-from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.api.responses.kept import (
     CANCELLED,
     ECHOED,
     FAILED,
     IN_PROGRESS,
     KeptResponse,
+    ResponseShelf,
     as_written,
     interrupted,
     running_rank,
@@ -36,7 +36,7 @@ from paceline.gateway.message.growing import Message
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
-from paceline.store.documents import FINAL
+from paceline.store.base import FINAL
 
 Json = dict[str, Any]
 

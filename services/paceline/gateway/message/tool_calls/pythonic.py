@@ -7,8 +7,14 @@ import json
 import re
 from typing import Any
 
-from paceline.gateway.message.parts import CallArguments, CallBegin, Part
-from paceline.gateway.message.reader import MAX_HEAD_CHARS, MAX_HELD_CHARS, StatefulReader
+from paceline.gateway.message.reader import (
+    MAX_HEAD_CHARS,
+    MAX_HELD_CHARS,
+    CallArguments,
+    CallBegin,
+    Part,
+    StatefulReader,
+)
 from paceline.gateway.message.tool_calls.json_call import Extent
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"

@@ -11,10 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.gateway.message.parts import CallArguments, CallBegin
-from paceline.gateway.message.reader import MAX_HEAD_CHARS
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, CallArguments, CallBegin, MarkedCalls
 from paceline.gateway.message.schemas import type_of
-from paceline.gateway.message.tool_calls.marked import MarkedCalls
 
 OUTER, OUTER_END = "<tool_call>", "</tool_call>"
 BEGIN, END = "<function=", "</function>"

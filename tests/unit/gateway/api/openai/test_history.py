@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.api.openai.history import plain_messages, refused_at
+from paceline.gateway.api.openai.prompts import plain_messages, refused_at
 from paceline.gateway.http.fields import UnknownFields, read_result
 
 

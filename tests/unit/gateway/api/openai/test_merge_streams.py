@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from paceline.gateway.api.openai.merge_streams import MAX_WAITING_EVENTS, merged
+from paceline.gateway.api.openai.endpoint import MAX_WAITING_EVENTS, merged
 from paceline.gateway.http.response import until_disconnect
 
 

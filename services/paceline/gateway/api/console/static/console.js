@@ -227,16 +227,16 @@ class Run {
 
   take(chunk) {
     const choice = chunk.choices[0];
-    const tokens = choice?.token_fates ?? [];
+    const tokens = choice?.token_origins ?? [];
     if (tokens.length) {
       this.lastMs = performance.now();
       this.numTokens += tokens.length;
       if (this.firstMs === null) Object.assign(this, { firstMs: this.lastMs, firstTokens: this.numTokens });
     }
-    for (const { text, fate } of tokens) {
-      const span = made("span", `token ${fate ?? "plain"}`, text);
-      span.title = fate ?? "not told";
-      if (fate) this.counts[fate] = (this.counts[fate] ?? 0) + 1;
+    for (const { text, origin } of tokens) {
+      const span = made("span", `token ${origin ?? "plain"}`, text);
+      span.title = origin ?? "not told";
+      if (origin) this.counts[origin] = (this.counts[origin] ?? 0) + 1;
       this.pre.append(span);
     }
     this.pre.scrollTop = this.pre.scrollHeight;
@@ -286,7 +286,7 @@ async function play(on, off, signal) {
   for (const [run, enabled] of [[on, true], [off, false]]) {
     write(find("verdict"), enabled ? "Running with speculation…" : "Running without…", "");
     run.clear(body.prompt);
-    const asked = { ...body, speculation: { enabled, token_fates: true } };
+    const asked = { ...body, speculation: { enabled, token_origins: true } };
     for await (const chunk of events("v1/completions", { body: asked, signal })) run.take(chunk);
   }
   write(find("verdict"), ...compare(on, off));

@@ -1,24 +1,101 @@
-"""The fields of a checkpoint's JSON files that we read, by name and kind; other fields may hold anything."""
+"""JSON objects that strangers wrote, files of checkpoint folders and values of flags, and the fields that we read.
+
+Fields have names, kinds and ranges; the first that does not fit gets a line that says so. Others may hold anything.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from paceline.checkpoints.fields import (
-    BOOLEAN,
-    NULL,
-    OBJECT,
-    TEXT,
-    Kind,
-    Kinds,
-    holding,
-    listed,
-    number,
-    problem,
-    whole,
-)
+from paceline.core.errors import ConfigError, shortened
+
+MAX_VALUE_CHARS: Final = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        wanted: What it is, to follow "must be".
+        fits: Whether a value is one.
+    """
+
+    wanted: str
+    fits: Callable[[Any], bool]
+
+    def __or__(self, other: Kind) -> Kind:
+        return Kind(f"{self.wanted} or {other.wanted}", lambda value: self.fits(value) or other.fits(value))
+
+
+Kinds = Mapping[str, Kind]
+
+
+def whole(low: int, high: int) -> Kind:
+    """A whole number between two, inclusively."""
+    return Kind(f"a whole number from {low:,} to {high:,}", lambda value: type(value) is int and low <= value <= high)
+
+
+def number(low: float, high: float) -> Kind:
+    """A number between two, inclusively."""
+    return Kind(
+        f"a number from {low:g} to {high:g}",
+        lambda value: type(value) in (int, float) and math.isfinite(value) and low <= value <= high,
+    )
+
+
+def listed(of: Kind, plural: str) -> Kind:
+    return Kind(f"a list of {plural}", lambda value: isinstance(value, list) and all(map(of.fits, value)))
+
+
+def holding(**fields: Kind) -> Kind:
+    """An object that has these fields, among others."""
+    names = " and ".join(fields)
+    return Kind(
+        f"an object with {names}",
+        lambda value: isinstance(value, dict) and all(kind.fits(value.get(name)) for name, kind in fields.items()),
+    )
+
+
+BOOLEAN: Final = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT: Final = Kind("text", lambda value: isinstance(value, str))
+OBJECT: Final = Kind("an object", lambda value: isinstance(value, dict))
+NULL: Final = Kind("null", lambda value: value is None)
+
+
+def problem(content: Mapping[str, Any], kinds: Kinds, where: object, required: tuple[str, ...] = ()) -> str:
+    """What is wrong with an object, in one line that names the place, the field and the value; empty: nothing.
+
+    Args:
+        kinds: Of its fields; others may be anything.
+        where: File, or file and place in it.
+        required: Fields that must be there.
+    """
+    for name in required:
+        if name not in content:
+            return f"{where}: {name} is missing; it must be {kinds[name].wanted}"
+    for name, kind in kinds.items():
+        if name in content and not kind.fits(content[name]):
+            value = shortened(json.dumps(content[name], ensure_ascii=True), MAX_VALUE_CHARS)
+            return f"{where}: {name} must be {kind.wanted}, got {value}"
+    return ""
+
+
+def check(content: Mapping[str, Any], kinds: Kinds, where: object, required: tuple[str, ...] = ()) -> None:
+    """Refuses an object with a `problem`.
+
+    Raises:
+        ConfigError: Says which.
+    """
+    if found := problem(content, kinds, where, required):
+        raise ConfigError(found)
+
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SIZE: Final = whole(1, 2**24)
@@ -175,3 +252,52 @@ def _rope_problem(config: Mapping[str, Any], name: str) -> str:
         if wrong := problem(part, ROPE, f"{CONFIG}: {name}", needed):
             return wrong
     return ""
+
+
+# Newer checkpoints list all added tokens in their settings, and then the older file does not count.
+LISTED_TOKENS, SPECIAL_TOKENS_FILE = "added_tokens_decoder", "special_tokens_map.json"
+EXTRA_TOKENS, OLD_EXTRA_TOKENS = "extra_special_tokens", "additional_special_tokens"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises:
+        ConfigError: It is missing, broken, or not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def parse_object(flag: str, text: str) -> dict[str, Any]:
+    """Returns the JSON object in the value of a flag.
+
+    Raises:
+        ConfigError: It is broken, or not an object; names the flag.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag} must be a JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag} must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json, with the special tokens of an older folder.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    settings, older = (
+        read_object(path) if path.is_file() else {} for path in (folder / TOKENIZER, folder / SPECIAL_TOKENS_FILE)
+    )
+    if OLD_EXTRA_TOKENS in settings and not settings.get(EXTRA_TOKENS):
+        settings[EXTRA_TOKENS] = settings.pop(OLD_EXTRA_TOKENS)
+    return settings if LISTED_TOKENS in settings else {**settings, **older}

@@ -1,11 +1,11 @@
-"""The registry as one reader knows it: read in the background, and kept while the registry is down."""
+"""The registry: how a replica stays in it, and how a reader knows it while the registry is down."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,7 +14,64 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.service.credentials import FleetTls, channel
 from paceline.service.process import CHANNEL_OPTIONS
-from paceline.store.base import Replica
+from paceline.service.supervision import Supervisor
+from paceline.store.base import Replica, Store
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+EXPIRY_S = 5.0
+
+
+@asynccontextmanager
+async def announced(store: Store, replica: Callable[[], Replica], supervisor: Supervisor) -> AsyncIterator[None]:
+    """Announces `replica()` every second and withdraws it at the end.
+
+    An older entry of the replica is removed first, with its mark to drain.
+
+    Args:
+        store: The registry.
+        replica: Describes the replica as it is now.
+        supervisor: Keeps the heartbeat going.
+    """
+    heart = _Heart(store, replica)
+    await store.withdraw(replica().replica_id)
+    await heart.beat()
+    try:
+        async with supervisor.kept({"heartbeat": heart.keep_beating}):
+            yield
+    finally:
+        with suppress(UnavailableError):
+            await store.withdraw(replica().replica_id)
+
+
+class _Heart:
+    """Announces one replica, and remembers its mark to drain in case the store loses it."""
+
+    def __init__(self, store: Store, replica: Callable[[], Replica]) -> None:
+        self._store = store
+        self._replica = replica
+        self._marked = False
+        self._reachable = True
+
+    async def keep_beating(self) -> None:
+        """Announces the replica every second; never returns."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self.beat()
+            except UnavailableError as error:
+                if self._reachable:
+                    _log.warning("the registry is away; serving goes on", extra={"reason": str(error)})
+                self._reachable = False
+            else:
+                if not self._reachable:
+                    _log.info("the registry is back")
+                self._reachable = True
+
+    async def beat(self) -> None:
+        self._marked = await self._store.announce(self._replica(), EXPIRY_S, marked=self._marked)
+
 
 PROBE_TIMEOUT_S = 1.0
 # Not gateways: they show other certificates, and no reader needs to reach one that has left.
@@ -22,40 +79,25 @@ PROBED_ROLES = (VERIFIER, DRAFTER)
 # A fresh connection, without the pause that gRPC keeps after an earlier failure.
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
-_log = logging.getLogger(__name__)
-
 # Asks a replica whether it serves; answers within about a second and does not raise.
 Answers = Callable[[Replica], Awaitable[bool]]
 
 
-class Registry(Protocol):
-    """The part of the store that is needed here."""
-
-    async def replicas(self, role: str | None = None) -> list[Replica]:
-        """Returns the replicas alive; raises `UnavailableError` when the registry does not answer."""
-
-
-class Probe:
-    """Asks replicas over gRPC's health service, by replica id: another process at the same address answers no.
+async def serves(tls: FleetTls | None, replica: Replica) -> bool:
+    """Asks over gRPC's health service, by replica id: another process at the same address answers no.
 
     Args:
         tls: Certificate to show; None: plain text.
     """
-
-    def __init__(self, tls: FleetTls | None) -> None:
-        self._tls = tls
-
-    async def __call__(self, replica: Replica) -> bool:
-        """Returns within a second whether a replica serves."""
-        if replica.role not in PROBED_ROLES:
-            return False
-        request = health_pb2.HealthCheckRequest(service=replica.replica_id)
-        try:
-            async with channel(replica.address, tls=self._tls, role=replica.role, options=_OPTIONS) as opened:
-                answer = await health_pb2_grpc.HealthStub(opened).Check(request, timeout=PROBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    if replica.role not in PROBED_ROLES:
+        return False
+    request = health_pb2.HealthCheckRequest(service=replica.replica_id)
+    try:
+        async with channel(replica.address, tls=tls, role=replica.role, options=_OPTIONS) as opened:
+            answer = await health_pb2_grpc.HealthStub(opened).Check(request, timeout=PROBE_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def nobody_answers(replica: Replica) -> bool:
@@ -84,7 +126,7 @@ class RegistryView:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Store,
         role: str | None = None,
         *,
         answers: Answers = nobody_answers,

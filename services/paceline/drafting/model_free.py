@@ -1,8 +1,4 @@
-"""Method `ngram`: what followed when the session's own text last read like this (prompt lookup decoding).
-
-No model, no extra forward pass: the last tokens of a session are looked up in its prompt and output, and the tokens
-that followed there are grown as a tree in which every place found has a vote. Nothing is done when nothing matches.
-"""
+"""Sources without a model: what followed when the session's text last read like this, and what its grammar forces."""
 
 from __future__ import annotations
 
@@ -11,7 +7,9 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from paceline.core.params import NGRAM
+from paceline.core.grammar import OutputGrammar
+from paceline.core.params import GRAMMAR, NGRAM
+from paceline.core.tree import DraftTree
 from paceline.drafting.growing import grow_best_first
 from paceline.engine.source_interface import Followed, LocalSource, Turn
 
@@ -37,7 +35,11 @@ class Voter(NamedTuple):
 
 
 class NgramSource(LocalSource["NgramFollower"]):
-    """Guesses what followed the same tokens before."""
+    """Method `ngram` (prompt lookup decoding): guesses what followed the same tokens before.
+
+    The last tokens of a session are looked up in its prompt and output, and the tokens that followed there are grown as
+    a tree in which every place found has a vote. Nothing is done when nothing matches.
+    """
 
     name = NGRAM
 
@@ -105,3 +107,47 @@ def _common(tokens: Sequence[int], end: int) -> int:
     while match < most and tokens[-match - 1] == tokens[end - match - 1]:
         match += 1
     return match
+
+
+# Guesses of others below which it looks for more, the best ones.
+MOST_LEAVES = 4
+
+
+class GrammarSource(LocalSource[OutputGrammar]):
+    """Method `grammar`: guesses what a session's grammar leaves no choice of.
+
+    The scaffolding of JSON costs no steps even without a drafter. The text of such a guess is sure, its cut into tokens
+    is not, as a model may spell the same text with other tokens: how often it is right, calibration learns.
+    """
+
+    name = GRAMMAR
+
+    @override
+    def follow(self, session: Followed) -> OutputGrammar | None:
+        return session.grammar
+
+    @override
+    def grow(self, turns: Sequence[Turn[OutputGrammar]]) -> list[list[float]]:
+        return [_grow(turn) for turn in turns]
+
+
+def _grow(turn: Turn[OutputGrammar]) -> list[float]:
+    """Adds what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
+    tree, grammar = turn.tree, turn.follower
+    survivals = _add_chain(tree, tree.root, grammar.forced(), turn)
+    for leaf in tree.leaves(turn.limit)[:MOST_LEAVES]:
+        _add_chain(tree, leaf, grammar.forced(tree.path(leaf)), turn)
+    return survivals
+
+
+def _add_chain(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[OutputGrammar]) -> list[float]:
+    """Adds a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
+    survivals: list[float] = []
+    survival = 1.0
+    for token_id in token_ids[: turn.limit - len(tree.path(node))]:
+        survival *= tree.probability(GRAMMAR, 1.0)
+        if survival < turn.least:
+            break
+        node = tree.suggest(node, token_id, 1.0, GRAMMAR)
+        survivals.append(survival)
+    return survivals
