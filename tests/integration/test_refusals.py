@@ -61,14 +61,6 @@ async def test_more_pages_than_memory_say_how_much_is_lacking(service):
 
 
 @for_each_service
-@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
-async def test_a_port_in_use_is_named(tiny_pair, service, flag):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert port in await refusal(service, tiny_pair[0], flag, port)
-
-
-@for_each_service
 async def test_a_registry_that_cannot_be_reached_is_named(tiny_pair, service):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from paceline.checkpoints.source import INDEX
 from paceline.core.errors import ConfigError
@@ -134,11 +134,3 @@ def test_a_head_that_is_promised_and_missing_is_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     with pytest.raises(ConfigError, match=r"lacks the tensor 'lm_head.weight' that its config.json asks for"):
         load_decoder(folder, "float32", "cpu")
-
-
-def test_a_checkpoint_of_pickles_is_refused_by_name(tmp_path: Path) -> None:
-    folder = Made(family="llama").save(tmp_path / "model")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pickled weights only \(pytorch_model.bin\)"):
-        load_decoder(folder, "float32", "cpu")
-    assert AutoConfig.from_pretrained(folder).model_type == "llama"
