@@ -1,7 +1,7 @@
 """`paceline demo`: a real fleet streams completions with and without speculation, and compares every text.
 
-A few prompts are streamed to the screen both ways; then a table measures both ways at two concurrencies. What the
-benches of a checkout measure with care, this shows in a minute.
+A few prompts are streamed to the screen both ways; then a table measures both ways, greedy and sampled, at two
+concurrencies. What the benches of a checkout measure with care, this shows in a minute.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, product, starmap
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -30,22 +31,43 @@ from paceline.service.process import run
 PROG = "paceline demo"
 DESCRIPTION = (
     "Starts a fleet of the demo pair on free ports, streams a few completions with and without speculation, compares "
-    "all texts and prints the speed of both ways. Exit status 1 if a text differs where the "
+    "all texts and prints the speed of both ways, greedy and sampled. Exit status 1 if a text differs where the "
     "engine promises the same one, or if it is stopped."
 )
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 WAYS = {"plain": False, "speculative": True}
 TOP_P = 0.95
+# With fewer prompts a stream, a line of the table would end before all streams have run together for a while.
+PROMPTS_PER_STREAM = 2
+HEAD = ("", "temperature", "streams", "tokens/s", "ratio", "accepted", "length", "gamma", "batch")
 DIM, BOLD, RESET = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    prompts: int = setting(16, help="Prompts of the table.", low=1, high=1000)
+    prompts: int = setting(
+        6, help=f"Prompts of each line of the table; at least {PROMPTS_PER_STREAM} a stream.", low=1, high=1000
+    )
     shown: int = setting(2, help="Prompts that are streamed to the screen.", low=0, high=100)
     max_tokens: int = setting(96, help="Tokens of each completion.", low=1, high=900)
-    temperature: float = setting(0.8, help="0 is greedy.", low=0.0, high=100.0)
-    concurrency: tuple[int, ...] = setting((1, 8), help="Requests at a time, of two lines of the table.", low=1)
+    temperature: tuple[float, ...] = setting((0.0, 0.8), help="Of lines of the table; 0: greedy.", low=0.0, high=100.0)
+    concurrency: tuple[int, ...] = setting((1, 8), help="Requests at a time, of lines of the table.", low=1)
+
+    def num_prompts(self, concurrency: int) -> int:
+        """Of a line of the table."""
+        return max(self.prompts, PROMPTS_PER_STREAM * concurrency)
+
+
+class Line(NamedTuple):
+    """What two lines of the table measure, one for each way."""
+
+    concurrency: int
+    temperature: float
+
+
+def said_of(temperature: float) -> str:
+    """A temperature in words."""
+    return f"{temperature:g}" if temperature else "greedy"
 
 
 @dataclass(slots=True)
@@ -69,11 +91,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All completions of one way at one concurrency."""
+    """All completions of one line of the table."""
 
     completions: Sequence[Completion]
     started_s: float
-    concurrency: int
+    line: Line
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,7 +104,7 @@ class Run:
         With drafts, streams end at different times; tokens of the last ones, which run with fewer others, do not count.
         """
         ends_s = sorted(each.pieces[-1][0] for each in self.completions)
-        until_s = ends_s[-min(self.concurrency, len(ends_s))]
+        until_s = ends_s[-min(self.line.concurrency, len(ends_s))]
         return sum(each.num_tokens(until_s) for each in self.completions) / (until_s - self.started_s)
 
     @property
@@ -92,14 +114,20 @@ class Run:
     def total(self, key: str) -> int:
         return sum(int(each.record.get(key, 0)) for each in self.completions)
 
-    def row(self, way: str, concurrency: int, plain: Run) -> tuple[str, ...]:
+    @property
+    def exact(self) -> bool:
+        """Whether the engine promises the same texts both ways."""
+        return all(each.record.get("exact", True) for each in self.completions)
+
+    def row(self, way: str, plain: Run) -> tuple[str, ...]:
         """Its line of the table; the ratio is to `plain`."""
         keys = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
         steps, drafted, accepted = map(self.total, keys)
         shares = (accepted / drafted, 1 + accepted / steps, drafted / steps) if drafted else ()
         batch = fmean(each.record.get("mean_batch_size", 0.0) for each in self.completions)
         return (
-            *(way, str(concurrency), f"{self.tokens_per_s:.1f}", f"{self.tokens_per_s / plain.tokens_per_s:.2f}"),
+            *(way, said_of(self.line.temperature), str(self.line.concurrency)),
+            *(f"{self.tokens_per_s:.1f}", f"{self.tokens_per_s / plain.tokens_per_s:.2f}"),
             *([f"{share:.2f}" for share in shares] or "---"),
             f"{batch:.2f}",
         )
@@ -131,27 +159,25 @@ async def _show(config: DemoConfig, verdicts: list[bool], started: asyncio.Event
 
 async def _compare(config: DemoConfig, fleet: LocalFleet) -> bool:
     """Streams, measures and prints; says whether the texts are as promised."""
-    prompts = unseen_prompts(config.prompts)
+    prompts = unseen_prompts(max(config.shown, *map(config.num_prompts, config.concurrency)))
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=fleet.gateway_url, timeout=TIMEOUT, limits=limits) as client:
-        for seed, prompt in enumerate(prompts[: config.shown]):
-            await _show_one(client, config, prompt, seed)
+        for seed, (prompt, temperature) in enumerate(zip(prompts[: config.shown], cycle(config.temperature))):
+            await _show_one(client, config, prompt, seed, temperature)
         # Prompts once untimed: both ways then find them in the prefix cache.
-        await measure(client, replace(config, max_tokens=1), prompts, 1, speculative=False)
-        rows: list[Sequence[str]] = [("", "streams", "tokens/s", "ratio", "accepted", "length", "gamma", "batch")]
-        same = True
-        for concurrency in config.concurrency:
-            runs = {
-                way: await measure(client, config, prompts, concurrency, speculative=on) for way, on in WAYS.items()
-            }
-            rows += [each.row(way, concurrency, runs["plain"]) for way, each in runs.items()]
-            same = same and runs["plain"].texts == runs["speculative"].texts
+        await measure(client, replace(config, max_tokens=1), prompts, Line(1, 0.0), speculative=False)
+        rows: list[Sequence[str]] = [HEAD]
+        same = exact = True
+        for line in starmap(Line, product(config.concurrency, config.temperature)):
+            asked = prompts[: config.num_prompts(line.concurrency)]
+            plain, drafted = [await measure(client, config, asked, line, speculative=on) for on in WAYS.values()]
+            rows += [each.row(way, plain) for way, each in zip(WAYS, (plain, drafted), strict=True)]
+            same, exact = same and plain.texts == drafted.texts, exact and drafted.exact
     say("\n".join(table(rows)))
     say(f"{DIM}tokens/s: while that many streams ran; ratio: to plain;")
     say("accepted: accepted over verified draft tokens; length: mean acceptance length;")
     say(f"gamma: draft tokens a round; batch: mean number of sessions in a step{RESET}")
-    exact = all(each.record.get("exact", True) for each in runs["speculative"].completions)
-    say(f"\n{BOLD}{verdict_of(same, exact)}{RESET}; temperature {config.temperature:g}, {os.cpu_count()} cores")
+    say(f"\n{BOLD}{verdict_of(same, exact)}{RESET}; {os.cpu_count()} cores")
     return same or not exact
 
 
@@ -169,37 +195,37 @@ def verdict_of(same: bool, exact: bool) -> str:
     return "texts differ, as they may here: on a GPU the distribution of a text is promised, not its tokens"
 
 
-async def _show_one(client: httpx.AsyncClient, config: DemoConfig, prompt: str, seed: int) -> None:
+async def _show_one(client: httpx.AsyncClient, config: DemoConfig, prompt: str, seed: int, temperature: float) -> None:
     for way, speculative in WAYS.items():
-        _write(f"\n{BOLD}{way} decoding{RESET}\n{DIM}{prompt}{RESET}")
-        done = await complete(client, body_of(config, prompt, seed, speculative), _write)
+        _write(f"\n{BOLD}{way} decoding, {said_of(temperature)}{RESET}\n{DIM}{prompt}{RESET}")
+        done = await complete(client, body_of(config, prompt, seed, temperature, speculative), _write)
         say(f"\n{BOLD}{done.tokens_per_s:.0f} tokens/s{RESET}")
 
 
 async def measure(
-    client: httpx.AsyncClient, config: DemoConfig, prompts: Sequence[str], concurrency: int, *, speculative: bool
+    client: httpx.AsyncClient, config: DemoConfig, prompts: Sequence[str], line: Line, *, speculative: bool
 ) -> Run:
-    """Completes all prompts, `concurrency` at a time, each with a seed of its own.
+    """Completes all prompts, as many at a time as a line says, each with a seed of its own.
 
     Raises:
         PacelineError: A request failed; the message is the server's.
     """
-    gate = asyncio.Semaphore(concurrency)
+    gate = asyncio.Semaphore(line.concurrency)
 
     async def one(seed: int, prompt: str) -> Completion:
         async with gate:
-            return await complete(client, body_of(config, prompt, seed, speculative))
+            return await complete(client, body_of(config, prompt, seed, line.temperature, speculative))
 
     started_s = time.perf_counter()
     completions = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
-    return Run(completions, started_s, concurrency)
+    return Run(completions, started_s, line)
 
 
-def body_of(config: DemoConfig, prompt: str, seed: int, speculative: bool) -> dict[str, Any]:
+def body_of(config: DemoConfig, prompt: str, seed: int, temperature: float, speculative: bool) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
+        "temperature": temperature,
         "top_p": TOP_P,
         "seed": seed,
         "ignore_eos": True,
