@@ -109,6 +109,8 @@ async def test_figures_tell_what_real_services_do(trees: FleetRunner) -> None:
     }
     assert counters["accepted"] < counters["drafted"] <= 4 * counters["turns"]
     assert counters["steps"] > 0
+    assert replicas["verifier-0"]["mode"].keys() == {"mode", "reason", "for_s"}
+    assert {replicas[each]["mode"] for each in ("gateway-0", "drafter-0")} == {None}
 
 
 # Files
@@ -177,6 +179,7 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(trees: FleetRun
         await page.wait_for_function(ALL_DRAWN)
         assert await page.text_content("#status") == "drafting"
         assert await page.locator("#replicas tbody tr").count() == 3
+        await page.wait_for_selector("#replicas td:has-text('drafting for')")
 
         await page.fill("#max_tokens", "60")
         await page.click("#run")

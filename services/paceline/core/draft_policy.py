@@ -17,6 +17,7 @@ import numpy as np
 from paceline.core.drafting_mode import MOST_ON_LOAN, DraftingMode, Mode
 from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
+from paceline.core.target_events import Reason
 from paceline.forest import Bools, Ints, Picked
 
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
@@ -59,6 +60,11 @@ class Goodput:
     def drafts(self) -> bool:
         """Whether the step that `enter` announced drafts; if not, nothing of speculation runs."""
         return self.mode.mode is Mode.DRAFTING
+
+    @property
+    def reason(self) -> Reason:
+        """Why that step drafts, or does not."""
+        return self.mode.reason
 
     def start_from(
         self,
@@ -182,6 +188,11 @@ class FixedGamma(Goodput):
     def drafts(self) -> bool:
         """Always, unless gamma is 0."""
         return self.max_nodes > 0
+
+    @property
+    def reason(self) -> Reason:
+        """The setting."""
+        return Reason.FIXED
 
     def enter(self, num_sessions: int) -> bool:
         """Drafts wherever a session may speculate."""

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.core.target_events import Reason
+
 # Steps after which an observation counts half.
 HALF_LIFE = 200
 # Share of the time that trials may lose.
@@ -229,6 +231,18 @@ class DraftingMode:
     def mode(self) -> Mode:
         """That of the next step."""
         return Mode.PLAIN if self._load is None else self._load.at_work
+
+    @property
+    def reason(self) -> Reason:
+        """Why the next step runs in that mode."""
+        load = self._load
+        if load is None:
+            return Reason.NO_DRAFTER
+        if load.trial is not None or load.on_loan:
+            return Reason.TRYING
+        if load.mode is Mode.DRAFTING:
+            return Reason.PAYS
+        return Reason.DID_NOT_PAY if load.tried(Mode.DRAFTING) else Reason.TOO_LOADED
 
     def enter(self, num_sessions: int) -> Mode:
         """The next step is to be over so many sessions; 0: none of them may speculate. Returns its mode."""

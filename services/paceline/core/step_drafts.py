@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import MovingAverage
+from paceline.core.target_events import StepReport
 from paceline.forest import Coming, Floats, Forest, Gathered, Ints, rows_of
 
 # Seconds of a step before one was seen.
@@ -106,6 +107,10 @@ class StepDrafts:
         """Gives new sessions a price and room before they are opened: without, a drafter reads the prompt and stops."""
         if self._policy.drafts:
             self._forest.links.look_ahead(fresh, self.caps(fresh), price=self._policy.price, step_s=self.step_s)
+
+    def describe(self, report: StepReport) -> None:
+        """Adds to a report whether its step drafts, at which price, and why."""
+        report.price, report.drafts, report.reason = self._policy.price, self._policy.drafts, self._policy.reason
 
     def num_silenced(self, rows: Ints, now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -181,6 +182,23 @@ def num_accepted_of(num_matched: int, token_ids: Sequence[int]) -> int:
     return min(num_matched, len(token_ids) - 1)
 
 
+class Reason(enum.StrEnum):
+    """Why a verifier's steps draft, or decode plainly."""
+
+    # At this load drafts pay by what was measured, or are expected to.
+    PAYS = "pays"
+    # Both ways are being compared at this load, in a trial or before the first one.
+    TRYING = "trying"
+    # Nobody drafts for the sessions of the step: there is no drafter, or the requests want none.
+    NO_DRAFTER = "no_drafter"
+    # So many sessions that drafts are not expected to pay; they were not tried here yet.
+    TOO_LOADED = "too_loaded"
+    # At this load drafts were measured, and plain decoding was faster.
+    DID_NOT_PAY = "did_not_pay"
+    # A setting says how many guesses are verified at any load.
+    FIXED = "fixed"
+
+
 @dataclass(slots=True)
 class StepReport:
     """What one step did, for metrics and traces."""
@@ -191,6 +209,9 @@ class StepReport:
     num_running: int = 0
     num_waiting: int = 0
     price: float = 1.0
+    # Whether it drafts, and why or why not; None: that is decided elsewhere.
+    drafts: bool = False
+    reason: Reason | None = None
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     # Nodes that were judged, and those of them that matched, by the source that guessed them first.

@@ -226,7 +226,7 @@ class Scheduler:
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         rows, joining_rows = (rows_of(each.tree.row for each in part) for part in (decoding, joining))
         choice = self._drafts.choose(rows, joining_rows, other_rows=other_rows, most_each=share)
-        self.report.price = self._policy.price
+        self._drafts.describe(self.report)
         self.tier.update([each.link for each in joining if not each.link.sent_len], now_s)
         return self._with_kv(decoding, choice)
 

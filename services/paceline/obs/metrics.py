@@ -49,6 +49,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import REPLICA_ROLES, FinishReason
+from paceline.core.target_events import Reason
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -171,6 +172,8 @@ GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
+# What steps do that do not draft, and those that do.
+MODES = ("plain", "drafting")
 # Why sessions continue without their drafter: its stream is lost, it broke the protocol, is silent, or has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
 REQUEST_ERRORS = (
@@ -227,15 +230,37 @@ class VerifierMetrics:
         self.fallbacks = meter.counters("paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
         self.round_hits = meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
         self.round_misses = meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
+        self._mode: tuple[str, str] | None = None
         self._of_steps(meter)
+
+    def show_mode(self, *, drafts: bool, reason: Reason) -> None:
+        """Steps draft or are plain, for a reason; a change takes the place of what was shown."""
+        mode = MODES[drafts], str(reason)
+        if mode == self._mode:
+            return
+        if self._mode is not None:
+            self.mode_since.remove(*self._mode)
+        self._mode = mode
+        self.mode_since.labels(*mode).set_to_current_time()
 
     def _of_steps(self, meter: Meter) -> None:
         self.gamma = meter.histogram(
-            "paceline:gamma", "Draft tokens verified per session and step; 0: plain decoding.", buckets=GAMMA_BUCKETS
+            "paceline:gamma",
+            "Draft tokens verified per session and step; 0: plain decoding, see paceline:mode_since_seconds.",
+            buckets=GAMMA_BUCKETS,
         )
-        self.price = meter.gauge("paceline:price", "Least survival worth verifying at this load; 1: no speculation.")
+        self.price = meter.gauge(
+            "paceline:price",
+            "Least survival worth verifying at this load; 1: plain decoding, see paceline:mode_since_seconds.",
+        )
         # The policy starts from there: nothing is drafted yet.
         self.price.set(1.0)
+        self.mode_since = meter.gauge(
+            "paceline:mode_since_seconds",
+            f"Unix time since when steps have had this mode for this reason; one series. mode: {', '.join(MODES)}. "
+            f"reason: {', '.join(Reason)}.",
+            ("mode", "reason"),
+        )
         self.step = _step_seconds(meter, "Time of one forward step; rows: the least power of two that holds its rows.")
         self.draft_round_trip = meter.histogram(
             "paceline:draft_round_trip_seconds",

@@ -44,6 +44,8 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     metrics.sessions.num_preemptions.inc(report.num_preempted)
     metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
     metrics.price.set(report.price)
+    if report.reason is not None:
+        metrics.show_mode(drafts=report.drafts, reason=report.reason)
     for gamma in report.gammas:
         metrics.gamma.observe(gamma)
     if report.accepted:

@@ -253,7 +253,7 @@ class ChainScheduler:
         decoding = [session for session in self._rows if not session.reads]
         joining = [session for session in self._rows if session.reads]
         choice = self._drafts.choose(_forest_rows(decoding), _forest_rows(joining))
-        self.report.price = self._policy.price
+        self._drafts.describe(self.report)
         return decoding, choice
 
     def _verify(self, decoding: Sequence[ChainSession], counts: Ints, taken: Gathered) -> None:

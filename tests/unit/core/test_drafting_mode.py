@@ -19,6 +19,7 @@ from paceline.core.drafting_mode import (
     DraftingMode,
     Mode,
 )
+from paceline.core.target_events import Reason
 
 PLAIN, DRAFTING = Mode.PLAIN, Mode.DRAFTING
 PLAIN_S = 0.020
@@ -86,6 +87,22 @@ def test_the_faster_mode_wins_at_every_load(num_sessions: int, ratio: float) -> 
     verifier.steps(400 if num_sessions <= MOST_ON_LOAN else 2_000, num_sessions)
     wanted = DRAFTING if ratio > 1.0 else PLAIN
     assert verifier.steps(400, num_sessions).count(wanted) > 380
+
+
+def test_every_mode_has_a_reason() -> None:
+    verifier, slow = always(2.0), always(0.5)
+
+    def reason(of: Verifier, count: int, num_sessions: int = MANY) -> Reason:
+        of.steps(count, num_sessions)
+        return of.switch.reason
+
+    assert verifier.switch.enter(0) is PLAIN
+    assert verifier.switch.reason is Reason.NO_DRAFTER, "nobody may speculate"
+    assert reason(verifier, LEAST_STEPS) is Reason.TRYING, "plain decoding is measured, and drafting next"
+    assert reason(verifier, MOST_STEPS) is Reason.PAYS
+    assert reason(verifier, LEAST_STEPS, 16 * MANY) is Reason.TOO_LOADED, "nothing is known of so many"
+    assert reason(slow, LEAST_STEPS + MOST_UNCOUNTED) is Reason.DID_NOT_PAY
+    assert reason(slow, LEAST_STEPS, 16 * MANY) is Reason.TOO_LOADED
 
 
 def test_each_load_has_its_own_mode_and_keeps_it() -> None:

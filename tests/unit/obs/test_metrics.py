@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 import urllib.request
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
+from paceline.core.target_events import Reason, StepReport
 from paceline.obs.metrics import (
     DrafterMetrics,
     GatewayMetrics,
@@ -19,6 +21,7 @@ from paceline.obs.metrics import (
     metrics_server,
     rows_label,
 )
+from paceline.obs.steps import record_step
 
 VERIFIER_NAMES = {
     "vllm:spec_decode_num_drafts_total",
@@ -62,6 +65,22 @@ def test_a_verifier_has_the_agreed_names() -> None:
     metrics.source_seconds.labels("medusa").inc(0.002)
     metrics.source_turns.labels("medusa").inc(3)
     assert samples(registry).keys() >= VERIFIER_NAMES
+
+
+def test_a_verifier_shows_its_mode_its_reason_and_since_when_until_one_of_them_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = CollectorRegistry()
+    metrics = VerifierMetrics(registry, "tiny")
+    shown: list[dict[str, float]] = []
+    steps = ((False, Reason.TOO_LOADED), (False, Reason.TOO_LOADED), (True, Reason.TRYING), (True, None))
+    for now_s, (drafts, reason) in enumerate(steps, start=100):
+        monkeypatch.setattr(time, "time", lambda now_s=now_s: float(now_s))
+        record_step(metrics, StepReport(num_rows=1, drafts=drafts, reason=reason))
+        shown.append({name: value for name, value in samples(registry).items() if "mode_since" in name})
+    plain = {'paceline:mode_since_seconds{mode="plain",reason="too_loaded"}': 100.0}
+    trying = {'paceline:mode_since_seconds{mode="drafting",reason="trying"}': 102.0}
+    assert shown == [plain, plain, trying, trying]
 
 
 def test_gateway_and_drafter_have_the_agreed_names() -> None:

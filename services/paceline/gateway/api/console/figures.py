@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ COUNTERS = {
     "paceline:gamma_sum": "drafted",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
+# Its labels say whether the verifier drafts, and why; its value, since when.
+MODE = "paceline:mode_since_seconds"
 
 Json = dict[str, Any]
 
@@ -64,16 +66,16 @@ class Figures:
         gate = asyncio.Semaphore(MAX_READS_AT_ONCE)
         # Redirects are not followed, so that only addresses of the registry are read. Certificates are not checked.
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=READ_TIMEOUT_S) as client:
-            counts = await asyncio.gather(*(_read(client, gate, each.metrics_address) for each in verifiers))
-        counters = {each.replica_id: count for each, count in zip(verifiers, counts, strict=True)}
+            pages = await asyncio.gather(*(_read(client, gate, each.metrics_address) for each in verifiers))
+        told = {each.replica_id: page for each, page in zip(verifiers, pages, strict=True)}
         return {
             "at_s": time.monotonic(),
-            "replicas": [_shown(each, counters.get(each.replica_id)) for each in replicas],
+            "replicas": [_shown(each, told.get(each.replica_id)) for each in replicas],
         }
 
 
-async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str) -> Mapping[str, float] | None:
-    """Returns a verifier's counters, None if they cannot be read."""
+async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str) -> Json | None:
+    """What a verifier's page of metrics says, None if it cannot be read."""
     page = bytearray()
     with suppress(httpx.HTTPError, TimeoutError, ValueError):
         async with gate, asyncio.timeout(READ_TIMEOUT_S):
@@ -85,26 +87,29 @@ async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str
                     page += part
                     if len(page) > MAX_PAGE_BYTES:
                         return None
-        return counters_of(page.decode())
+        return told_by(page.decode(), time.time())
     return None
 
 
-def counters_of(page: str) -> Mapping[str, float]:
-    """Returns the counters of a page of metrics by the page's short names, summed over labels.
+def told_by(page: str, now_s: float) -> Json:
+    """Counters of a page of metrics, by the console's short names and summed over labels, and the verifier's mode.
 
     Raises:
         ValueError: It is no such page.
     """
-    counters = dict.fromkeys(COUNTERS.values(), 0.0)
+    counters, mode = dict.fromkeys(COUNTERS.values(), 0.0), None
     # Most lines are buckets of histograms, and parsing is what takes time.
-    lines = [line for line in page.splitlines() if line.startswith(tuple(COUNTERS))]
+    lines = [line for line in page.splitlines() if line.startswith((MODE, *COUNTERS))]
     for family in text_string_to_metric_families("\n".join(lines)):
         for sample in family.samples:
-            counters[COUNTERS[sample.name]] += sample.value
-    return counters
+            if sample.name == MODE:
+                mode = {**sample.labels, "for_s": max(0.0, now_s - sample.value)}
+            else:
+                counters[COUNTERS[sample.name]] += sample.value
+    return {"counters": counters, "mode": mode}
 
 
-def _shown(replica: Replica, counters: Mapping[str, float] | None) -> Json:
+def _shown(replica: Replica, told: Json | None) -> Json:
     return {
         "id": replica.replica_id,
         "role": replica.role,
@@ -114,7 +119,7 @@ def _shown(replica: Replica, counters: Mapping[str, float] | None) -> Json:
         "sessions": replica.num_sessions,
         "max_sessions": replica.max_sessions,
         "draining": replica.draining,
-        "counters": counters,
+        **(told or {"counters": None, "mode": None}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from paceline.core.target_events import StepReport
+from paceline.core.target_events import Reason, StepReport
 from paceline.gateway.api.console import figures as module
-from paceline.gateway.api.console.figures import Figures, counters_of
+from paceline.gateway.api.console.figures import Figures, told_by
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_step
 from paceline.store.base import Replica
@@ -23,13 +24,17 @@ def page_of_two_steps() -> str:
     registry = CollectorRegistry()
     metrics = VerifierMetrics(registry, "tiny")
     for gammas, accepted in (([4, 0], [3]), ([4, 2], [0, 2])):
-        record_step(metrics, StepReport(num_rows=8, seconds=0.01, price=0.25, gammas=gammas, accepted=accepted))
+        report = StepReport(num_rows=8, seconds=0.01, price=0.25, gammas=gammas, accepted=accepted)
+        report.drafts, report.reason = True, Reason.PAYS
+        record_step(metrics, report)
     return generate_latest(registry).decode()
 
 
-def test_counters_are_those_of_a_verifiers_steps() -> None:
-    assert counters_of(page_of_two_steps()) == {"steps": 2, "turns": 4, "drafted": 10, "accepted": 5}
-    assert counters_of("") == {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}
+def test_counters_and_mode_are_those_of_a_verifiers_steps() -> None:
+    told = told_by(page_of_two_steps(), time.time() + 60.0)
+    assert told["counters"] == {"steps": 2, "turns": 4, "drafted": 10, "accepted": 5}
+    assert told["mode"] == {"mode": "drafting", "reason": "pays", "for_s": pytest.approx(60.0, abs=10.0)}
+    assert told_by("", 0.0) == {"counters": {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}, "mode": None}
 
 
 @contextmanager

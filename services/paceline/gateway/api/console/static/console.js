@@ -7,10 +7,20 @@ const PAUSE_MS = 1000;
 const PROMPT = 'def parse_header(line):\n    """Return';
 const TIERS = ["gateway", "verifier", "drafter"];
 const STATES = {
+  ready: ["good", ""],
   drafting: ["good", ""],
   "no drafter": ["warn",
     "No drafter is there: verifiers decode plainly, or with guesses of their own. Texts are the same, slower."],
   "no verifier": ["bad", "No verifier is there: requests wait for one, and are refused if none comes."],
+};
+// Why a verifier drafts, or decodes plainly.
+const REASONS = {
+  pays: "drafts pay",
+  trying: "drafting and plain decoding are being compared at this load",
+  no_drafter: "nobody drafts for these requests",
+  too_loaded: "drafts are not expected to pay with so many sessions, and were not tried yet",
+  did_not_pay: "drafts did not pay when they were measured at this load",
+  fixed: "set so",
 };
 const PANELS = [
   { title: "Tokens per second", about: "green: all; blue: the target's own", unit: "", digits: 0,
@@ -139,9 +149,26 @@ function drawRates() {
   }
 }
 
-function cells(replica, before, now) {
+// What one replica did since an earlier look.
+function since(before, now, replica) {
   const old = before?.replicas.find((each) => each.id === replica.id);
-  const own = old && between({ ...before, replicas: [old] }, { ...now, replicas: [replica] });
+  return old && between({ ...before, replicas: [old] }, { ...now, replicas: [replica] });
+}
+
+function lasting(seconds) {
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => seconds >= size) ?? [1, "s"];
+  return `${Math.floor(seconds / size)} ${unit}`;
+}
+
+const whyOf = ({ reason }) => REASONS[reason] ?? reason;
+
+function modeOf(replica, own) {
+  if (!replica.mode || !own) return "";
+  return own.turns ? `${replica.mode.mode} for ${lasting(replica.mode.for_s)}: ${whyOf(replica.mode)}` : "idle";
+}
+
+function cells(replica, before, now) {
+  const own = since(before, now, replica);
   const unread = replica.role === "verifier" && !replica.counters;
   const fixed = (value, digits) => (Number.isFinite(value) && replica.counters ? value.toFixed(digits) : "");
   const state = replica.draining ? "draining" : unread ? "metrics not read" : "ok";
@@ -149,7 +176,7 @@ function cells(replica, before, now) {
     [replica.id, ""], [replica.address, "mono"], [replica.zone, ""], [replica.model, ""],
     [replica.sessions + (replica.max_sessions ? ` / ${replica.max_sessions}` : ""), "number"],
     [fixed((own?.turns + own?.accepted) / own?.seconds, 0), "number"], [fixed(own?.drafted / own?.turns, 1), "number"],
-    [state, state === "ok" ? "" : "warn"],
+    [modeOf(replica, own), ""], [state, state === "ok" ? "" : "warn"],
   ];
 }
 
@@ -161,15 +188,25 @@ function show(now) {
   rates.push(before ? between(before, now) : null);
   if (rates.length > WINDOW) rates.shift();
   drawRates();
-  const present = new Set(now.replicas.filter((each) => !each.draining).map((each) => each.role));
-  const status = !present.has("verifier") ? "no verifier" : present.has("drafter") ? "drafting" : "no drafter";
-  say(STATES[status][0], status, STATES[status][1]);
+  say(...stateOf(before, now));
   const sorted = TIERS.flatMap((role) => now.replicas.filter((each) => each.role === role));
   find("replicas").tBodies[0].replaceChildren(...sorted.map((replica) => {
     const row = made("tr", "");
     row.append(...cells(replica, before, now).map(([text, kind]) => made("td", kind, text)));
     return row;
   }));
+}
+
+// Colour, words and notice for the fleet.
+function stateOf(before, now) {
+  const present = new Set(now.replicas.filter((each) => !each.draining).map((each) => each.role));
+  const named = (word) => [STATES[word][0], word, STATES[word][1]];
+  if (!present.has("verifier")) return named("no verifier");
+  if (!present.has("drafter")) return named("no drafter");
+  const modes = now.replicas.filter((each) => since(before, now, each)?.turns && each.mode).map((each) => each.mode);
+  if (!modes.length) return named("ready");
+  if (modes.some(({ mode }) => mode === "drafting")) return named("drafting");
+  return ["", `plain: ${whyOf(modes[0])}`, ""];
 }
 
 function say(state, text, notice) {
