@@ -16,10 +16,10 @@ const STATES = {
 // Why a verifier drafts, or decodes plainly.
 const REASONS = {
   pays: "drafts pay",
-  trying: "drafting and plain decoding are being compared at this load",
+  trying: "both are being compared at this load",
   no_drafter: "nobody drafts for these requests",
-  too_loaded: "drafts are not expected to pay with so many sessions, and were not tried yet",
-  did_not_pay: "drafts did not pay when they were measured at this load",
+  too_loaded: "too many sessions for drafts to pay; not tried yet",
+  did_not_pay: "drafts did not pay when measured at this load",
   fixed: "set so",
 };
 const PANELS = [
