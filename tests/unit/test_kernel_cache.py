@@ -60,7 +60,7 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_checkouts(tmp_path):
     assert first(0.5) == second(0.5)
     assert [sum(each.stats.cache_hits.values()) for each in (first, second)] == [0, 1]
     (kept,) = tmp_path.iterdir()
-    assert kept.name.startswith("forest_calibrating.sigmoid-"), "where in the package, not where the package lies"
+    assert kept.name.startswith("forest_tree_loops.sigmoid-"), "where in the package, not where the package lies"
 
 
 def test_processes_that_compile_at_once_keep_their_signatures_apart(tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ def test_a_collector_is_found_in_the_variables_unless_it_takes_no_grpc() -> None
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({f"{E}TIMEOUT": "soon"}, "OpenTelemetry's variables: .*'soon'"),
         ({f"{E}COMPRESSION": "zstd"}, 'variables: Invalid value "zstd" for compression .*OTLP_COMPRESSION'),
         ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "x"}, "variables: OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT must be a non-negative"),
     ],
