@@ -11,6 +11,8 @@ up for nothing), and in no 200 steps, the first ones included, more than 3 % aga
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from loadtest.bench import bench_parser, report, show
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.target_events import DrafterNews, TargetOutput
-from paceline.planning.engines import DrafterAtWork, Events, Request, VerifierAtWork
+from paceline.planning.engines import DrafterAtWork, JumpingLoop, Request, VerifierAtWork, simulate
 from paceline.simulated.guesses import DrawnGuesses
 from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
@@ -125,35 +127,39 @@ class Watched(VerifierAtWork):
     def _deliver(self, output: DrafterNews) -> None:
         if isinstance(output, TargetOutput) and output.report.num_rows:
             report = output.report
-            self.steps.append((self._events.now_s, self.steps[-1][1] + len(report.gammas) + sum(report.accepted)))
+            self.steps.append((self._loop.time(), self.steps[-1][1] + len(report.gammas) + sum(report.accepted)))
         super()._deliver(output)
 
 
 def steps_of(case: Case, choice: str | int) -> list[tuple[float, int]]:
     """Serves a case with a fixed gamma, or a controller; returns end and tokens of all steps up to each."""
-    profile, events, count = case.profile(), Events(), 0
+    return simulate(lambda loop: _served(case, choice, loop))
 
-    def ask(_: Request | None = None) -> None:
-        nonlocal count
-        length = int(np.random.default_rng((case.seed, count)).integers(*OUTPUT_TOKENS))
-        verifier.submit(
-            Request(number=count, at_s=events.now_s, num_prompt_tokens=NUM_PROMPT_TOKENS, num_output_tokens=length)
-        )
-        count += 1
 
+async def _served(case: Case, choice: str | int, loop: JumpingLoop) -> list[tuple[float, int]]:
+    profile, numbers = case.profile(), itertools.count()
     policy = FixedGamma(gamma=choice) if isinstance(choice, int) else None
-    drafter = DrafterAtWork("drafter", profile, events, case.seed)
-    verifier = Watched(profile, events, colocated=False, drafters=[drafter], on_end=ask, policy=policy, seed=case.seed)
+    drafter = DrafterAtWork("drafter", profile, loop, case.seed)
+    verifier = Watched(profile, loop, colocated=False, drafters=[drafter], policy=policy, seed=case.seed)
+
+    async def stream() -> None:
+        for number in numbers:
+            length = int(np.random.default_rng((case.seed, number)).integers(*OUTPUT_TOKENS))
+            await verifier.serve(
+                Request(number=number, at_s=loop.time(), num_prompt_tokens=NUM_PROMPT_TOKENS, num_output_tokens=length)
+            )
+
+    # Held, or they might be forgotten at work.
+    tasks = [loop.create_task(each.run()) for each in (drafter, verifier)]
     if choice == REHEARSED:
         verifier.rehearse(case.num_sessions)
-        while verifier.rehearses:
-            events.run(events.now_s + LONGEST_S)
-        verifier.steps = [(events.now_s, 0)]
-    for _ in range(case.num_sessions):
-        ask()
+        while verifier.rehearses:  # noqa: ASYNC110 - a clock that jumps looks for nothing
+            await asyncio.sleep(LONGEST_S)
+        verifier.steps = [(loop.time(), 0)]
+    tasks += [loop.create_task(stream()) for _ in range(case.num_sessions)]
     steps = FIXED_STEPS if isinstance(choice, int) else STEPS
-    while len(verifier.steps) <= steps:
-        events.run(events.now_s + LONGEST_S)
+    while len(verifier.steps) <= steps and not any(map(asyncio.Task.done, tasks)):  # noqa: ASYNC110 - as above
+        await asyncio.sleep(LONGEST_S)
     return verifier.steps
 
 

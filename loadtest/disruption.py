@@ -28,14 +28,14 @@ from tqdm import tqdm
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.fleet import bench_fleet
 from loadtest.histories import History, judge
-from loadtest.paced import tokens_of
 from loadtest.steadfast import Answer, Request, keep_running, over, run_each
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.supervisor import BackOff
+from paceline.planning.promise import tokens_of
 from paceline.rpc.v1 import common_pb2
 
-PROFILE = "70b+1b@4xh100+l4"
+PROFILE = "70b+1b@4xh100+h100"
 TIERS = ("drafter", "verifier", "gateway")
 PATIENCE_S = 60.0
 

@@ -21,12 +21,13 @@ import torch
 from loadtest.fleet import bench_fleet
 from loadtest.gpu_models import SHAPES, RandomModel
 from loadtest.gpu_parts import say
-from loadtest.paced import OFF, SETTLING, ask_of, keep_busy, within
+from loadtest.paced import OFF, ask_of, keep_busy, within
 from loadtest.streams import Ask, HttpDoor
 from paceline.cluster.local import LocalFleet
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.planning.promise import SETTLING
 from paceline.simulated.device import DigestCache, Pace, SimulatedTarget
 from paceline.simulated.model import find_profile
 

@@ -11,7 +11,8 @@ devices. Four ways:
 
 In the table, all of it after the load has found its pace:
 
-* ideal: what `paceline plan`'s simulation gives for the same profile and load, where code costs nothing; share: of it
+* ideal: what `paceline plan`'s simulation gives for the same profile and load, where code costs nothing: the same
+  engines on a clock that jumps; share: of it
 * batch: sessions in a step; length: tokens that a session commits in a step
 * cpu_ms: CPU time of each process for a step of the verifier; cpu_us: for a session of such a step; client: this one
 * gap_ms: between tokens, those that came at once sharing their wait; ideal: the planner's, at the verifier
@@ -44,17 +45,18 @@ from tqdm import tqdm
 
 from loadtest.bench import Table, bench_parser, report, run
 from loadtest.fleet import bench_fleet
-from loadtest.paced import OFF, PROMPT_TOKENS, SETTLING, ask_of, keep_busy, planned, within
+from loadtest.paced import OFF, ask_of, keep_busy, within
 from loadtest.straight import StraightDoor
 from loadtest.streams import Ask, Completion, Door, HttpDoor
 from paceline.cluster.local import LocalFleet
+from paceline.planning.promise import LOADS, PROMPT_TOKENS, SETTLING, steady
 from paceline.planning.simulation import Outcome, Way
-from paceline.simulated.model import find_profile
+from paceline.simulated.model import find_profile, guesses_of
+from paceline.simulated.profile import Profile
 from tools.procfs import cpu_s
 from tools.scrape import mean_between, scrape
 
-PROFILES = ("70b+1b@4xh100+l4", "8b+0.5b@h100+l4")
-LOADS = (1, 8, 32, 64, 128, 256)
+PROFILES = ("70b+1b@4xh100+h100", "8b+0.5b@h100+h100")
 LEAST_ALONE = 64
 STEPS, SESSIONS, NODES = "paceline:step_seconds", "paceline:gamma", "paceline:draft_nodes_total"
 FATES = ("accepted", "rejected", "unverified", "late")
@@ -137,13 +139,21 @@ def planned_all(cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[Ce
     """What the planner says of each; before anything is measured, since it takes all cores."""
     with ProcessPoolExecutor() as pool:
         outcomes = [
-            pool.submit(planned, find_profile(name), arguments.acceptance, way.planned, streams, arguments.max_tokens)
+            pool.submit(
+                steady, costless(name, arguments.acceptance), way.planned, streams, mean_tokens=arguments.max_tokens
+            )
             for name, streams, way in cells
         ]
         return {
             cell: outcome.result()
             for cell, outcome in tqdm(zip(cells, outcomes, strict=True), "planning", len(cells), unit="load")
         }
+
+
+def costless(name: str, acceptance: float | None) -> Profile:
+    """A profile without our own code, which is a share of a step there, and takes its time in the fleet."""
+    profile = find_profile(name)
+    return replace(profile, truth=guesses_of(profile, acceptance), drafting_overhead=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

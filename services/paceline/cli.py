@@ -30,7 +30,7 @@ COMMANDS = {
     "drain": "move sessions off a replica before it is stopped",
     "generate": "stream a completion from a running fleet",
     "demo": "stream completions with and without speculation, and compare them",
-    "plan": "find how many verifiers and drafters a load needs",
+    "plan": "say what models promise on their GPUs, or how many of these a load needs",
     "models": "models check NAME shows which engine serves a checkpoint, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",

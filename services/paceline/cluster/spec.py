@@ -119,7 +119,7 @@ class FleetSpec:
     simulate: str = setting(
         "",
         help="Serve simulated devices, which take their time and compute nothing: a profile's file, or a name such as "
-        "70b+1b@4xh100+l4.",
+        "70b+1b@4xh100+h100.",
     )
     acceptance: float | None = setting(
         None, help="With --simulate: chance that a first guess is right; without it as the profile says.", low=0, high=1

@@ -26,7 +26,7 @@ class DrafterConfig(ModelServiceConfig):
         choices=(PACELINE, SIMULATED),
     )
     profile: str = setting(
-        "", help="Simulated devices: a profile's file, or a name such as 70b+1b@4xh100+l4; see docs/simulation.md."
+        "", help="Simulated devices: a profile's file, or a name such as 70b+1b@4xh100+h100; see docs/simulation.md."
     )
     mean_output_tokens: float = setting(
         0.0, help="Simulated texts: their mean length, as the verifier has it.", unit="tokens", low=0

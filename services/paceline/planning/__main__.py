@@ -1,4 +1,4 @@
-"""Plans capacity: `paceline plan --profile 8b+1b@h100+a100 --rate 100`."""
+"""Plans capacity: `paceline plan --profile 70b+1b@4xh100+h100 --rate 100`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from tqdm import tqdm
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, read_arrivals, scaled
 from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
+from paceline.planning.promise import Promise, loads_of, shown, steady
 from paceline.planning.report import draw, figures, table
 from paceline.planning.simulation import Fleet, Way
 from paceline.service.config import parse, setting
-from paceline.simulated.profile import COMPUTED, SHIPPED, Profile, read_profile, write_profile
-from paceline.simulated.roofline import computed_profile
+from paceline.simulated.model import find_profile
+from paceline.simulated.profile import COMPUTED, Profile, write_profile
 
 PROG = "paceline plan"
 # Verifiers to a drafter in a given fleet whose number of drafters is not named.
 USUAL_RATIO = 4
+Key = TypeVar("Key")
 Found = TypeVar("Found")
-DESCRIPTION = """Says how many verifiers and drafters a load needs, and what that costs.
-It simulates fleets with the very policy, trees and waiting rules of the services, on step times and guesses from a
-profile, and prints the cheapest mix of verifiers and drafters that meets the goals beside fleets of as many GPUs
-without speculation and with the drafter inside the verifier.
-Example: paceline plan --profile 8b+1b@h100+a100 --rate 100 --slo-ttft-ms 1000 --slo-itl-ms 20.
+DESCRIPTION = """Says what a pair of models on its GPUs promises, or how many verifiers and drafters a load needs.
+It simulates fleets with the engines that serve, on step times and guesses from a profile. Without a load it prints
+tokens/s at several numbers of streams, and whether a drafter pays there: paceline plan --profile 70b+1b@4xh100+h100.
+With --rate or --trace it prints the cheapest mix of verifiers and drafters that meets the goals, beside fleets of as
+many GPUs without speculation and with the drafter inside the verifier:
+paceline plan --profile 70b+1b@4xh100+h100 --rate 100 --slo-ttft-ms 1000 --slo-itl-ms 20.
 Profiles whose name is in that form are computed from data sheets, not measured, and their acceptance is assumed: write
 one with --write-profile, put your measurements in, and give the file as --profile.
 With --verifiers (and --drafters) that fleet is simulated instead of looking for one; see docs/capacity.md."""
@@ -43,17 +46,22 @@ class PlanConfig:
 
     profile: str = setting(
         help="JSON file, the name of a measured profile in the package (demo), or one to compute: "
-        "TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as 8b+1b@h100+l4 or 70b+1b@4xh100+a100."
+        "TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as 70b+1b@4xh100+h100 or 8b+0.5b@h100+h100."
     )
     trace: Path | None = setting(
-        None, help="Arrivals: Azure's CSV of 2023 or Mooncake's JSON lines, plain or gzipped; without it generated."
+        None,
+        help="Arrivals: Azure's CSV of 2023 or Mooncake's JSON lines, plain or gzipped; generated without it.",
     )
     shape: str = setting("conversation", help="Statistics of generated arrivals.", choices=tuple(SHAPES))
     rate: float | None = setting(
         None, help="Mean rate; without it that of the trace.", unit="requests/s", low=0.001, high=1e7
     )
     seconds: float = setting(
-        20.0, help="Time that is simulated, of a trace its beginning.", unit="seconds", low=1.0, high=86_400.0
+        20.0,
+        help="Time that is simulated: of a trace its beginning; without a load that of one stream.",
+        unit="seconds",
+        low=1.0,
+        high=86_400.0,
     )
     slo_ttft_ms: float = setting(1000.0, help="Goal: p95 of the time to the first token.", unit="ms", low=0.1)
     slo_itl_ms: float = setting(50.0, help="Goal: p95 of the time between tokens.", unit="ms", low=0.01)
@@ -83,8 +91,15 @@ class PlanConfig:
             raise ConfigError("--drafters needs --verifiers beside it")
         if self.drafters is not None and self.verifiers is not None and self.drafters > self.verifiers:
             raise ConfigError(f"--drafters must be at most --verifiers ({self.verifiers}), got {self.drafters}")
-        if self.trace is None and self.rate is None and self.write_profile is None:
-            raise ConfigError("--rate is required without --trace: mean rate of the generated arrivals, requests/s")
+        loadless = {"--verifiers": self.verifiers, "--plot": self.plot}
+        for flag, given in loadless.items():
+            if given is not None and not self.has_load:
+                raise ConfigError(f"{flag} needs a load: --rate or --trace beside it")
+
+    @property
+    def has_load(self) -> bool:
+        """Whether fleets are looked for; if not, the profile alone is asked."""
+        return self.rate is not None or self.trace is not None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,12 +115,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_profile(profile, config.write_profile)
         sys.stdout.write(f"wrote {config.write_profile}\n")
         return
+    with ProcessPoolExecutor(config.workers or os.cpu_count()) as pool:
+        if config.has_load:
+            _plan(pool, config, profile)
+        else:
+            _promise(pool, config, profile)
+
+
+def _promise(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile) -> None:
+    """Prints what the profile promises."""
+    futures = {
+        (streams, way): pool.submit(steady, profile, way, streams, seconds=config.seconds, seed=config.seed)
+        for streams in loads_of(profile)
+        for way in Way
+    }
+    outcomes = _awaited(futures, "simulating loads")
+    promises = [
+        Promise(streams, {way: outcomes[streams, way].tokens_per_s for way in Way}) for streams in loads_of(profile)
+    ]
+    sys.stdout.write(_name(profile) + shown(profile, promises))
+    _write(config.json, [each.figures() for each in promises])
+
+
+def _plan(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile) -> None:
+    """Prints the fleets that do, or what a given one does."""
     load = load_of(config)
-    plans = _plans(config, profile, load)
-    sys.stdout.write(_heading(profile, load, config) + table(plans) + "\n")
-    if config.json is not None:
-        content = {title: figures(plan) for title, plan in plans.items()}
-        config.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    plans = _plans(pool, config, profile, load)
+    sys.stdout.write(_name(profile) + _heading(load, config) + table(plans) + "\n")
+    _write(config.json, {title: figures(plan) for title, plan in plans.items()})
     if config.plot is not None:
         draw(plans, config.plot)
     first = next(iter(plans.values()))
@@ -114,15 +151,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
+def _write(path: Path | None, content: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def profile_of(config: PlanConfig) -> Profile:
     """The profile that the settings name, with their prices.
 
     Raises:
         ConfigError: There is none of that name, or its file is broken.
     """
-    path, shipped = Path(config.profile), SHIPPED / f"{config.profile}.json"
-    files = [each for each in (path, shipped) if each.is_file()]
-    profile = read_profile(files[0]) if files else computed_profile(config.profile)
+    profile = find_profile(config.profile)
     target, drafter = profile.target, profile.drafter
     if config.verifier_price is not None:
         target = replace(target, price_per_hour=config.verifier_price)
@@ -152,19 +192,18 @@ def load_of(config: PlanConfig) -> list[Arrival]:
     return load
 
 
-def _plans(config: PlanConfig, profile: Profile, load: Sequence[Arrival]) -> dict[str, Plan]:
+def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load: Sequence[Arrival]) -> dict[str, Plan]:
     """The plan, followed by those that it is compared with."""
     goal = Goal(ttft_s=config.slo_ttft_ms / 1e3, itl_s=config.slo_itl_ms / 1e3)
-    with ProcessPoolExecutor(config.workers or os.cpu_count()) as pool:
-        if config.verifiers is None:
-            plans = _cheapest(pool, profile, load, goal, config.seed)
-        else:
-            drafters = config.drafters or max(1, config.verifiers // USUAL_RATIO)
-            fleet = Fleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=drafters)
-            given = {Way.TIER.value: pool.submit(evaluate, profile, fleet, load, goal, seed=config.seed)}
-            plans = _awaited(given, "simulating the fleet")
-        tier = next((plan for plan in plans.values() if plan.fleet.way is Way.TIER), None)
-        return plans if tier is None else plans | _at_equal_gpus(pool, tier, load, goal, config.seed)
+    if config.verifiers is None:
+        plans = _cheapest(pool, profile, load, goal, config.seed)
+    else:
+        drafters = config.drafters or max(1, config.verifiers // USUAL_RATIO)
+        fleet = Fleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=drafters)
+        given = {Way.TIER.value: pool.submit(evaluate, profile, fleet, load, goal, seed=config.seed)}
+        plans = _awaited(given, "simulating the fleet")
+    tier = next((plan for plan in plans.values() if plan.fleet.way is Way.TIER), None)
+    return plans if tier is None else plans | _at_equal_gpus(pool, tier, load, goal, config.seed)
 
 
 def _cheapest(
@@ -206,7 +245,7 @@ def _at_equal_gpus(
     return _awaited(futures, "simulating fleets of as many GPUs")
 
 
-def _awaited(futures: Mapping[str, Future[Found]], title: str) -> dict[str, Found]:
+def _awaited(futures: Mapping[Key, Future[Found]], title: str) -> dict[Key, Found]:
     """All results in the order of the futures, with a bar that counts them."""
     with tqdm(total=len(futures), desc=title, unit="fleet", leave=False) as bar:
         for _ in as_completed(futures.values()):
@@ -214,13 +253,16 @@ def _awaited(futures: Mapping[str, Future[Found]], title: str) -> dict[str, Foun
     return {name: future.result() for name, future in futures.items()}
 
 
-def _heading(profile: Profile, load: Sequence[Arrival], config: PlanConfig) -> str:
+def _name(profile: Profile) -> str:
+    note = " COMPUTED, NOT MEASURED" if profile.kind == COMPUTED else ""
+    return f"{profile.name}:{note} ({profile.origin})\n"
+
+
+def _heading(load: Sequence[Arrival], config: PlanConfig) -> str:
     span_s = max(load[-1].at_s, 1e-9)
     prompts = sum(each.num_prompt_tokens for each in load) / len(load)
     outputs = sum(each.num_output_tokens for each in load) / len(load)
-    note = " COMPUTED, NOT MEASURED" if profile.kind == COMPUTED else ""
     return (
-        f"{profile.name}:{note} ({profile.origin})\n"
         f"{len(load):,} requests in {span_s:.0f} s ({len(load) / span_s:.1f}/s), {prompts:.0f} prompt and "
         f"{outputs:.0f} output tokens each; goals: TTFT p95 {config.slo_ttft_ms:g} ms, ITL p95 {config.slo_itl_ms:g} ms"
         "\n\n"

@@ -1,12 +1,16 @@
-"""Verifiers and drafters of a simulation: the very engines on simulated devices, where time jumps from act to act."""
+"""Verifiers and drafters of a simulation: the very engines on simulated devices, in an event loop whose clock jumps."""
 
 from __future__ import annotations
 
-import heapq
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+import selectors
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -53,6 +57,40 @@ OF_DRAFTERS = 1 << 16
 
 _Event = TypeVar("_Event")
 _Output = TypeVar("_Output")
+_Messages = TypeVar("_Messages")
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+
+
+class _Clock(selectors.SelectSelector):
+    """Jumps for as long as it may wait, and sees no file."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("the simulation waits for something that will never happen")
+        self.now_s += max(0.0, timeout)
+        return []
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop that waits for nothing: its clock jumps to the next event."""
+
+    def __init__(self) -> None:
+        self._clock = _Clock()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock.now_s
+
+
+def simulate(main: Callable[[JumpingLoop], Coroutine[Any, Any, _Result]]) -> _Result:
+    """Runs a simulation to its end."""
+    loop = JumpingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(main(loop))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,77 +120,78 @@ class Request:
         return max(0, self.record.num_steps - 1)
 
 
-class EngineAtWork(Generic[_Event, _Output]):
-    """Drives an engine as its thread does (`paceline.engine.bridge`).
+class DeviceAtWork:
+    """Makes calls at once, on a clock of its own that moves on as they sleep; they come back at that time."""
 
-    Nothing reaches an engine within a step. So the step is computed when it begins, its device only moves the engine's
-    own clock on, and what it has done is handed on when it would end.
-
-    Args:
-        deliver: Called with every output.
-
-    Attributes:
-        stepper: The engine; set it before the first event.
-    """
-
-    stepper: Stepper[_Event, _Output]
-
-    def __init__(self, events: Events, deliver: Callable[[_Output], None]) -> None:
-        self._events, self._deliver = events, deliver
-        self._ahead_s = 0.0
-        self._inbox: list[_Event] = []
-        self._busy = False
-        self._num_waits = 0
+    def __init__(self, loop: JumpingLoop) -> None:
+        self._loop, self._ahead_s = loop, 0.0
 
     def now_s(self) -> float:
-        """The engine's time."""
-        return self._events.now_s + self._ahead_s
+        return self._loop.time() + self._ahead_s
 
     def pace(self, facts: DeviceFacts, seed: int, overhead: float = 0.0) -> Pace:
         return Pace(facts, seed=seed, overhead=overhead, clock=self.now_s, sleep=self._sleep)
 
-    def post(self, event: _Event) -> None:
-        """Hands the engine an event, once its step has ended."""
-        self._inbox.append(event)
-        if not self._busy:
-            self._drive()
+    async def run(self, call: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        """Makes a call."""
+        result = call(*args, **kwargs)
+        taken_s, self._ahead_s = self._ahead_s, 0.0
+        await asyncio.sleep(taken_s)
+        return result
 
     def _sleep(self, seconds: float) -> None:
         self._ahead_s += seconds
 
-    def _drive(self) -> None:
-        inbox, self._inbox, self._busy = self._inbox, [], False
-        self._num_waits += 1
-        for event in inbox:
-            self.stepper.handle(event)
-        if not self.stepper.has_work():
-            return
-        patience_s = self.stepper.patience_s()
-        if patience_s > 0.0:
-            self._events.after(patience_s, self._wake(self._num_waits))
-        else:
-            self._step()
 
-    def _wake(self, number: int) -> Act:
-        """Goes on after a wait, unless something ended the wait before."""
+class EngineAtWork(Generic[_Event, _Output]):
+    """Drives an engine as its process does (`paceline.engine.bridge`).
 
-        def wake() -> None:
-            if number == self._num_waits and not self._busy:
-                self._drive()
+    Args:
+        deliver: Called with every output.
+    """
 
-        return wake
+    def __init__(
+        self, device: DeviceAtWork, stepper: Stepper[_Event, _Output], deliver: Callable[[_Output], None]
+    ) -> None:
+        self._device, self._stepper, self._deliver = device, stepper, deliver
+        self._inbox: list[_Event] = []
+        self._arrived = asyncio.Event()
 
-    def _step(self) -> None:
-        self._busy = True
-        early = self.stepper.begin()
-        if early is not None:
-            self._hand_on(early)
-        self._hand_on(self.stepper.step())
-        self._events.after(self._ahead_s, self._drive)
-        self._ahead_s = 0.0
+    def post(self, event: _Event) -> None:
+        """Hands the engine an event, once its step has ended."""
+        self._inbox.append(event)
+        self._arrived.set()
 
-    def _hand_on(self, output: _Output) -> None:
-        self._events.after(self._ahead_s, lambda: self._deliver(output))
+    async def run(self) -> None:
+        """Steps for as long as there is work, and waits for more; never returns."""
+        stepper = self._stepper
+        while True:
+            inbox, self._inbox = self._inbox, []
+            self._arrived.clear()
+            for event in inbox:
+                stepper.handle(event)
+            patience_s = stepper.patience_s() if stepper.has_work() else None
+            if patience_s is None or patience_s > 0.0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        await self._arrived.wait()
+                continue
+            early = await self._device.run(stepper.begin)
+            if early is not None:
+                self._deliver(early)
+            self._deliver(await self._device.run(stepper.step))
+
+
+class Link(Generic[_Messages]):
+    """One direction of a stream between a verifier and a drafter: what is sent arrives later, in its order."""
+
+    def __init__(self, loop: JumpingLoop, delay_s: float, receive: Callable[[_Messages], None]) -> None:
+        self._loop, self._delay_s, self._receive = loop, delay_s, receive
+        self._under_way: deque[_Messages] = deque()
+
+    def send(self, messages: _Messages) -> None:
+        self._under_way.append(messages)
+        self._loop.call_later(self._delay_s, lambda: self._receive(self._under_way.popleft()))
 
 
 class DrafterAtWork:
@@ -161,36 +200,37 @@ class DrafterAtWork:
     Args:
         address: What verifiers know it by.
         seed: Of the luck with step times.
+
+    Attributes:
+        num_sessions: That it drafts for.
     """
 
-    def __init__(self, address: str, profile: Profile, events: Events, seed: int) -> None:
-        self.address = address
-        self._events, self._link_s = events, profile.link_s
-        self._verifiers: list[VerifierAtWork] = []
-        self._num_sessions = 0
-        self._engine: EngineAtWork[DraftEvent, DraftOutput] = EngineAtWork(events, self._deliver)
-        self._engine.stepper = draft_engine(self._engine, profile, profile.drafter, seed)
+    def __init__(self, address: str, profile: Profile, loop: JumpingLoop, seed: int) -> None:
+        self.address, self.num_sessions = address, 0
+        self._loop, self._link_s = loop, profile.link_s
+        self._verifiers: list[Link[Sequence[ToVerifier]]] = []
+        device = DeviceAtWork(loop)
+        engine = draft_engine(device, profile, profile.drafter, seed)
+        self._engine: EngineAtWork[DraftEvent, DraftOutput] = EngineAtWork(device, engine, self._deliver)
+        self.run = self._engine.run
+
+    def connect(self, receive: Callable[[Sequence[ToVerifier]], None]) -> Link[Sequence[ToDrafter]]:
+        """Opens a verifier's stream, of which it gets the drafter's messages."""
+        number = len(self._verifiers)
+        self._verifiers.append(Link(self._loop, self._link_s, receive))
+        return Link(
+            self._loop,
+            self._link_s,
+            lambda messages: self._engine.post(VerifierMessages(link=number, messages=messages)),
+        )
 
     def known(self) -> DrafterCandidate:
         """What verifiers know of it, without delay."""
-        return DrafterCandidate(address=self.address, num_sessions=self._num_sessions)
-
-    def count(self, change: int) -> None:
-        """Drafts for so many sessions more from now on."""
-        self._num_sessions += change
-
-    def send(self, messages: Sequence[ToDrafter], verifier: VerifierAtWork) -> None:
-        if verifier not in self._verifiers:
-            self._verifiers.append(verifier)
-        received = VerifierMessages(link=self._verifiers.index(verifier), messages=messages)
-        self._events.after(self._link_s, lambda: self._engine.post(received))
+        return DrafterCandidate(address=self.address, num_sessions=self.num_sessions)
 
     def _deliver(self, output: DraftOutput) -> None:
-        for link, messages in output.to_verifiers.items():
-            self._events.after(self._link_s, self._arrival(self._verifiers[link], messages))
-
-    def _arrival(self, verifier: VerifierAtWork, messages: Sequence[ToVerifier]) -> Act:
-        return lambda: verifier.receive(self.address, messages)
+        for number, messages in output.to_verifiers.items():
+            self._verifiers[number].send(messages)
 
 
 class VerifierAtWork:
@@ -199,7 +239,6 @@ class VerifierAtWork:
     Args:
         colocated: Whether it drafts itself.
         drafters: Those of the tier.
-        on_end: Called with every request that has all its tokens.
         policy: Picks what steps verify; None: as verifiers do, from a profile at start-up.
         seed: Of the luck with step times.
     """
@@ -207,38 +246,49 @@ class VerifierAtWork:
     def __init__(
         self,
         profile: Profile,
-        events: Events,
+        loop: JumpingLoop,
         *,
         colocated: bool,
         drafters: Sequence[DrafterAtWork] = (),
-        on_end: Callable[[Request], None],
         policy: Goodput | None = None,
         seed: int = 0,
     ) -> None:
-        self._events, self._on_end = events, on_end
-        self._drafters = {drafter.address: drafter for drafter in drafters}
+        self._loop = loop
         self._own = LOCAL if colocated else ""
         self._pairing = Pairing()
-        # With the addresses of their drafters, by number.
-        self._requests: dict[int, tuple[Request, str]] = {}
-        self._engine: EngineAtWork[TargetEvent, DrafterNews] = EngineAtWork(events, self._deliver)
+        self._drafters = {drafter.address: drafter for drafter in drafters}
+        self._links = {
+            drafter.address: drafter.connect(partial(self._receive, drafter.address)) for drafter in drafters
+        }
+        # By number, with what learns of their ends.
+        self._requests: dict[int, tuple[Request, asyncio.Future[None]]] = {}
         self.policy = policy or Goodput(
             profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf
         )
-        self.engine = target_engine(self._engine, profile, self.policy, seed, colocated=colocated)
-        self._engine.stepper = self.engine
-        if colocated:
-            draft = draft_engine(self._engine, profile, profile.colocated, seed)
-            self._engine.stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=self._engine.now_s)
+        device = DeviceAtWork(loop)
+        self.engine = target_engine(device, profile, self.policy, seed, colocated=colocated)
         for address in self._drafters:
             self.engine.handle(LinkChanged(address=address, up=True))
+        stepper: Stepper[TargetEvent, DrafterNews] = self.engine
+        if colocated:
+            draft = draft_engine(device, profile, profile.colocated, seed)
+            stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
+        self._engine = EngineAtWork(device, stepper, self._deliver)
+        self.run = self._engine.run
 
-    def submit(self, asked: Request) -> None:
-        """A request arrives, and is paired with a drafter if there is one."""
+    @property
+    def num_sessions(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
+
+    async def serve(self, asked: Request) -> None:
+        """Serves a request to its end, with a drafter if there is one.
+
+        Raises:
+            PacelineError: It failed.
+        """
         self._pairing.know(each.known() for each in self._drafters.values())
         address = self._own or self._pairing.choose((DRAFT_MODEL,))
-        self._requests[asked.number] = asked, address
-        self._count(address, +1)
         request = GenerateRequest(
             session_id=str(asked.number),
             epoch=1,
@@ -248,37 +298,42 @@ class VerifierAtWork:
             # None has the pages of another.
             cache_salt=str(asked.number),
         )
+        ended = self._loop.create_future()
+        self._requests[asked.number] = asked, ended
+        self._count(address, +1)
         self._engine.post(
-            Submit(request=request, serial=asked.number, drafter_address=address, arrived_s=self._events.now_s)
+            Submit(request=request, serial=asked.number, drafter_address=address, arrived_s=self._loop.time())
         )
+        try:
+            await ended
+        finally:
+            del self._requests[asked.number]
+            self._count(address, -1)
 
-    def receive(self, address: str, messages: Sequence[ToVerifier]) -> None:
-        """Messages of a drafter's step arrive."""
-        self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=self._events.now_s))
+    def _receive(self, address: str, messages: Sequence[ToVerifier]) -> None:
+        self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=self._loop.time()))
 
     def _deliver(self, output: DrafterNews) -> None:
         for address, messages in output.to_drafters.items():
-            self._drafters[address].send(messages, self)
+            self._links[address].send(messages)
         for serial, committed in output.committed if isinstance(output, TargetOutput) else ():
-            self._hand_on(serial, committed)
+            self._hand_on(*self._requests[serial], committed)
 
-    def _hand_on(self, serial: int, committed: CommittedTokens | PacelineError) -> None:
+    def _hand_on(self, asked: Request, ended: asyncio.Future[None], committed: CommittedTokens | PacelineError) -> None:
         if isinstance(committed, PacelineError):
-            raise committed
-        asked, address = self._requests[serial]
+            ended.set_exception(committed)
+            return
         if committed.token_ids:
-            asked.pieces.append((self._events.now_s, len(committed.token_ids)))
+            asked.pieces.append((self._loop.time(), len(committed.token_ids)))
         if committed.speculation is not None:
             asked.record = committed.speculation
         if committed.result is not None:
-            del self._requests[serial]
-            self._count(address, -1)
-            self._on_end(asked)
+            ended.set_result(None)
 
     def _count(self, address: str, change: int) -> None:
         if address in self._drafters:
             self._pairing.count(address, change)
-            self._drafters[address].count(change)
+            self._drafters[address].num_sessions += change
 
 
 def _pair(profile: Profile) -> SimulatedPair:
@@ -286,49 +341,24 @@ def _pair(profile: Profile) -> SimulatedPair:
 
 
 def target_engine(
-    at_work: EngineAtWork[TargetEvent, DrafterNews], profile: Profile, policy: Goodput, seed: int, *, colocated: bool
+    device: DeviceAtWork, profile: Profile, policy: Goodput, seed: int, *, colocated: bool
 ) -> TargetEngine:
     """A verifier's engine on the profile's device."""
     facts = profile.target
     # A co-located drafter's time is its own, not a share of the verifier's.
-    pace = at_work.pace(facts, seed, overhead=0.0 if colocated else profile.drafting_overhead)
+    pace = device.pace(facts, seed, overhead=0.0 if colocated else profile.drafting_overhead)
     return TargetEngine(
         decoder=_pair(profile).target(pace),
         identity=IDENTITY,
         num_blocks=facts.kv_tokens // BLOCK_SIZE,
         limits=TargetLimits(max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows),
         policy=policy,
-        clock=at_work.now_s,
+        clock=device.now_s,
         use_threads=pace.beside_drafters,
     )
 
 
-def draft_engine(
-    at_work: EngineAtWork[_Event, _Output], profile: Profile, facts: DrafterFacts, seed: int
-) -> DraftEngine:
+def draft_engine(device: DeviceAtWork, profile: Profile, facts: DrafterFacts, seed: int) -> DraftEngine:
     """A drafter's engine on a device."""
-    pace = at_work.pace(facts, seed + OF_DRAFTERS)
+    pace = device.pace(facts, seed + OF_DRAFTERS)
     return _pair(profile).draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
-
-
-Act = Callable[[], None]
-
-
-class Events:
-    """Acts in the order of their times; of equal times in the order they were planned in."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._heap: list[tuple[float, int, Act]] = []
-        self._count = 0
-
-    def after(self, delay_s: float, act: Act) -> None:
-        """Lets something happen after a delay."""
-        self._count += 1
-        heapq.heappush(self._heap, (self.now_s + delay_s, self._count, act))
-
-    def run(self, until_s: float = math.inf) -> None:
-        """Lets everything happen until nothing is left, or the time has come to stop."""
-        while self._heap and self._heap[0][0] <= until_s:
-            self.now_s, _, act = heapq.heappop(self._heap)
-            act()

@@ -62,8 +62,12 @@ COLUMNS = (
 
 def table(plans: Mapping[str, Plan]) -> str:
     """A Markdown table, a row for each plan."""
-    rows = [COLUMNS, *(_row(title, plan) for title, plan in plans.items())]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(COLUMNS))]
+    return markdown([COLUMNS, *(_row(title, plan) for title, plan in plans.items())])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first row has the titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]

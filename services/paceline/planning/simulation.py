@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
+from paceline.core.draft_policy import Goodput
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import DrafterAtWork, Events, Request, VerifierAtWork
+from paceline.planning.engines import DrafterAtWork, JumpingLoop, Request, VerifierAtWork, simulate
 from paceline.simulated.profile import Profile
 
 PERCENTILES = (50, 95, 99)
@@ -21,8 +21,8 @@ PERCENTILES = (50, 95, 99)
 class Way(enum.Enum):
     """How drafts are made."""
 
-    TIER = "drafter tier"
     PLAIN = "no speculation"
+    TIER = "drafter tier"
     COLOCATED = "co-located drafter"
 
 
@@ -143,39 +143,30 @@ def _percentiles(values: Sequence[float]) -> list[float]:
 
 
 class FleetAtWork:
-    """A fleet with the requests under way.
+    """A fleet at work; belongs to one run of a simulation.
 
     Args:
+        policy: Of its verifiers; None: as they have it.
         seed: Of the luck with step times.
-        on_end: Called when a request has all its tokens.
     """
 
-    def __init__(self, profile: Profile, fleet: Fleet, seed: int, on_end: Callable[[Request], None]) -> None:
-        if fleet.way is Way.COLOCATED:
-            profile = profile.sharing()
-        self.events = Events()
-        self._profile = profile
-        self._on_end = on_end
+    def __init__(
+        self, profile: Profile, fleet: Fleet, loop: JumpingLoop, *, policy: Goodput | None = None, seed: int = 0
+    ) -> None:
+        inside = fleet.way is Way.COLOCATED
+        self._profile = profile.sharing() if inside else profile
         drafters = [
-            DrafterAtWork(f"drafter-{number}", profile, self.events, seed + number)
-            for number in range(fleet.num_drafters)
+            DrafterAtWork(f"drafter-{number}", profile, loop, seed + number) for number in range(fleet.num_drafters)
         ]
-        self._verifiers = [
-            VerifierAtWork(
-                profile,
-                self.events,
-                colocated=fleet.way is Way.COLOCATED,
-                drafters=drafters,
-                on_end=self._ended,
-                seed=seed + number,
-            )
+        self.verifiers = [
+            VerifierAtWork(self._profile, loop, colocated=inside, drafters=drafters, policy=policy, seed=seed + number)
             for number in range(fleet.num_verifiers)
         ]
-        self._num_sessions = [0] * fleet.num_verifiers
-        self._placed: dict[int, int] = {}
+        at_work: list[DrafterAtWork | VerifierAtWork] = [*drafters, *self.verifiers]
+        self._at_work = [loop.create_task(each.run()) for each in at_work]
 
-    def ask(self, asked: Request) -> None:
-        """Gives a request to the verifier that has the fewest sessions.
+    async def serve(self, asked: Request) -> None:
+        """Has the verifier that has the fewest sessions serve a request to its end.
 
         Raises:
             ConfigError: No verifier could ever hold it.
@@ -186,14 +177,63 @@ class FleetAtWork:
                 f"request {asked.number} of the load has {held} tokens, more than the {self._profile.target.kv_tokens} "
                 "that the profile's target.kv_tokens allows"
             )
-        index = min(range(len(self._verifiers)), key=self._num_sessions.__getitem__)
-        self._num_sessions[index] += 1
-        self._placed[asked.number] = index
-        self._verifiers[index].submit(asked)
+        await min(self.verifiers, key=lambda each: each.num_sessions).serve(asked)
 
-    def _ended(self, asked: Request) -> None:
-        self._num_sessions[self._placed.pop(asked.number)] -= 1
-        self._on_end(asked)
+    async def serve_all(self, load: Sequence[Request], most_s: float | None) -> None:
+        """Serves each request when it is due, whether earlier ones have ended or not; for so many seconds at most.
+
+        Raises:
+            PacelineError: A request failed.
+        """
+
+        async def serve(asked: Request) -> None:
+            await asyncio.sleep(asked.at_s)
+            await self.serve(asked)
+
+        await self._until(map(serve, load), most_s)
+
+    async def keep_busy(
+        self, lengths: Iterable[tuple[int, int]], streams: int, most_s: float | None
+    ) -> tuple[list[Request], float]:
+        """Has each of some streams send its next request when one ends; for so many seconds at most.
+
+        Args:
+            lengths: Prompt and output tokens of the requests in their order.
+
+        Returns:
+            The requests, and until when all streams were busy.
+
+        Raises:
+            PacelineError: A request failed.
+        """
+        loop, load, dry = asyncio.get_running_loop(), list[Request](), list[float]()
+        numbered = enumerate(lengths)
+
+        async def stream() -> None:
+            for number, (num_prompt_tokens, num_output_tokens) in numbered:
+                asked = Request(
+                    number=number,
+                    at_s=loop.time(),
+                    num_prompt_tokens=num_prompt_tokens,
+                    num_output_tokens=num_output_tokens,
+                )
+                load.append(asked)
+                await self.serve(asked)
+            dry.append(loop.time())
+
+        await self._until((stream() for _ in range(streams)), most_s)
+        return load, dry[0] if dry else loop.time()
+
+    async def _until(self, load: Iterable[Awaitable[None]], most_s: float | None) -> None:
+        """Works until all of a load is served, or for so many seconds."""
+
+        async def served() -> None:
+            await asyncio.gather(*load)
+
+        tasks = [asyncio.create_task(served()), *self._at_work]
+        done, _ = await asyncio.wait(tasks, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
 
 
 def run_open(
@@ -203,10 +243,10 @@ def run_open(
     *,
     warm_up_s: float = 0.0,
     until_s: float | None = None,
-    give_up_s: float = math.inf,
+    give_up_s: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """Sends every request when it is due, whether earlier ones have ended or not, and runs until all have.
+    """What a fleet does under a load that comes as it comes.
 
     Args:
         arrivals: The load, in order.
@@ -218,7 +258,7 @@ def run_open(
     Raises:
         ConfigError: A request is longer than the profile allows.
     """
-    asked = [
+    load = [
         Request(
             number=number,
             at_s=each.at_s,
@@ -227,9 +267,34 @@ def run_open(
         )
         for number, each in enumerate(arrivals)
     ]
-    work = FleetAtWork(profile, fleet, seed, lambda _: None)
-    for each in asked:
-        work.events.after(each.at_s, partial(work.ask, each))
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
-    work.events.run(last_s + give_up_s)
-    return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
+    most_s = None if give_up_s is None else last_s + give_up_s
+    simulate(lambda loop: FleetAtWork(profile, fleet, loop, seed=seed).serve_all(load, most_s))
+    return Outcome(requests=load, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
+
+
+def run_closed(
+    profile: Profile,
+    fleet: Fleet,
+    lengths: Iterable[tuple[int, int]],
+    *,
+    streams: int,
+    warm_up_s: float = 0.0,
+    until_s: float | None = None,
+    seed: int = 0,
+) -> Outcome:
+    """What a fleet does for streams that send one request after the other.
+
+    Args:
+        lengths: Prompt and output tokens of the requests in their order; may be without end where `until_s` is given.
+        warm_up_s: Time at the beginning that is not counted.
+        until_s: When all of it ends; None: with the last request, and once a stream has none left nothing counts.
+        seed: Of the luck.
+
+    Raises:
+        ConfigError: A request is longer than the profile allows.
+    """
+    load, busy_s = simulate(
+        lambda loop: FleetAtWork(profile, fleet, loop, seed=seed).keep_busy(lengths, streams, until_s)
+    )
+    return Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=busy_s)

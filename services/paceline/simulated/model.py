@@ -18,7 +18,7 @@ from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.engine.drafter import DraftEngine
 from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import RecordedGuesses, drawn, guesses_at
-from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile, read_profile
+from paceline.simulated.profile import SHIPPED, DeviceFacts, DrafterFacts, Profile, read_profile
 from paceline.simulated.roofline import computed_profile
 from paceline.simulated.text import TextLaw, words_of
 
@@ -27,12 +27,15 @@ MOST_CONTEXT = 131_072
 
 
 def find_profile(name: str) -> Profile:
-    """Returns the profile of a file, or of a name such as `70b+1b@4xh100+l4`.
+    """Returns the profile of a file, that of a name in the package (`demo`), or one such as `70b+1b@4xh100+h100`.
 
     Raises:
         ConfigError: There is no such file, and the name is in another form; or the file is wrong.
     """
-    return read_profile(Path(name)) if name.endswith(".json") or Path(name).is_file() else computed_profile(name)
+    path, shipped = Path(name), SHIPPED / f"{name}.json"
+    if shipped.is_file() and not path.is_file():
+        path = shipped
+    return read_profile(path) if path.is_file() or path.suffix == ".json" else computed_profile(name)
 
 
 def num_pages(facts: DeviceFacts, asked: int | None) -> int:

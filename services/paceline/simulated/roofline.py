@@ -72,7 +72,7 @@ MODELS = {
 
 
 def computed_profile(name: str) -> Profile:
-    """The profile of `TARGET+DRAFT@GPU+GPU`, such as `8b+1b@h100+l4` or `70b+8b@4xh100+a100`.
+    """The profile of `TARGET+DRAFT@GPU+GPU`, such as `70b+1b@4xh100+h100` or `8b+0.5b@h100+h100`.
 
     Raises:
         ConfigError: The name is in another form, or one of its parts is not known or does not fit.

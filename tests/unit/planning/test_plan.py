@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
+from paceline.core.step_time import StepCost
+from paceline.planning import promise
 from paceline.planning.arrivals import Arrival
 from paceline.planning.fleets import Goal, dealt, evaluate, least_fleet
+from paceline.planning.promise import paces
 from paceline.planning.simulation import Fleet, Way
 from paceline.simulated.guesses import RecordedGuesses, RecordedPlace
 from paceline.simulated.profile import read_profile, write_profile
-from tests.unit.planning.facts import profile
+from paceline.simulated.roofline import computed_profile
+from tests.unit.planning.facts import profile, sure_guesses
 
 LOAD = [Arrival(0.02 * index, 50, 20) for index in range(200)]
 PLACES = [RecordedPlace(rank=0, confidences=(0.7, 0.1)), RecordedPlace(rank=None, confidences=(0.5,))]
@@ -93,6 +97,35 @@ def test_the_command_compares_a_fleet_with_as_many_gpus_and_misses_goals_by_its_
     assert "the goals are not met" in capsys.readouterr().out
 
 
+def test_without_a_load_the_command_says_what_pays_at_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promise, "LEAST_S", 1.0)
+    facts = profile(sure_guesses(right=True), cost=StepCost(rows=(1, 9, 521), seconds=(0.010, 0.011, 0.611)))
+    write_profile(facts, tmp_path / "p.json")
+    written = tmp_path / "out.json"
+    cli.main(["plan", "--profile", str(tmp_path / "p.json"), "--seconds", "2", "--json", str(written)])
+    text = capsys.readouterr().out
+    assert "A step takes 10.0 ms; a draft step takes 1.0 ms on a device of its own (0.10 of it)" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0] == [
+        "streams", "no speculation, 1 GPU", "drafter tier, 2 GPUs", "co-located drafter, 1 GPU", "what pays",
+    ]  # fmt: skip
+    assert [row[0] for row in rows[2:]] == ["1", "8", "32", "64"]
+    assert float(rows[2][1]) == pytest.approx(100, abs=2)
+    assert rows[2][-1] == "drafter tier"
+    assert rows[-1][-1] == "no speculation", "a step of 64 rows takes as long as those of each of them"
+    found = json.loads(written.read_text())
+    assert [each["streams"] for each in found] == [1, 8, 32, 64]
+    assert found[0]["best"] == "drafter tier"
+
+
+def test_a_device_that_is_too_slow_for_its_drafter_is_named() -> None:
+    slow, fast = (paces(computed_profile(f"70b+1b@4xh100+{gpu}")) for gpu in ("l4", "h100"))
+    assert "L4 is too slow for this drafter" in slow
+    assert "too slow" not in fast
+
+
 def test_a_computed_profile_is_written_as_a_file_to_edit(tmp_path: Path) -> None:
     cli.main(["plan", "--profile", "8b+1b@h100+l4", "--write-profile", str(tmp_path / "p.json")])
     assert read_profile(tmp_path / "p.json").kind == "computed"
@@ -102,7 +135,8 @@ def test_a_computed_profile_is_written_as_a_file_to_edit(tmp_path: Path) -> None
     ("argv", "message"),
     [
         ([], "--profile is required"),
-        (["--profile", "8b+1b@h100+l4"], "--rate is required without --trace"),
+        (["--profile", "8b+1b@h100+l4", "--verifiers", "2"], "--verifiers needs a load: --rate or --trace"),
+        (["--profile", "8b+1b@h100+l4", "--plot", "p.svg"], "--plot needs a load: --rate or --trace"),
         (["--profile", "demos", "--rate", "3"], "profile 'demos' is no file"),
         (["--profile", "8b+1b@h100+l4", "--rate", "0"], "--rate must be a number of requests/s from 0.001"),
         (["--profile", "8b+1b@h100+l4", "--rate", "3", "--drafters", "3"], "--drafters needs --verifiers"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +17,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import DrafterAtWork, Events, Request, VerifierAtWork
-from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way, run_open
-from paceline.simulated.profile import Profile
+from paceline.planning.engines import DrafterAtWork, JumpingLoop, Link, VerifierAtWork, simulate
+from paceline.planning.simulation import Fleet, Outcome, Way, run_closed, run_open
 from tests.unit.planning.facts import ROW_S, STEP_S, equal, profile, sure_guesses
 
 PLAIN = Fleet(way=Way.PLAIN)
@@ -27,34 +26,6 @@ TIER = Fleet(way=Way.TIER, num_drafters=1)
 COLOCATED = Fleet(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
-
-
-def simulated_loop(profile: Profile, fleet: Fleet, lengths: Sequence[tuple[int, int]], *, streams: int) -> Outcome:
-    """Closed loop: each stream sends its next request, of these prompt and output tokens, when one ends."""
-    asked: list[Request] = []
-    left = iter(enumerate(lengths))
-
-    def ask_next(_: Request | None = None) -> None:
-        number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
-        if number < 0:
-            return
-        each = Request(
-            number=number,
-            at_s=work.events.now_s,
-            num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-        )
-        asked.append(each)
-        # A request takes as long to the verifier as its first token takes back.
-        work.events.after(profile.door_s, lambda: work.ask(each))
-
-    work = FleetAtWork(profile, fleet, 0, ask_next)
-    for _ in range(streams):
-        ask_next()
-    work.events.run()
-    last_s = max(each.at_s for each in asked)
-    until_s = min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)
-    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=until_s)
 
 
 def received(outcome: Outcome) -> list[int]:
@@ -78,12 +49,11 @@ def test_the_seed_decides_everything(cell: Fleet) -> None:
 
 @pytest.mark.parametrize("streams", [1, 4, 16])
 def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -> None:
-    outcome = simulated_loop(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
+    outcome = run_closed(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
     step_s = STEP_S + (streams - 1) * ROW_S
-    # Only the first step, and the last ones, have fewer rows.
     assert outcome.itl_s()[0] == pytest.approx(step_s)
     assert outcome.requests[0].num_steps == 23
-    assert outcome.requests[0].pieces[-1][0] == pytest.approx(STEP_S + 23 * step_s + profile().door_s)
+    assert outcome.requests[0].pieces[-1][0] == pytest.approx(24 * step_s)
     assert outcome.gamma == 0.0
 
 
@@ -96,13 +66,13 @@ def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
 
 def test_pages_bound_the_sessions_of_a_step() -> None:
     # Three pages each, and six pages in all.
-    outcome = simulated_loop(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
+    outcome = run_closed(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
     assert outcome.itl_s()[0] == pytest.approx(STEP_S + ROW_S)
     assert received(outcome) == [14] * 8
 
 
 def test_guesses_that_are_always_wrong_commit_nothing() -> None:
-    outcome = simulated_loop(profile(sure_guesses(right=False)), TIER, equal(2, 1, 150), streams=1)
+    outcome = run_closed(profile(sure_guesses(right=False)), TIER, equal(2, 1, 150), streams=1)
     assert outcome.tokens_per_step == 1.0
     assert received(outcome) == [150] * 2
     assert outcome.gamma < 0.5, "the controller has drafters rest"
@@ -110,7 +80,7 @@ def test_guesses_that_are_always_wrong_commit_nothing() -> None:
 
 def test_guesses_that_are_always_right_save_most_steps() -> None:
     plain, tier, colocated = (
-        simulated_loop(profile(sure_guesses(right=True)), cell, equal(2, 1, 150), streams=1)
+        run_closed(profile(sure_guesses(right=True)), cell, equal(2, 1, 150), streams=1)
         for cell in (PLAIN, TIER, COLOCATED)
     )
     assert tier.tokens_per_step > 4.0
@@ -122,7 +92,7 @@ def test_guesses_that_are_always_right_save_most_steps() -> None:
 def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
     slow = StepCost(rows=(1, 1025), seconds=(0.004, 0.3))
     rates = [
-        simulated_loop(
+        run_closed(
             profile(draft_cost=slow),
             Fleet(way=Way.TIER, num_drafters=count),
             equal(8, 1, 40),
@@ -135,33 +105,36 @@ def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
 
 def test_where_every_row_costs_a_step_speculation_stops_by_itself() -> None:
     dear = StepCost(rows=(1, 2, 513), seconds=(0.010, 0.020, 5.13))
-    plain, tier = (simulated_loop(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
+    plain, tier = (run_closed(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
     assert tier.tokens_per_s > 0.95 * plain.tokens_per_s
     assert tier.gamma < 0.2
 
 
 def test_a_distant_drafter_is_of_less_use() -> None:
     rates = [
-        simulated_loop(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
+        run_closed(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
         for link_s in (0.0001, 0.005, 0.05)
     ]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_what_is_simulated_is_the_engine_that_serves() -> None:
-    verifier = VerifierAtWork(profile(), Events(), colocated=False, on_end=lambda _: None)
+    async def made(loop: JumpingLoop) -> VerifierAtWork:
+        return VerifierAtWork(profile(), loop, colocated=False)
+
+    verifier = simulate(made)
     assert type(verifier.engine) is TargetEngine
     assert type(verifier.policy) is Goodput
 
 
 def test_a_simulated_verifier_tries_drafting_at_once_however_many_sessions_it_has() -> None:
-    outcome = simulated_loop(profile(sure_guesses(right=True)), TIER, equal(16, 1, 60), streams=16)
+    outcome = run_closed(profile(sure_guesses(right=True)), TIER, equal(16, 1, 60), streams=16)
     assert outcome.gamma > 1.0
 
 
 def test_drafters_at_work_lengthen_the_steps_of_their_target() -> None:
     rates = [
-        simulated_loop(
+        run_closed(
             replace(profile(sure_guesses(right=True)), drafting_overhead=share), TIER, equal(2, 1, 100), streams=1
         )
         for share in (0.0, 1.0)
@@ -169,10 +142,8 @@ def test_drafters_at_work_lengthen_the_steps_of_their_target() -> None:
     assert rates[0].tokens_per_s > 1.2 * rates[1].tokens_per_s
 
 
-def test_messages_take_their_time_to_a_drafter_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, events, arrived = profile(sure_guesses(right=True), link_s=0.2), Events(), list[float]()
-    monkeypatch.setattr(VerifierAtWork, "receive", lambda *_: arrived.append(events.now_s))
-    verifier = VerifierAtWork(facts, events, colocated=False, on_end=lambda _: None)
+def test_messages_take_their_time_to_a_drafter_and_back() -> None:
+    facts = profile(sure_guesses(right=True), link_s=0.2)
     opened = OpenSession(
         session_id="0",
         epoch=1,
@@ -184,15 +155,53 @@ def test_messages_take_their_time_to_a_drafter_and_back(monkeypatch: pytest.Monk
         # For one guess, so that it is drafted in one step of the model.
         room=1,
     )
-    DrafterAtWork("drafter", facts, events, 0).send([opened], verifier)
-    events.run(1.0)
+
+    async def first_answer_s(loop: JumpingLoop) -> float:
+        answered = loop.create_future()
+        drafter = DrafterAtWork("drafter", facts, loop, 0)
+        running = loop.create_task(drafter.run())
+        drafter.connect(answered.set_result).send([opened])
+        await answered
+        running.cancel()
+        return loop.time()
+
     step_s = facts.drafter.step_s(3, num_sessions=1)
-    assert arrived[0] == pytest.approx(2 * 0.2 + step_s)
+    assert simulate(first_answer_s) == pytest.approx(2 * 0.2 + step_s)
+
+
+def test_what_is_sent_at_once_arrives_in_its_order() -> None:
+    async def received_of(loop: JumpingLoop) -> list[int]:
+        arrived = list[int]()
+        link = Link(loop, 0.5, arrived.append)
+        for number in range(20):
+            link.send(number)
+        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.0)
+        return arrived
+
+    assert simulate(received_of) == [*range(20)]
+
+
+def test_the_clock_jumps_and_what_never_happens_is_not_waited_for() -> None:
+    async def waits(loop: JumpingLoop) -> None:
+        await asyncio.sleep(1e6)
+        assert loop.time() == 1e6
+        await loop.create_future()
+
+    with pytest.raises(RuntimeError, match="never happen"):
+        simulate(waits)
+
+
+@WAYS
+def test_an_engine_that_raises_ends_the_simulation(cell: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TargetEngine, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_open(profile(), cell, MIXED)
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_policy, "best_each", lambda survivals, _: np.zeros(len(survivals), np.int32))
-    outcome = simulated_loop(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
+    outcome = run_closed(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0
 
 
