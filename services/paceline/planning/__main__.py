@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, read_arrivals, scaled
 from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
 from paceline.planning.promise import Promise, loads_of, shown, steady
-from paceline.planning.report import draw, figures, table
+from paceline.planning.report import figures, table
 from paceline.planning.simulation import Fleet, Way
 from paceline.service.config import parse, setting
 from paceline.simulated.model import find_profile
@@ -79,7 +79,6 @@ class PlanConfig:
     seed: int = setting(0, help="Of arrivals and of the luck with step times.", low=0, high=2**31 - 1)
     write_profile: Path | None = setting(None, help="Write the profile to this file, and do nothing else.")
     json: Path | None = setting(None, help="Write the figures to this file too.")
-    plot: Path | None = setting(None, help="Draw percentiles and costs as SVG; needs matplotlib.")
 
     def __post_init__(self) -> None:
         """Checks what depends on one another.
@@ -91,10 +90,8 @@ class PlanConfig:
             raise ConfigError("--drafters needs --verifiers beside it")
         if self.drafters is not None and self.verifiers is not None and self.drafters > self.verifiers:
             raise ConfigError(f"--drafters must be at most --verifiers ({self.verifiers}), got {self.drafters}")
-        loadless = {"--verifiers": self.verifiers, "--plot": self.plot}
-        for flag, given in loadless.items():
-            if given is not None and not self.has_load:
-                raise ConfigError(f"{flag} needs a load: --rate or --trace beside it")
+        if self.verifiers is not None and not self.has_load:
+            raise ConfigError("--verifiers needs a load: --rate or --trace beside it")
 
     @property
     def has_load(self) -> bool:
@@ -143,8 +140,6 @@ def _plan(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile) -> No
     plans = _plans(pool, config, profile, load)
     sys.stdout.write(_name(profile) + _heading(load, config) + table(plans) + "\n")
     _write(config.json, {title: figures(plan) for title, plan in plans.items()})
-    if config.plot is not None:
-        draw(plans, config.plot)
     first = next(iter(plans.values()))
     if not first.meets:
         sys.stdout.write("the goals are not met\n")

@@ -33,7 +33,6 @@ from paceline.core.target_events import (
     LinkChanged,
     Submit,
     TargetEvent,
-    TargetLimits,
     TargetOutput,
 )
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
@@ -351,7 +350,7 @@ def target_engine(
         decoder=_pair(profile).target(pace),
         identity=IDENTITY,
         num_blocks=facts.kv_tokens // BLOCK_SIZE,
-        limits=TargetLimits(max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows),
+        limits=facts.target_limits,
         policy=policy,
         clock=device.now_s,
         use_threads=pace.beside_drafters,

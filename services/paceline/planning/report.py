@@ -1,9 +1,8 @@
-"""Plans as a table, as figures, and as a drawing."""
+"""Plans as a table, and as figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.planning.fleets import Plan
@@ -91,26 +90,3 @@ def _row(title: str, plan: Plan) -> tuple[str, ...]:
         f"{outcome.gamma:.1f}",
         "met" if plan.meets else "missed",
     )
-
-
-def draw(plans: Mapping[str, Plan], path: Path) -> None:
-    """Draws time between tokens and costs of all plans as SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    names = [f"{title}\n{fleet_name(plan)}" for title, plan in plans.items()]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 3.4), layout="constrained")
-    for index, percentile in enumerate(PERCENTILES):
-        values = [MS * plan.outcome.itl_s()[index] for plan in plans.values()]
-        left.plot(values, names, "o", label=f"p{percentile}")
-    left.set_xlabel("time between tokens, ms")
-    left.set_xlim(left=0)
-    left.invert_yaxis()
-    left.legend()
-    right.barh(names, [plan.price_per_million for plan in plans.values()])
-    right.set_xlabel("price of a million tokens")
-    right.set_yticks([])
-    right.invert_yaxis()
-    figure.savefig(path)

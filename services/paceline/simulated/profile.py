@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import KNOTS, StepCost
+from paceline.core.target_events import TargetLimits
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.service.config import from_mapping, setting
 from paceline.simulated.guesses import DrawnGuesses, Guesses, RecordedGuesses, RecordedPlace
@@ -58,6 +59,11 @@ class DeviceFacts:
         """What measuring steps at start-up would find: steps with one row a session, and no KV."""
         rows = tuple(count for count in KNOTS if count <= max(4, self.max_rows))
         return StepCost(rows=rows, seconds=tuple(self.step_s(count, num_sessions=1) for count in rows))
+
+    @property
+    def target_limits(self) -> TargetLimits:
+        """Bounds of a target's engine."""
+        return TargetLimits(max_num_seqs=self.max_sessions, max_num_batched_tokens=self.max_rows)
 
     @property
     def replica_price_per_hour(self) -> float:

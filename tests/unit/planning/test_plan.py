@@ -136,7 +136,6 @@ def test_a_computed_profile_is_written_as_a_file_to_edit(tmp_path: Path) -> None
     [
         ([], "--profile is required"),
         (["--profile", "8b+1b@h100+l4", "--verifiers", "2"], "--verifiers needs a load: --rate or --trace"),
-        (["--profile", "8b+1b@h100+l4", "--plot", "p.svg"], "--plot needs a load: --rate or --trace"),
         (["--profile", "demos", "--rate", "3"], "profile 'demos' is no file"),
         (["--profile", "8b+1b@h100+l4", "--rate", "0"], "--rate must be a number of requests/s from 0.001"),
         (["--profile", "8b+1b@h100+l4", "--rate", "3", "--drafters", "3"], "--drafters needs --verifiers"),
