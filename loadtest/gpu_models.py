@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from typing_extensions import override
 
-from paceline.engine.backends.cuda.backend import CudaBackend, Fill
+from paceline.engine.backends.cuda.backend import CudaBackend
 from paceline.engine.backends.cuda.platform import CudaPlatform
 from paceline.engine.backends.cuda.stream import Stream
-from paceline.engine.backends.interface import Layers
-from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.decoder import Decoder
-from paceline.engine.hidden_states import StateLayout
-from paceline.engine.kv import KVCache
 from paceline.engine.layers import LlamaLayer, LlamaWeights, RopeFrequencies
 
 WEIGHT_STD = 0.02
@@ -143,19 +138,11 @@ class ImposedBackend(CudaBackend):
     agreement: float | None = None
 
     @override
-    def _launch(
-        self,
-        batch: Batch,
-        cache: KVCache,
-        kept: StateLayout,
-        layers: Layers,
-        arrays: Mapping[str, np.ndarray],
-        fill: Fill | None = None,
-    ) -> tuple[Callable[[], torch.Tensor], Mapping[str, torch.Tensor]]:
-        logits, sent = super()._launch(batch, cache, kept, layers, arrays, fill)
+    def _logits(self, final: torch.Tensor, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits = super()._logits(final, sent)
         if (agreement := self.agreement) is not None:
-            self.stream.run(lambda: self._impose(logits(), sent, agreement))
-        return logits, sent
+            self._impose(logits, sent, agreement)
+        return logits
 
     def _impose(self, logits: torch.Tensor, sent: Mapping[str, torch.Tensor], agreement: float) -> None:
         rows = sent["logit_rows"]

@@ -340,7 +340,7 @@ def engine_of(
         ),
         clock=time.perf_counter,
     )
-    drafter.prepare(contact.most_rows, draft.cache)
+    drafter.prepare(contact.most_rows, draft.cache, drafts=True)
     return ColocatedEngine(engine, draft, wants_states=False, clock=time.perf_counter)
 
 

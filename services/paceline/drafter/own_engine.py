@@ -89,7 +89,7 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
         ),
         clock=time.monotonic,
     )
-    decoder.prepare(config.max_num_batched_tokens, engine.cache)
+    decoder.prepare(config.max_num_batched_tokens, engine.cache, drafts=True)
     engine.warm_up()
     logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
     log_memory(

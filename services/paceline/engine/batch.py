@@ -40,6 +40,8 @@ class Batch:
         block_tables: int32 [sequences, blocks].
         logit_rows: int64 [k], the rows whose logits are wanted, in the order wanted.
         features: float32 [rows, width], for decoders that take hidden states beside tokens; None for others.
+        above: A step without guesses that nobody has read yet, of a device that runs ahead: `token_ids` are places
+            among its `Walks`, and the rows' tokens those that it chooses there. None: tokens are known.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -52,6 +54,7 @@ class Batch:
     block_tables: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]
     features: npt.NDArray[np.float32] | None = None
+    above: object | None = None
 
     def __post_init__(self) -> None:
         """Checks kinds: another one would make the compiled loops compile again, in the middle of a step."""

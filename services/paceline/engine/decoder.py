@@ -60,9 +60,9 @@ class Decoder:
         return self.backend.new_cache(num_blocks, self.states.width)
 
     @torch.inference_mode()
-    def prepare(self, max_rows: int, cache: KVCache) -> None:
-        """Makes at once what steps of up to `max_rows` rows over a cache need."""
-        self.backend.prepare(max_rows, cache, self.states)
+    def prepare(self, max_rows: int, cache: KVCache, *, drafts: bool = False) -> None:
+        """Makes at once what steps of up to `max_rows` rows over a cache need, and bursts where it drafts."""
+        self.backend.prepare(max_rows, cache, self.states, drafts=drafts)
 
     def rows_computed(self, rows: int) -> int:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""

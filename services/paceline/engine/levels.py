@@ -39,27 +39,33 @@ def draft_by_levels(
         if not len(on):
             break
         going, rows = going[on], batch.logit_rows[ranks.rows[on]]
-        batch = below(batch, rows, found.token_ids[on, 0], burst.kv[level, going], states)
+        batch = below(batch, rows, found.token_ids[on, 0], burst.kv[level : level + 1, going], states)
         ranks = Ranks(batch.logit_rows, ranks.positions[on] + 1, ranks.choices[on])
         pending = launch(batch, ranks)
     return Drafted(first, token_ids, confidences)
 
 
-def below(batch: Batch, rows: Longs, token_ids: Ints, slots: Ints, states: States | None) -> Batch:
-    """A batch of one node below each of some rows of another."""
+def below(batch: Batch, rows: Longs, token_ids: Ints, kv: Ints, states: States | None) -> Batch:
+    """A batch of one node below each of some rows of another.
+
+    Args:
+        kv: int32 `[levels, rows]`, slots of the path from below each row down to its node; NONE behind that one.
+    """
     used, sequences = np.unique(batch.sequences[rows], return_inverse=True)
-    depths = batch.num_ancestors[rows]
-    ancestors = np.zeros((len(rows), 1 + int(depths.max())), np.int32)
-    ancestors[:, :-1] = batch.ancestors[rows, : ancestors.shape[1] - 1]
-    ancestors[np.arange(len(rows)), depths] = slots
+    depths, lengths, each = batch.num_ancestors[rows], (kv != NONE).sum(axis=0, dtype=np.int32), np.arange(len(rows))
+    known = int(depths.max())
+    ancestors = np.zeros((len(rows), known + len(kv)), np.int32)
+    ancestors[:, :known] = batch.ancestors[rows, :known]
+    for level, slots in enumerate(kv):
+        ancestors[each, depths + level] = slots
     return Batch(
         token_ids=token_ids.astype(np.int64),
-        positions=batch.positions[rows] + 1,
-        slots=slots.astype(np.int64),
+        positions=batch.positions[rows] + lengths,
+        slots=ancestors[each, depths + lengths - 1].astype(np.int64),
         sequences=sequences.astype(np.int32),
         context_lens=batch.context_lens[rows],
         ancestors=ancestors,
-        num_ancestors=depths + np.int32(1),
+        num_ancestors=depths + lengths,
         block_tables=np.ascontiguousarray(batch.block_tables[used]),
         logit_rows=np.arange(len(rows)),
         features=None if states is None else states(batch.slots[rows].tolist()),

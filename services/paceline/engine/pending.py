@@ -17,6 +17,8 @@ from paceline.engine.sampler import Logits, working_space
 from paceline.forest import Bools, Floats, Ints
 
 Longs = npt.NDArray[np.int64]
+# Tokens of rows that are still to be chosen.
+NOT_KNOWN: Longs = np.empty(0, np.int64)
 
 
 class Walks(NamedTuple):
@@ -97,6 +99,8 @@ class HostPending:
         logits: float32 `[rows, vocab]`, C-contiguous, of `Batch.logit_rows` in that order.
     """
 
+    runs_ahead = False
+
     def __init__(self, logits: Logits) -> None:
         self._logits = logits
 
@@ -106,7 +110,8 @@ class HostPending:
             np.empty(len(self._logits), np.int64), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_)
         )
         if num_sessions:
-            step_kernels.follow(self._logits, *walks[:-1], working_space(self._logits.shape[1]), *walked)
+            space = working_space(self._logits.shape[1])
+            step_kernels.follow(self._logits, NOT_KNOWN, *walks[:-1], space, *walked)
         return walked
 
     def rank(self, rows: Longs, positions: Longs, choices: np.ndarray) -> Rankings:

@@ -91,8 +91,14 @@ class Backend(ABC):
         """An empty cache of the right shape."""
         return self.platform.new_cache(self.config, num_blocks, self.dtype, state_width)
 
-    def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout) -> None:  # noqa: B027 - most need nothing
-        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows over a cache need."""
+    def prepare(  # noqa: B027 - most need nothing
+        self, max_rows: int, cache: KVCache, kept: StateLayout, *, drafts: bool
+    ) -> None:
+        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows over a cache need.
+
+        Args:
+            drafts: Bursts are to come, too.
+        """
 
     def rows_computed(self, rows: int) -> int:
         """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""

@@ -41,6 +41,9 @@ class Meta:
     def new_empty(self, shape: Any, dtype: str | None = None) -> Meta:
         return Meta(shape if isinstance(shape, tuple) else (shape,), dtype or self.dtype)
 
+    def add_(self, _: int) -> None:
+        """Launches nothing of ours."""
+
     def is_contiguous(self) -> bool:
         return True
 
@@ -67,7 +70,7 @@ from paceline.core.pages import BLOCK_SIZE  # noqa: E402
 from paceline.engine.backends.cuda import attention, launch  # noqa: E402
 from paceline.engine.backends.cuda.attention import Lanes, attend, most_parts  # noqa: E402
 from paceline.engine.backends.cuda.choose import CHOICE_WORDS, Questions, choose, rank  # noqa: E402
-from paceline.engine.backends.cuda.layer_kernels import add_norm, move, rope_store, silu_mul  # noqa: E402
+from paceline.engine.backends.cuda.layer_kernels import add_norm, go_down, move, rope_store, silu_mul  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -103,8 +106,10 @@ def rest(hidden: int, inner: int, heads: int, dim: int, normed: bool) -> None:
 
 
 def sampler(vocab: int) -> None:
-    """Tokens and rankings."""
-    rows = meta(64, kind=torch.int64)
+    """Tokens and rankings, and what takes these to the next level."""
+    rows, ints = meta(64, kind=torch.int64), meta(64, kind=torch.int32)
+    found, below = meta(16, 64, 2, 16, kind=torch.int32), meta(15, 64, 2, kind=torch.int64)
+    go_down(found, meta(1, kind=torch.int64), below, (ints, ints, rows, rows, rows))
     questions = Questions(rows=rows, positions=rows, choices=meta(64, CHOICE_WORDS, kind=torch.int64))
     for ask in (choose, rank):
         ask(meta(64, vocab, kind=torch.float32), questions)

@@ -23,7 +23,7 @@ class LazyMark(Mark):
     def wait(self) -> None:
         """Counts as a wait if there is anything to wait for."""
         if self._stream.num_done < self._place:
-            self._stream.num_waits += 1
+            self._stream.leads.append(self._stream.num_launched - self._place)
             self._stream.work_until(self._place)
 
 
@@ -31,14 +31,15 @@ class LazyStream(Stream):
     """Counts what a step costs, and answers as late as it may.
 
     Attributes:
-        num_waits: Times that the host waited.
+        leads: For each time that the host waited, how much work was launched behind what it waited for.
         sent: Bytes of each copy to the device; and fetched, of those to the host.
         num_replayed: Recorded pieces of work that ran again.
     """
 
     def __init__(self) -> None:
         super().__init__(DEVICE)
-        self.num_done = self.num_waits = self.num_replayed = 0
+        self.num_done = self.num_replayed = 0
+        self.leads: list[int] = []
         self.sent: list[int] = []
         self.fetched: list[int] = []
         self._work: deque[Work] = deque()
@@ -49,6 +50,10 @@ class LazyStream(Stream):
         buffer.view(torch.uint8).fill_(RUBBISH)
         self._host.add(buffer.untyped_storage().data_ptr())
         return buffer
+
+    @property
+    def num_waits(self) -> int:
+        return len(self.leads)
 
     @property
     def num_launched(self) -> int:
@@ -94,6 +99,6 @@ class LazyStream(Stream):
 
     def forget(self) -> None:
         """Counts from here on."""
-        self.num_waits = self.num_replayed = 0
-        self.sent.clear()
-        self.fetched.clear()
+        self.num_replayed = 0
+        for counts in (self.leads, self.sent, self.fetched):
+            counts.clear()

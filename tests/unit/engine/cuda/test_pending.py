@@ -12,7 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.noise import split_uint64
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cpu.step_kernels import CHOICE
+from paceline.engine.backends.cuda.kv import CudaKVCache
 from paceline.engine.backends.cuda.platform import CudaPlatform
 from paceline.engine.backends.interface import Backend
 from paceline.engine.batch import Batch
@@ -139,7 +141,7 @@ def test_rankings_are_the_cpus_for_128_bytes_a_row_and_rows_of_others_come_with_
     found = pending.rank(*ranks)
     others = pending.logits([1, 4])
     assert (stream.num_waits, len(stream.sent)) == (1, 1)
-    assert stream.fetched == [64 * 3, 64 * 3, LOGIT_BYTES * 3]
+    assert stream.fetched == [128 * 3, LOGIT_BYTES * 3]
     whole = pending.logits(range(6))
     expected = HostPending(whole).rank(*ranks)
     assert np.array_equal(found.token_ids, expected.token_ids)
@@ -197,7 +199,8 @@ def test_a_layer_launches_four_products_and_six_kernels(tiny, launches):
     assert len(rows) == 4 * decoder.config.num_layers + 1
 
 
-def test_a_burst_goes_down_levels_by_itself_and_is_waited_for_once(prepared):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_burst_is_two_copies_in_a_launch_a_level_and_one_wait(recorded, prepared):
     decoder, stream = prepared
     burst = Burst(
         Ranks(np.array([2, 0, 4]), np.array([8, 6, 6]), choices_of(0, 2**40 + 5, 0)),
@@ -205,19 +208,29 @@ def test_a_burst_goes_down_levels_by_itself_and_is_waited_for_once(prepared):
         3,
     )
     caches = [decoder.new_cache(NUM_BLOCKS) for _ in range(2)]
-    for cache in caches:
-        read_prompts(decoder, cache)
+    read_prompts(decoder, caches[0])
     with torch.inference_mode():
         expected = Backend.draft(decoder.backend, two_trees(), caches[0], decoder.states, burst)
+    if recorded:
+        decoder.prepare(4, caches[1], drafts=True)
+    read_prompts(decoder, caches[1])
+    poison(caches[1], burst.kv[burst.kv != NONE])
     stream.work_until(stream.num_launched)
     stream.forget()
     found = decoder.draft(two_trees(), caches[1], burst)
-    assert (stream.num_waits, len(stream.sent)) == (1, 3)
-    assert stream.fetched == [64 * 3, 64 * 3, LOGIT_BYTES * 3, *[64 * 3] * 2, *[64 * 2] * 2]
+    assert (stream.num_waits, len(stream.sent), stream.num_replayed) == (1, 2, 2 * recorded)
+    assert stream.fetched == [128 * 3, LOGIT_BYTES * 3, 128 * 2 * 4]
     assert np.array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_allclose(found.confidences, expected.confidences, atol=1e-6)
     assert found.token_ids[2, :, 0].tolist()[1] == NONE
     assert np.array_equal(found.pending.logits([1]), expected.pending.logits([1]))
+
+
+def poison(cache: CudaKVCache, slots: np.ndarray) -> None:
+    """What levels have not written yet may hold anything."""
+    blocks, offsets = torch.from_numpy(slots // BLOCK_SIZE), torch.from_numpy(slots % BLOCK_SIZE)
+    cache.keys[:, blocks, :, :, offsets] = torch.nan
+    cache.values[:, blocks, :, offsets] = torch.nan
 
 
 def test_a_heads_burst_takes_the_states_of_the_rows_above_on_the_device(tiny, tmp_path):

@@ -50,7 +50,7 @@ class CpuBackend(LlamaBackend):
         if FusedLayers.are_possible(weights.layers, shape.hidden_size):
             self._fused = FusedLayers(weights.layers, self._inner, self._eps, np.float32(self._scale))
 
-    def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout) -> None:
+    def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout, *, drafts: bool) -> None:
         """Compiles the packed linears of steps of up to so many rows; layers of one shape share them."""
         for count in row_counts(max_rows, self.dtype):
             for linear in self.weights.layers[0].linears:

@@ -90,6 +90,7 @@ def _child(tokens: Any, parents: Any, parent: int, token_id: int) -> tuple[int, 
 @kernel
 def follow(
     logits: Logits,
+    known: Ints,
     firsts: Ints,
     positions: Ints,
     choices: Any,
@@ -106,6 +107,8 @@ def follow(
 
     Args:
         logits: float32 `[rows, vocab]`, of the last committed token of each session, and of its guesses behind it.
+        known: int64 `[rows]`, the tokens of all rows, NOTHING where there is none, if they are chosen already: then
+            no logits are read. Empty: they are chosen here, where they are needed.
         firsts: int64 `[sessions]`, the first of those rows.
         positions: int64 `[sessions]`, absolute, of the first token to choose.
         choices: `CHOICE` `[sessions]`.
@@ -123,29 +126,10 @@ def follow(
         at, count = _ROOT, 0
         while True:
             row = firsts[session] + at + 1
-            token_id = _choose(logits[row], choices[session], positions[session] + count, space)
-            if token_id == NOTHING:
-                count = 0
-                break
-            chosen[firsts[session] + count] = token_id
-            count += 1
-            at, rivals[session] = _child(tokens[guesses], parents[guesses], at, token_id)
-            if at == NOTHING:
-                break
-        counts[session] = count
-
-
-@kernel
-def walk(
-    row_tokens: Ints, firsts: Ints, starts: Ints, stops: Ints, tokens: Any, parents: Any, chosen: Ints, counts: Ints,
-    rivals: Any,
-) -> None:  # fmt: skip
-    """Does what `follow` does where the token of every row is known already, int64 `[rows]`; NOTHING: there is none."""
-    for session in range(len(firsts)):
-        guesses = slice(starts[session], stops[session])
-        at, count = _ROOT, 0
-        while True:
-            token_id = row_tokens[firsts[session] + at + 1]
+            if len(known):
+                token_id = known[row]
+            else:
+                token_id = _choose(logits[row], choices[session], positions[session] + count, space)
             if token_id == NOTHING:
                 count = 0
                 break

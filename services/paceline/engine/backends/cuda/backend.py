@@ -7,19 +7,26 @@ when it asks for them (`pending`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from paceline.core.calibration import NUM_RANKED
 from paceline.core.features import Features
+from paceline.engine.backends.cpu.step_kernels import CHOICE
+from paceline.engine.backends.cuda.choose import Questions, rank
 from paceline.engine.backends.cuda.kv import CudaKVCache
-from paceline.engine.backends.cuda.layer_kernels import MOVES
-from paceline.engine.backends.cuda.pending import Asked, CudaPending
+from paceline.engine.backends.cuda.layer_kernels import MOVES, go_down
+from paceline.engine.backends.cuda.pending import Asked, CudaPending, rankings
 from paceline.engine.backends.cuda.plan import (
+    LEVEL_ROWS,
+    MOST_LEVELS,
     ROWS,
     TABLE_BYTES,
     Array,
@@ -28,6 +35,7 @@ from paceline.engine.backends.cuda.plan import (
     StepBuffer,
     aligned_bytes,
     field_arrays,
+    level_arrays,
     padded,
 )
 from paceline.engine.backends.cuda.step import CudaLayers
@@ -47,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 # Moves of a step, as far as kernels for them are compiled before the first session.
 USUAL_MOVES = MOVES[:2]
-# Changes the arrays of a step on the device.
-Fill = Callable[[Mapping[str, torch.Tensor]], None]
+# What is asked of rows that are only recorded.
+ANY_CHOICE = np.array([(True, 1.0, -np.inf, 0, 1.0, 0, 0)], CHOICE)
 
 
 class CudaBackend(LlamaBackend):
@@ -78,9 +86,9 @@ class CudaBackend(LlamaBackend):
         return padded(rows)
 
     @override
-    def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout) -> None:
+    def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout, *, drafts: bool) -> None:
         steps = self._steps_over(cache)
-        steps.record(max_rows, kept)
+        steps.record(max_rows, kept, drafts=drafts)
         for count in USUAL_MOVES:
             trash = torch.full((count,), steps.cache.trash, device=self.stream.device)
             self.stream.run(partial(steps.cache.move, trash, trash))
@@ -94,35 +102,23 @@ class CudaBackend(LlamaBackend):
     @override
     def draft(self, batch: Batch, cache: KVCache, kept: StateLayout, burst: Burst) -> Drafted:
         """Launches all levels, each of which takes the best guesses of the one above on the device; then waits once."""
-        ranks, going, levels = burst.ranks, np.arange(len(burst.ranks.rows)), list[_Level]()
-        pending = self.launch(batch, cache, kept, ranks)
-        levels.append(_Level(pending, ranks, going))
-        for slots in burst.kv:
-            on = np.flatnonzero(slots[going] != NONE)
-            if not len(on):
-                break
-            going, rows = going[on], batch.logit_rows[ranks.rows[on]]
-            above, parents = pending, batch.slots[rows]
-            batch = below(batch, rows, np.zeros(len(on), np.int32), slots[going], self._no_features)
-            ranks = Ranks(batch.logit_rows, ranks.positions[on] + 1, ranks.choices[on])
-            asked = Asked.of(batch, ranks)
-            fill = partial(self._fill_below, above, cache)
-            arrays = {**asked.arrays, "entries": on, "parents": parents}
-            logits, sent = self._launch(batch, cache, kept, None, arrays, fill)
-            pending = CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
-            levels.append(_Level(pending, ranks, going))
-        return _drafted(levels, burst)
+        first = self.launch(batch, cache, kept, burst.ranks)
+        going = np.flatnonzero((burst.kv != NONE).any(axis=0))
+        if not len(going):
+            return _drafted(first, burst, going, torch.empty(0))
+        levels, rows = (burst.kv != NONE).any(axis=1), batch.logit_rows[burst.ranks.rows[going]]
+        ranks, kv = Ranks(going, *(column[going] for column in burst.ranks[1:])), burst.kv[levels][:, going]
+        ends = below(batch, rows, np.zeros(len(going), np.int32), kv, self._no_features if self.feature_width else None)
+        above = replace(ends, slots=batch.slots[rows], positions=batch.positions[rows])
+        found = self._steps_over(cache).descend(above, ranks, kv, kept, first.chosen)
+        host = self.stream.host_buffer(*found.shape, kind=torch.int32)
+        self.stream.copy(host, lambda: found)
+        self.stream.mark().wait()
+        return _drafted(first, burst, going, host)
 
     def _no_features(self, slots: Sequence[int]) -> Features:
         """Room for those of the rows above, which are on the device."""
         return np.zeros((len(slots), self.feature_width), np.float32)
-
-    def _fill_below(self, above: CudaPending, cache: KVCache, sent: Mapping[str, torch.Tensor]) -> None:
-        """Puts in what only the device knows: the tokens of a level, and hidden states of the rows above."""
-        entries = sent["entries"]
-        sent["token_ids"][: len(entries)] = above.best()[entries]
-        if self.feature_width:
-            sent["features"][: len(entries)] = cache.states[sent["parents"]].float()
 
     @override
     def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
@@ -137,67 +133,80 @@ class CudaBackend(LlamaBackend):
         kept: StateLayout,
         layers: Layers,
         arrays: Mapping[str, Array],
-        fill: Fill | None = None,
     ) -> tuple[Callable[[], torch.Tensor], Mapping[str, torch.Tensor]]:
         """Launches layers and head; returns the logits, once their turn has come, and the arrays on the device."""
         arrays = {**arrays, "logit_rows": batch.logit_rows}
-        final, sent = self._steps_over(cache).launch(batch, kept, layers, arrays, fill)
+        final, sent = self._steps_over(cache).launch(batch, kept, layers, arrays)
         made: list[torch.Tensor] = []
-        # The head takes float32 and rounds to its own kind, which is that of these rows.
-        self.stream.run(lambda: made.append(self.weights.head(final[sent["logit_rows"]].float())))
+        self.stream.run(lambda: made.append(self._logits(final, sent)))
         return (lambda: made[0]), sent
+
+    def _logits(self, final: torch.Tensor, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits of the rows of a step that are wanted, float32 [n, vocab], from the final states of all."""
+        # The head takes float32 and rounds to its own kind, which is that of these rows.
+        return self.weights.head(final[sent["logit_rows"]].float())
 
     def _steps_over(self, cache: KVCache) -> _Steps:
         """Graphs belong to one cache: those of another one go when it is used for the first time."""
         assert isinstance(cache, CudaKVCache), "a cache that new_cache made"
         if self._steps is None or self._steps.cache is not cache:
-            self._steps = _Steps(self._layers, cache, self.stream, self.hidden_size, self.feature_width)
+            self._steps = _Steps(self._layers, self._logits, cache, self.stream, self.hidden_size, self.feature_width)
         return self._steps
 
 
-class _Level(NamedTuple):
-    """A level of a burst: its step, what it is asked, and which rows of the burst go on in it."""
+def _drafted(first: CudaPending, burst: Burst, going: Ints, found: torch.Tensor) -> Drafted:
+    """Hands out the guesses of all levels; none below a row that leaves nothing to choose.
 
-    pending: CudaPending
-    ranks: Ranks
-    going: Ints
-
-
-def _drafted(levels: Sequence[_Level], burst: Burst) -> Drafted:
-    """Waits for the last level, and hands out the guesses of all; none below a row that leaves nothing to choose."""
-    shape = 1 + len(burst.kv), len(burst.ranks.rows), burst.width
-    token_ids, confidences = np.full(shape, NONE, np.int32), np.zeros(shape)
-    alive = np.ones(shape[1], np.bool_)
+    Args:
+        going: Rows of the burst with further levels.
+        found: On the host, what `rank` found at each of these [levels, rows, 2, NUM_RANKED].
+    """
+    shape, choices = (1 + len(burst.kv), len(burst.ranks.rows), burst.width), burst.ranks.choices[going]
+    token_ids, confidences, alive = np.full(shape, NONE, np.int32), np.zeros(shape), np.ones(shape[1], np.bool_)
     if shape[1]:
-        levels[-1].pending.wait()
-    for place, (pending, ranks, going) in enumerate(levels if shape[1] else ()):
-        found = pending.rank(*ranks)
-        token_ids[place, going] = np.where(alive[going, None], found.token_ids[:, : burst.width], NONE)
-        confidences[place, going] = np.where(alive[going, None], found.confidences[:, : burst.width], 0.0)
-        alive[going] &= found.usable
-    return Drafted(levels[0].pending, token_ids, confidences)
+        best = first.rank(*burst.ranks)
+        token_ids[0], confidences[0] = best.token_ids[:, : burst.width], best.confidences[:, : burst.width]
+        alive = best.usable
+    for level, ranked in enumerate(found, start=1):
+        best, shown = rankings(ranked[: len(going)], choices), (burst.kv[level - 1, going] != NONE) & alive[going]
+        token_ids[level, going[shown]] = best.token_ids[shown, : burst.width]
+        confidences[level, going[shown]] = best.confidences[shown, : burst.width]
+        alive[going] &= best.usable
+    return Drafted(first, token_ids, confidences)
 
 
 class _Steps:
     """Steps over one cache, whose addresses graphs hold."""
 
     def __init__(
-        self, layers: CudaLayers, cache: CudaKVCache, stream: Stream, hidden_size: int, feature_width: int
+        self,
+        layers: CudaLayers,
+        logits: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
+        cache: CudaKVCache,
+        stream: Stream,
+        hidden_size: int,
+        feature_width: int,
     ) -> None:
         self.cache = cache
-        self._layers, self._stream, self._blank = layers, stream, _blank(feature_width, cache.trash)
+        self._layers, self._logits, self._stream = layers, logits, stream
+        self._blank, self._kv_heads = _blank(feature_width, cache.trash), cache.keys.shape[2]
         widest = self._arrays(self._blank, ROWS[-1])
         self._buffer = StepBuffer(stream, sum(map(aligned_bytes, widest.values())) + TABLE_BYTES)
         self._final = cache.keys.new_empty((ROWS[-1], hidden_size))
+        self._found = self._final.new_zeros((1 + MOST_LEVELS) * LEVEL_ROWS * 2 * NUM_RANKED, dtype=torch.int32)
         self._recorded: dict[int, Work] = {}
+        self._levels: dict[int, Work] = {}
         self._kept: StateLayout | None = None
 
-    def record(self, most_rows: int, kept: StateLayout) -> None:
+    def record(self, most_rows: int, kept: StateLayout, *, drafts: bool) -> None:
         """Records steps of up to `most_rows` rows, the largest first: the others fit the memory that it takes."""
         sizes = [rows for rows in reversed(ROWS) if rows <= padded(most_rows)]
-        self._recorded = dict(zip(sizes, self._stream.record(self._works(sizes, kept)), strict=True))
+        levels = [rows for rows in sizes if rows <= LEVEL_ROWS] if drafts else []
+        works = self._stream.record(chain(self._works(sizes, kept), self._level_works(levels, kept)))
+        self._recorded = dict(zip(sizes, works[: len(sizes)], strict=True))
+        self._levels = dict(zip(levels, works[len(sizes) :], strict=True))
         self._kept = kept
-        logger.info("steps are recorded", extra={"graphs": len(sizes), "most_rows": sizes[0]})
+        logger.info("steps are recorded", extra={"graphs": len(works), "most_rows": sizes[0]})
 
     def _works(self, sizes: Sequence[int], kept: StateLayout) -> Iterator[Work]:
         """The layers over rows that write to the trash; a buffer lies where it will when such a step comes."""
@@ -205,32 +214,90 @@ class _Steps:
             place = Fields.of(self._buffer.send(self._arrays(self._blank, rows)))
             yield partial(self._layers.forward, place, self.cache, kept, self._final[:rows])
 
-    def _arrays(self, batch: Batch, rows: int) -> dict[str, Array]:
-        return field_arrays(batch, rows, self.cache.keys.shape[2], self.cache.trash)
+    def _level_works(self, sizes: Sequence[int], kept: StateLayout) -> Iterator[Work]:
+        """Levels of as many rows, likewise."""
+        blank = Ranks(np.zeros(1, np.int64), np.zeros(1, np.int64), ANY_CHOICE)
+        for rows in sizes:
+            arrays = level_arrays(
+                self._blank, blank, np.empty((0, 1), np.int32), rows, self._kv_heads, self.cache.trash
+            )
+            yield partial(self._level, self._buffer.send(arrays), self._found_by(MOST_LEVELS, rows), kept)
 
-    def launch(
-        self, batch: Batch, kept: StateLayout, layers: Layers, arrays: Mapping[str, Array], fill: Fill | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Writes the rows' KV and states; returns their final hidden states, and the arrays on the device.
+    def descend(
+        self, batch: Batch, ranks: Ranks, kv: Ints, kept: StateLayout, above: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Goes down a level after the other from rows of the last step; returns what `rank` finds at each.
 
         Args:
-            fill: Changes these arrays there before they are read.
+            batch: See `level_arrays`, and so kv.
+            ranks: As at the rows above the first level; its rows are those of `above`.
+            above: What `rank` found there, once its turn has come.
         """
+        rows = padded(batch.num_rows)
+        sent, fits = self._send(level_arrays(batch, ranks, kv, rows, self._kv_heads, self.cache.trash))
+        found = self._found_by(len(kv), rows)
+        self._stream.run(lambda: torch.index_select(above(), 0, sent["entries"], out=found[0]))
+        known = self._levels.get(rows) if fits and len(kv) <= MOST_LEVELS and kept is self._kept else None
+        for _ in kv:
+            self._stream.run(known or partial(self._level, sent, found, kept))
+        return found[1:]
+
+    def _found_by(self, levels: int, rows: int) -> torch.Tensor:
+        """Where levels leave what they find, [levels, rows, 2, NUM_RANKED], and what was found above the first."""
+        shape = 1 + levels, rows, 2, NUM_RANKED
+        fits = levels <= MOST_LEVELS and rows <= LEVEL_ROWS
+        return self._found[: math.prod(shape)].view(shape) if fits else self._found.new_zeros(shape)
+
+    def _level(self, sent: Mapping[str, torch.Tensor], found: torch.Tensor, kept: StateLayout) -> None:
+        """A level below rows: they become those of their best guesses, and are ranked."""
+        rows, level, positions = Fields.of(sent), sent["level"], sent["asked_positions"]
+        if rows.features is not None:
+            rows.features.copy_(self.cache.states[rows.slots])
+        go_down(
+            found, level, sent["below"],
+            (rows.token_ids, rows.positions, positions, rows.slots, rows.lanes.node_bits),
+        )  # fmt: skip
+        final = self._room(len(rows.slots))
+        self._layers.forward(rows, self.cache, kept, final)
+        asked = Questions(rows=sent["logit_rows"], positions=positions, choices=sent["choices"])
+        found.index_copy_(0, level, rank(self._logits(final, sent), asked)[None])
+
+    def _room(self, rows: int) -> torch.Tensor:
+        """Room for final hidden states."""
+        return self._final[:rows] if rows <= ROWS[-1] else self._final.new_empty((rows, self._final.shape[1]))
+
+    def _send(self, arrays: Mapping[str, Array]) -> tuple[dict[str, torch.Tensor], bool]:
+        """Arrays on the device, and whether they lie where recorded work looks for them."""
+        size = sum(map(aligned_bytes, arrays.values()))
+        fits = size <= self._buffer.num_bytes
+        return (self._buffer if fits else StepBuffer(self._stream, size)).send(arrays), fits
+
+    def _arrays(self, batch: Batch, rows: int) -> dict[str, Array]:
+        return field_arrays(batch, rows, self._kv_heads, self.cache.trash)
+
+    def launch(
+        self, batch: Batch, kept: StateLayout, layers: Layers, arrays: Mapping[str, Array]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Writes the rows' KV and states; returns their final hidden states, and the arrays on the device."""
         rows, cache = padded(batch.num_rows), self.cache
         sources, targets = cache.waiting
         arrays = {**self._arrays(batch, rows), "sources": sources, "targets": targets, **arrays}
-        size = sum(map(aligned_bytes, arrays.values()))
-        final = self._final[:rows] if rows <= ROWS[-1] else self._final.new_empty((rows, self._final.shape[1]))
-        fits = size <= self._buffer.num_bytes
-        sent = (self._buffer if fits else StepBuffer(self._stream, size)).send(arrays)
+        final = self._room(rows)
+        sent, fits = self._send(arrays)
         if len(sources):
             self._stream.run(lambda: cache.move(sent["sources"], sent["targets"]))
             cache.moves.clear()
-        if fill is not None:
-            self._stream.run(partial(fill, sent))
+        if batch.above is not None:
+            assert isinstance(batch.above, CudaPending), "a step of this device"
+            self._stream.run(partial(_take_tokens, batch.above, sent["token_ids"]))
         recorded = self._recorded.get(rows) if fits and layers is None and kept is self._kept else None
         self._stream.run(recorded or partial(self._layers.forward, Fields.of(sent), cache, kept, final, layers))
         return final, sent
+
+
+def _take_tokens(above: CudaPending, token_ids: torch.Tensor) -> None:
+    """Puts tokens that a step has chosen in the place of where it chose them; any where it found none."""
+    token_ids.copy_(above.chosen().index_select(0, token_ids).clamp(min=0))
 
 
 def _blank(feature_width: int, trash: int) -> Batch:

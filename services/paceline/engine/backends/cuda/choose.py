@@ -75,21 +75,20 @@ def choose(logits: torch.Tensor, questions: Questions) -> torch.Tensor:
     Args:
         logits: float32 [rows, vocab].
     """
-    tokens, _ = _best(logits, questions, 1)
-    return tokens[:, 0]
+    return _best(logits, questions, 1)[:, 0, 0]
 
 
-def rank(logits: torch.Tensor, questions: Questions) -> tuple[torch.Tensor, torch.Tensor]:
+def rank(logits: torch.Tensor, questions: Questions) -> torch.Tensor:
     """The best guesses of each row, best first; arguments and launches as for `choose`.
 
     Returns:
-        Tokens int32 [n, NUM_RANKED], NOTHING behind the last, and their shares, float32 [n, NUM_RANKED]: exponentials
-        of scores, noise included, beside the best one's.
+        int32 [n, 2, NUM_RANKED]: tokens, NOTHING behind the last, and the bits of their shares, which are float32:
+        exponentials of scores, noise included, beside the best one's.
     """
     return _best(logits, questions, NUM_RANKED)
 
 
-def _best(logits: torch.Tensor, questions: Questions, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _best(logits: torch.Tensor, questions: Questions, count: int) -> torch.Tensor:
     assert logits.dtype == torch.float32, f"logits must be float32, are {logits.dtype}"
     assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     num, vocab = len(questions.rows), logits.shape[1]
@@ -99,17 +98,16 @@ def _best(logits: torch.Tensor, questions: Questions, count: int) -> tuple[torch
     masses = logits.new_empty((num, tiles), dtype=torch.int64)
     # A list of blocks for each row.
     places = logits.new_empty((num, blocks), dtype=torch.int32)
-    tokens = logits.new_empty((num, count), dtype=torch.int32)
-    shares = logits.new_empty((num, count))
+    found = logits.new_empty((num, 2, count), dtype=torch.int32)
     row = (logits, logits.stride(0), vocab, questions.rows)
     sizes = {"BLOCKS": blocks, "PADDED": power_of_two(blocks), "TILE": _TILE, **EXACT}
     launch(_find_maxima, (num, tiles), *row, maxima, **sizes, num_warps=4)
     launch(_add_masses, (num, tiles), *row, questions.choices, maxima, masses, **sizes, num_warps=4)
     launch(
-        _choose, (num,), *row, questions.positions, questions.choices, maxima, masses, places, tokens, shares, **sizes,
+        _choose, (num,), *row, questions.positions, questions.choices, maxima, masses, places, found, **sizes,
         TILES=tiles, PADDED_TILES=power_of_two(tiles), VISITED=4 if count == 1 else 8, COUNT=count, num_warps=8,
     )  # fmt: skip
-    return tokens, shares
+    return found
 
 
 @kernel
@@ -147,26 +145,28 @@ def _add_masses(
 
 @kernel
 def _choose(
-    logits, stride, vocab, rows, positions, choices, maxima, masses, places, tokens, shares,
+    logits, stride, vocab, rows, positions, choices, maxima, masses, places, found,
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, PADDED_TILES: tl.constexpr, VISITED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The best of one row."""
     each, entry = tl.program_id(0), tl.arange(0, COUNT)
+    tokens = found + each * 2 * COUNT
     row, choice = logits + tl.load(rows + each) * stride, choices + each * _WORDS
     block_max = _maxima_of(maxima, each, BLOCKS, PADDED)
     largest, usable = _largest_of(block_max)
     if not usable:
-        tl.store(tokens + each * COUNT + entry, tl.full((COUNT,), _NOTHING, tl.int32))
-        tl.store(shares + each * COUNT + entry, tl.zeros((COUNT,), tl.float32))
+        tl.store(tokens + entry, tl.full((COUNT,), _NOTHING, tl.int32))
+        tl.store(tokens + COUNT + entry, tl.zeros((COUNT,), tl.int32))
         return
     place, tile = places + each * BLOCKS, tl.arange(0, PADDED_TILES)
     mass = tl.sum(tl.load(masses + each * TILES + tile, mask=tile < TILES, other=0), 0)
     cut, last_id = _filter(row, vocab, block_max, largest, choice, mass, place, BLOCKS, TILE)
     position = tl.load(positions + each)
     score, token = _best_of(row, vocab, block_max, cut, last_id, choice, position, place, VISITED, COUNT)
-    tl.store(tokens + each * COUNT + entry, tl.where(score == -float("inf"), _NOTHING, token))
-    tl.store(shares + each * COUNT + entry, tl.exp((score - tl.max(score, 0)).to(tl.float32)))
+    tl.store(tokens + entry, tl.where(score == -float("inf"), _NOTHING, token))
+    shares = tl.exp((score - tl.max(score, 0)).to(tl.float32))
+    tl.store(tokens + COUNT + entry, shares.to(tl.int32, bitcast=True))
 
 
 @kernel

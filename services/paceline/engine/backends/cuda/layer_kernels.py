@@ -1,4 +1,4 @@
-"""What a layer computes between its products, each as one launch, and moves of KV from slot to slot."""
+"""What lies between products, each as one launch: in a layer, between levels of guesses, and moves between slots."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from paceline.engine.backends.cuda.launch import kernel, launch, power_of_two, r
 
 _BLOCK_SIZE: Final = tl.constexpr(pages.BLOCK_SIZE)
 _TILE: Final = 1024
+# Rows of a program that goes down with them.
+_ROWS: Final = 64
 # Slots that are moved at once, in few sizes, since each is compiled; and what a program holds of them.
 MOVES: Final = (256, 1024, 4096, 16384)
 _HELD: Final = 16384
@@ -173,3 +175,38 @@ def _move(
     held = tl.load(cache + read[:, None] * D + dims[None, :], mask=real)
     tl.debug_barrier()
     tl.store(cache + written[:, None] * D + dims[None, :], held, mask=real)
+
+
+def go_down(
+    found: torch.Tensor,
+    level: torch.Tensor,
+    below: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Makes of each row the one below it, with its best guess.
+
+    Args:
+        found: int32 [levels, rows, 2, n], what `choose.rank` found at each level; the first is that of the step above.
+        level: int64 [1], how many levels the rows have gone down; grows by 1.
+        below: int64 [levels, rows, 2], slots and masks of the rows at each level.
+        rows: Token ids and positions, int32 [rows]; positions to guess at, slots and masks, int64 [rows]; changed.
+    """
+    num, _, count = found.shape[1:]
+    launch(_go_down, (-(-num // _ROWS),), found, level, below, *rows, num, ROWS=_ROWS, COUNT=count, num_warps=2)
+    level.add_(1)
+
+
+@partial(kernel, changing=("num",))
+def _go_down(
+    found, level, below, token_ids, positions, asked_positions, slots, node_bits, num,
+    ROWS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, place = row < num, tl.load(level) * num + row
+    token = tl.load(found + place * 2 * COUNT, mask=there, other=0)
+    # Where there is none the row goes on with any.
+    tl.store(token_ids + row, tl.maximum(token, 0), mask=there)
+    tl.store(positions + row, tl.load(positions + row, mask=there) + 1, mask=there)
+    tl.store(asked_positions + row, tl.load(asked_positions + row, mask=there) + 1, mask=there)
+    tl.store(slots + row, tl.load(below + 2 * place, mask=there), mask=there)
+    tl.store(node_bits + row, tl.load(below + 2 * place + 1, mask=there), mask=there)

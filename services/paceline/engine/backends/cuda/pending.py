@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,15 @@ import torch
 
 from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.engine.backends.cpu import step_kernels
-from paceline.engine.backends.cuda.choose import CHOICE_WORDS, Questions, choose, rank
+from paceline.engine.backends.cuda.choose import Questions, choose, rank
+from paceline.engine.backends.cuda.plan import choice_words
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.batch import Batch
 from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, Walked, Walks
-from paceline.engine.sampler import Logits
+from paceline.engine.sampler import Logits, working_space
+
+NO_LOGITS: Logits = np.empty((0, 1), np.float32)
+NO_SPACE = working_space(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,12 @@ class Asked:
     @property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """What the device needs of it."""
-        words = np.ascontiguousarray(self.choices).view(np.int64).reshape(-1, CHOICE_WORDS)
-        return {"asked_rows": self.rows, "asked_positions": self.positions, "choices": words, "others": self.others}
+        return {
+            "asked_rows": self.rows,
+            "asked_positions": self.positions,
+            "choices": choice_words(self.choices),
+            "others": self.others,
+        }
 
 
 class CudaPending:
@@ -74,6 +81,8 @@ class CudaPending:
         vocab_size: Ids of a row.
     """
 
+    runs_ahead = True
+
     def __init__(
         self,
         stream: Stream,
@@ -84,25 +93,18 @@ class CudaPending:
     ) -> None:
         self._stream, self._logits, self._asked, self._vocab_size = stream, logits, asked, vocab_size
         self._chosen = list[torch.Tensor]()
-        self._answers = self._ask(sent) if len(asked.rows) else ()
+        self._answers = self._ask(sent) if len(asked.rows) else None
         self._others = self._fetch(lambda: sent["others"], len(asked.others))
         self._done = stream.mark()
 
-    def _ask(self, sent: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _ask(self, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Has tokens or guesses chosen, and copied to the host: 4 bytes a row, or 128."""
-        count, answers = len(self._asked.rows), self._chosen
+        ranks = isinstance(self._asked.wanted, Ranks)
         questions = Questions(rows=sent["asked_rows"], positions=sent["asked_positions"], choices=sent["choices"])
-        if isinstance(self._asked.wanted, Ranks):
-            self._stream.run(lambda: answers.extend(rank(self._logits(), questions)))
-            shape: tuple[int, ...] = (count, NUM_RANKED)
-            kinds: tuple[torch.dtype, ...] = (torch.int32, torch.float32)
-        else:
-            self._stream.run(lambda: answers.append(choose(self._logits(), questions)))
-            shape, kinds = (count,), (torch.int32,)
-        hosts = tuple(self._stream.host_buffer(*shape, kind=kind) for kind in kinds)
-        for place, host in enumerate(hosts):
-            self._stream.copy(host, partial(answers.__getitem__, place))
-        return hosts
+        self._stream.run(lambda: self._chosen.append((rank if ranks else choose)(self._logits(), questions)))
+        host = self._stream.host_buffer(len(self._asked.rows), *((2, NUM_RANKED) if ranks else ()), kind=torch.int32)
+        self._stream.copy(host, self.chosen)
+        return host
 
     def _fetch(self, rows: Callable[[], torch.Tensor], count: int) -> torch.Tensor:
         """Has rows of logits copied to the host."""
@@ -115,9 +117,9 @@ class CudaPending:
         """Returns once the step is over."""
         self._done.wait()
 
-    def best(self) -> torch.Tensor:
-        """The best guess at each row that was ranked, int32 [n], once its turn has come; 0 where there is none."""
-        return self._chosen[0][:, 0].clamp(min=0)
+    def chosen(self) -> torch.Tensor:
+        """Tokens, or guesses, at the rows asked about, as `choose` and `rank` give them, once their turn has come."""
+        return self._chosen[0]
 
     def follow(self, walks: Walks) -> Walked:
         if walks is not self._asked.wanted:
@@ -126,19 +128,17 @@ class CudaPending:
         walked = Walked(np.empty_like(tokens), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_))
         if num_sessions:
             self._done.wait()
-            tokens[self._asked.rows] = self._answers[0].numpy()
-            guesses = (walks.starts, walks.stops, walks.tokens, walks.parents)
-            step_kernels.walk(tokens, walks.rows, *guesses, *walked)
+            assert self._answers is not None, "sessions have rows"
+            tokens[self._asked.rows] = self._answers.numpy()
+            step_kernels.follow(NO_LOGITS, tokens, *walks[:-1], NO_SPACE, *walked)
         return walked
 
     def rank(self, rows: Longs, positions: Longs, choices: npt.NDArray[Any]) -> Rankings:
         wanted = self._asked.wanted
-        if not isinstance(wanted, Ranks) or wanted.rows is not rows or not len(rows):
+        if not isinstance(wanted, Ranks) or wanted.rows is not rows or self._answers is None:
             return self._on_host().rank(rows, positions, choices)
         self._done.wait()
-        token_ids, shares = (each.numpy().copy() for each in self._answers)
-        sharpened = confidences(shares.astype(np.float64), greedy=choices["greedy"])
-        return Rankings(token_ids, sharpened, token_ids[:, 0] != step_kernels.NOTHING)
+        return rankings(self._answers, choices)
 
     def logits(self, rows: Sequence[int]) -> Logits:
         wanted = np.asarray(rows, np.int64)
@@ -156,3 +156,10 @@ class CudaPending:
     def _on_host(self) -> HostPending:
         """Answers what was not announced."""
         return HostPending(self.logits(range(len(self._asked.places))))
+
+
+def rankings(found: torch.Tensor, choices: npt.NDArray[Any]) -> Rankings:
+    """What the host makes of what `rank` found, once that has been copied to it."""
+    token_ids, shares = found[:, 0].numpy().copy(), found[:, 1].contiguous().view(torch.float32).numpy()
+    sharpened = confidences(shares.astype(np.float64), greedy=choices["greedy"])
+    return Rankings(token_ids, sharpened, token_ids[:, 0] != step_kernels.NOTHING)

@@ -19,13 +19,18 @@ import torch
 
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cuda.attention import NODES, Lanes, divide, most_parts, row_parts
+from paceline.engine.backends.cuda.choose import CHOICE_WORDS
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.batch import Batch
+from paceline.engine.pending import Ranks
+from paceline.forest import NONE
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 # Rows of recorded steps: a few rows are not padded, more by less than 8.
 ROWS: Final = (1, 2, 4, *range(8, 513, 8))
+# Most rows of a recorded level of a burst, whose logits stay set aside, and most levels below a burst's first one.
+LEVEL_ROWS, MOST_LEVELS = 64, 15
 # Room of a recorded step beside its rows: a million entries of block tables, 16 million tokens.
 TABLE_BYTES: Final = 4 << 20
 
@@ -71,6 +76,43 @@ def field_arrays(batch: Batch, rows: int, kv_heads: int, trash: int) -> dict[str
     Args:
         trash: A slot to which padded rows write.
     """
+    return _fields(batch, rows, kv_heads, trash)[0]
+
+
+def level_arrays(batch: Batch, ranks: Ranks, kv: Ints, rows: int, kv_heads: int, trash: int) -> dict[str, Array]:
+    """`field_arrays` of rows that go down a level after the other by themselves, and where each goes.
+
+    Args:
+        batch: The rows as they end, but that `slots` and `positions` are those of the rows above their first level.
+        ranks: What is asked of them there; rows that are only padding are asked what the last of them is.
+        kv: int32 `[levels, n]`, their slots at each level; NONE behind their last one.
+    """
+    fields, masks = _fields(batch, rows, kv_heads, trash)
+    num, above = batch.num_rows, batch.num_ancestors - (kv != NONE).sum(axis=0)
+    below = np.zeros((max(MOST_LEVELS, len(kv)), rows, 2), np.int64)
+    below[:, :, 0] = trash
+    for level, slots in enumerate(kv):
+        below[level, :num, 0] = np.where(slots != NONE, slots, trash)
+        below[level, :num, 1] = masks[np.arange(num), np.minimum(above + level + 1, batch.num_ancestors)]
+    like = np.minimum(np.arange(rows), num - 1)
+    return {
+        "level": np.zeros(1, np.int64),
+        "below": below,
+        "logit_rows": like,
+        "entries": ranks.rows[like],
+        "asked_positions": ranks.positions[like],
+        "choices": choice_words(ranks.choices)[like],
+        **fields,
+    }
+
+
+def choice_words(choices: Array) -> Array:
+    """`CHOICE`s as kernels read them, int64 [n, CHOICE_WORDS]."""
+    return np.ascontiguousarray(choices).view(np.int64).reshape(-1, CHOICE_WORDS)
+
+
+def _fields(batch: Batch, rows: int, kv_heads: int, trash: int) -> tuple[dict[str, Array], Ints]:
+    """`field_arrays`, and masks int64 [n, 1 + depth] over nodes of each row's lane: its first ancestors, by number."""
     slots = np.full(rows, trash, np.int64)
     slots[: batch.num_rows] = batch.slots
     arrays = {
@@ -80,13 +122,17 @@ def field_arrays(batch: Batch, rows: int, kv_heads: int, trash: int) -> dict[str
     }
     if batch.features is not None:
         arrays["features"] = _padded(batch.features, rows, np.float32)
-    return {**arrays, **_lane_arrays(batch, rows, kv_heads)}
+    lanes, masks = _lane_arrays(batch, rows, kv_heads)
+    return {**arrays, **lanes}, masks
 
 
-def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> dict[str, Array]:
-    """`Lanes` by name, with room for a lane a row; the tables come last, so that all others have their places."""
+def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> tuple[dict[str, Array], Ints]:
+    """`Lanes` by name, with room for a lane a row; the tables come last, so that all others have their places.
+
+    And masks, see `_fields`.
+    """
     width = lane_width(rows)
-    lane_of, cell_of, bits, (lane, index, node_slots) = _place_rows(batch, width)
+    lane_of, cell_of, masks, (lane, index, node_slots) = _place_rows(batch, width)
     longest = np.zeros(int(lane_of.max()) + 1, np.int64)
     np.maximum.at(longest, lane_of, batch.context_lens)
     starts, tables = _place_tables(batch)
@@ -97,9 +143,9 @@ def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> dict[str, Array]:
     lane_starts[lane_of] = starts[batch.sequences]
     slots_of = np.zeros((rows, NODES), np.int32)
     slots_of[lane, index] = node_slots
-    return {
+    arrays = {
         "contexts": _padded(batch.context_lens, rows),
-        "node_bits": _padded(bits, rows, np.int64),
+        "node_bits": _padded(masks[:, -1], rows, np.int64),
         "row_parts": _padded(row_parts(divided, lane_of, cell_of, width), rows),
         "lane_rows": lane_rows,
         "lane_starts": lane_starts,
@@ -108,6 +154,7 @@ def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> dict[str, Array]:
         "parts": _padded(divided.parts, most_parts(rows, kv_heads), filler=-1),
         "tables": tables,
     }
+    return arrays, masks
 
 
 def _padded(values: Array, rows: int, kind: type[np.number[Any]] = np.int32, filler: int = 0) -> Array:
@@ -127,15 +174,15 @@ def _place_rows(batch: Batch, width: int) -> tuple[Ints, Ints, Ints, tuple[Ints,
     lane_of, cell_of = np.empty_like(order), np.empty_like(order)
     while True:
         lane_of[order], cell_of[order] = np.cumsum(cells % width == 0) - 1, cells % width
-        bits, nodes = _place_nodes(batch, lane_of)
+        masks, nodes = _place_nodes(batch, lane_of)
         if nodes[1].max(initial=0) < NODES:
-            return lane_of, cell_of, bits, nodes
+            return lane_of, cell_of, masks, nodes
         assert width > 1, f"no path is longer than {NODES} nodes"
         width //= 2
 
 
 def _place_nodes(batch: Batch, lane_of: Ints) -> tuple[Ints, tuple[Ints, Ints, Ints]]:
-    """Masks [rows] over the nodes of each row's lane, and lane, index and slot [n] of these nodes.
+    """Masks, see `_fields`, and lane, index and slot [n] of the nodes.
 
     Masks of a lane with too many nodes are nonsense.
     """
@@ -144,9 +191,9 @@ def _place_nodes(batch: Batch, lane_of: Ints) -> tuple[Ints, tuple[Ints, Ints, I
     nodes, which = np.unique(keyed[attended], return_inverse=True)
     lanes = nodes >> 32
     index = np.arange(len(nodes)) - np.searchsorted(lanes, lanes)
-    bits = np.zeros(attended.shape, np.uint64)
-    bits[attended] = np.left_shift(np.uint64(1), (index % NODES).astype(np.uint64))[which]
-    return np.bitwise_or.reduce(bits, axis=1).view(np.int64), (lanes, index, nodes & 0xFFFFFFFF)
+    bits = np.zeros((len(attended), 1 + attended.shape[1]), np.uint64)
+    bits[:, 1:][attended] = np.left_shift(np.uint64(1), (index % NODES).astype(np.uint64))[which]
+    return np.bitwise_or.accumulate(bits, axis=1).view(np.int64), (lanes, index, nodes & 0xFFFFFFFF)
 
 
 def _place_tables(batch: Batch) -> tuple[Ints, Array]:
