@@ -23,6 +23,8 @@ from paceline.engine.sampler import Logits, working_space
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Floats, Guesses
 
+# Rows of logits that log probabilities are read from at a time: at 150,000 ids those of a whole step are 300 MB.
+READ_ROWS = 32
 _NOT_DRAWN = SparseDraft(token_ids=(), weights=())
 _BY_NOISE = (np.nan, np.nan)
 
@@ -59,7 +61,7 @@ class Judging:
         self.walks = self._walks_of([self._parts[place].session for place in self._plain])
         # By place in the plan's parts.
         self._rounds: dict[int, Round | Exception] = {}
-        # Logits that log probabilities are read from.
+        # Logits that log probabilities are read from, of a few sessions at a time.
         self._read: dict[int, Logits] = {}
 
     def _walks_of(self, sessions: Sequence[TargetSession]) -> Walks:
@@ -85,7 +87,6 @@ class Judging:
         self._pending = pending
         self._follow_walks()
         self._descend()
-        self._fetch_read()
 
     def verdict(self, place: int) -> Verdict:
         """What the session of a part of the plan commits; or raises why it cannot."""
@@ -94,7 +95,7 @@ class Judging:
             raise found
         verdict = session.accept(*found)
         if session.request.sampling.logprobs is not None:
-            session.read_logprobs(verdict.token_ids, self._read[place][: len(verdict.token_ids)])
+            session.read_logprobs(verdict.token_ids, self._read_at(place)[: len(verdict.token_ids)])
         return verdict
 
     def _follow_walks(self) -> None:
@@ -132,21 +133,20 @@ class Judging:
     def _descent(self, place: int) -> _Descent:
         return _Descent(self._parts[place].session, self._plan.guesses_of(place), self._firsts[place])
 
-    def _fetch_read(self) -> None:
-        """Fetches at once the rows, as the model gave them, that tokens with log probabilities were chosen from."""
-        read = {
-            place: self._rows_down(place, found.token_ids)
-            for place, found in self._rounds.items()
-            if isinstance(found, Round) and self._parts[place].session.request.sampling.logprobs is not None
-        }
-        if not read:
-            return
-        try:
-            logits = self._pending.logits([*chain.from_iterable(read.values())])
-        except Exception as error:  # noqa: BLE001 - what some sessions ask for must not end the others
-            self._rounds |= dict.fromkeys(read, error)
-            return
-        self._read = dict(zip(read, np.split(logits, np.cumsum([*map(len, read.values())])), strict=False))
+    def _read_at(self, place: int) -> Logits:
+        """The rows, as the model gave them, that a session's tokens were chosen from; some more come with them."""
+        if place not in self._read:
+            wanted, left = dict[int, list[int]](), READ_ROWS
+            for each, found in sorted(self._rounds.items()):
+                reads = self._parts[each].session.request.sampling.logprobs is not None
+                if each >= place and reads and isinstance(found, Round):
+                    left -= len(found.token_ids)
+                    if wanted and left < 0:
+                        break
+                    wanted[each] = self._rows_down(each, found.token_ids)
+            logits = self._pending.logits([*chain.from_iterable(wanted.values())])
+            self._read = dict(zip(wanted, np.split(logits, np.cumsum([*map(len, wanted.values())])), strict=False))
+        return self._read[place]
 
     def _rows_down(self, place: int, token_ids: Sequence[int]) -> list[int]:
         """The rows that tokens of a round were chosen from."""

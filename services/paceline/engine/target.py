@@ -32,7 +32,7 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.engine.judging import Judging
+from paceline.engine.judging import READ_ROWS, Judging
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.planned_step import Part, StepPlan
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
-# Logits of a prompt that are taken from a step at a time: at 150,000 ids those of a whole step are 300 MB.
-PROMPT_ROWS = 64
 # What calibrations of drafters are kept as, whatever their addresses were.
 TIER = "tier"
 
@@ -359,8 +357,8 @@ def _prompt_judged(part: Part, first: int, pending: Pending) -> CommittedTokens:
     """Log probabilities of tokens of the prompt; `first` is the row of the last committed token, if it has one."""
     stop, logprobs = first if part.commits else first + 1, list[PositionLogprobs]()
     rows = range(stop - len(part.judged), stop)
-    for start in range(0, len(rows), PROMPT_ROWS):
-        some = slice(start, start + PROMPT_ROWS)
+    for start in range(0, len(rows), READ_ROWS):
+        some = slice(start, start + READ_ROWS)
         logprobs += part.session.judge_prompt(part.judged[some], pending.logits(rows[some]))
     return part.session.hand_out_prompt(logprobs)
 

@@ -18,6 +18,7 @@ from paceline.core.messages import GenerateRequest, ModelIdentity, TokenOrigin
 from paceline.core.pages import BlockPool
 from paceline.core.params import COUPLED, METHODS, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
+from paceline.engine import judging as engine_judging
 from paceline.engine.pending import HostPending, choices_of
 from paceline.engine.sampler import Logits, RowSampler
 from paceline.engine.target_session import TargetSession
@@ -237,7 +238,13 @@ def test_log_probabilities_are_of_the_rows_that_committed_tokens_were_chosen_fro
         )
 
 
-def test_rows_of_all_sessions_with_log_probabilities_are_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("most", "copies"), [(5, [[0, 1, 2, 4, 5]]), (4, [[0, 1, 2], [4, 5]]), (1, [[0, 1, 2], [4, 5]])]
+)
+def test_rows_of_sessions_with_log_probabilities_are_fetched_together_but_few_at_a_time(
+    most: int, copies: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_judging, "READ_ROWS", most)
     logits = np.zeros((6, VOCAB), np.float32)
     logits[range(6), [1, 2, 3, 1, 5, 1]] = 9.0
     sessions = [session_of(temperature=0.0, logprobs=wanted) for wanted in (1, None, 1)]
@@ -245,7 +252,7 @@ def test_rows_of_all_sessions_with_log_probabilities_are_fetched_at_once(monkeyp
     monkeypatch.setattr(HostPending, "logits", lambda _, rows: fetched(rows))
     step = judging(sessions, [((-1, 1), (0, 2)), (), ((-1, 5),)], logits)
     assert [step.verdict(place).token_ids for place in range(3)] == [(1, 2, 3), (1,), (5, 1)]
-    fetched.assert_called_once_with([0, 1, 2, 4, 5])
+    assert [each.args[0] for each in fetched.call_args_list] == copies
     told = [session.hand_out(2, 0.0).logprobs for session in (sessions[0], sessions[2])]
     assert [[each.top[0][0] for each in logprobs] for logprobs in told] == [[1, 2, 3], [5, 1]]
 
