@@ -7,15 +7,17 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
+import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
 from paceline.core.addresses import host_port, is_ipv6
 from paceline.core.errors import ConfigError
-from paceline.gateway.access.doors import Access, DoorTls, load_door_tls
+from paceline.gateway.access.doors import Access
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.app import ERROR_FORMS
 from paceline.gateway.api.auth import GuardedApp
@@ -26,6 +28,7 @@ from paceline.gateway.http.connection import BoundedConnection, Connections
 from paceline.gateway.http.middleware import with_middleware
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2_grpc
+from paceline.service.credentials import read_certificates, read_key, utc_now
 from paceline.service.process import GrpcServer, start_grpc_server
 
 BACKLOG = 2048
@@ -102,6 +105,29 @@ def _connections(wanted: int, most_files: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DoorTls:
+    """The certificate that both doors present to clients, who need none themselves."""
+
+    certificate: Path
+    key: Path
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+
+
+def load_door_tls(certificate: Path | None, key: Path | None) -> DoorTls | None:
+    """Reads `--tls-cert` and `--tls-key`; None without them, which means plain text.
+
+    Raises:
+        ConfigError: A file is missing, unreadable, expired, or the two do not belong together.
+    """
+    if certificate is None or key is None:
+        return None
+    certificate_pem, certificates = read_certificates("--tls-cert", certificate, utc_now())
+    key_pem = read_key("--tls-key", key, certificates[0])
+    return DoorTls(certificate=certificate, key=key, certificate_pem=certificate_pem, key_pem=key_pem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """Where a started gateway listens, `host:port`."""
 
@@ -117,9 +143,9 @@ async def open_doors(
     sessions: Sessions,
     access: Access | None,
     limits: DoorLimits,
+    tls: DoorTls | None,
 ) -> AsyncIterator[tuple[Addresses, GrpcServer]]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
-    tls = load_door_tls(config.tls_cert, config.tls_key)
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
@@ -155,7 +181,7 @@ async def _start_grpc(
             service_names=[SERVICE_NAME],
             interceptors=(door,),
             options=door_options(limits.max_connections),
-            credentials=None if tls is None else tls.server_credentials(),
+            credentials=None if tls is None else grpc.ssl_server_credentials([(tls.key_pem, tls.certificate_pem)]),
         )
     except ConfigError as error:
         # The other services have one port; here the flag of that name is the HTTP door's.

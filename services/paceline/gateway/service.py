@@ -8,21 +8,22 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from paceline.core.messages import GATEWAY, REPLICA_ROLES
-from paceline.gateway.access.doors import Access, guarded, load_door_tls
+from paceline.gateway.access.doors import guarded
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.figures import Figures
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Workers
 from paceline.gateway.api.grpc.servicer import GatewayServicer
-from paceline.gateway.api.responses.kept import KeepingWriter, ResponseShelf
+from paceline.gateway.api.responses.kept import ResponseShelf
 from paceline.gateway.config import GatewayConfig, model_aliases
-from paceline.gateway.doors import Addresses, DoorLimits, follow_health, open_doors
+from paceline.gateway.doors import Addresses, DoorLimits, follow_health, load_door_tls, open_doors
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.routing import Router
@@ -78,82 +79,137 @@ async def serve(
         registry=registry,
     ) as tracer:
         with stalls_watched(registry), Workers() as workers:
-            await _serve(config, store, codecs, defaults or {}, stop, on_ready, replica_id, registry, tracer, workers)
+            await _Gateway(config, store, codecs, defaults or {}, replica_id, registry, tracer, workers).serve(
+                stop, on_ready
+            )
 
 
-def _is_ready(sessions: Sessions, fleet: Fleet, supervisor: Supervisor) -> bool:
-    return readiness(sessions, fleet, supervisor.failing).ready
+class _Gateway:
+    """The parts of one gateway."""
 
+    def __init__(
+        self,
+        config: GatewayConfig,
+        store: Store,
+        codecs: Mapping[str, TextCodec],
+        defaults: Mapping[str, ModelDefaults],
+        replica_id: str,
+        registry: CollectorRegistry,
+        tracer: Tracer,
+        workers: Workers,
+    ) -> None:
+        self._config, self._store, self._replica_id, self._registry = config, store, replica_id, registry
+        tls = load_tls(config.tls_dir, GATEWAY)
+        self._door_tls = load_door_tls(config.tls_cert, config.tls_key)
+        own = {} if self._door_tls is None else {"tls-cert": self._door_tls.certificate_pem}
+        show_days_left(registry, {**({} if tls is None else tls.files), **own})
+        self._supervisor = Supervisor(registry)
+        self._metrics = GatewayMetrics(registry, codecs)
+        self._keys = keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
+        if keys is not None:
+            self._metrics.api_keys_bad_lines.set_function(lambda: keys.num_problems)
+        self._fleet = _fleet(config, store, codecs, defaults, partial(serves, tls))
+        self._client = VerifierClient(config.verifier_silence_s, tls)
+        self._records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
+        self._failover = _failover(config, self._fleet, self._client, self._metrics, tracer)
+        self._sessions = Sessions(
+            fleet=self._fleet,
+            client=self._client,
+            failover=self._failover,
+            records=self._records,
+            metrics=self._metrics,
+            max_sessions=config.max_sessions,
+        )
+        self._limits = DoorLimits.of(config, open_files_limit())
+        self._shelf = ResponseShelf(
+            store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes
+        )
+        resumption = Resumption(store, self._fleet, replica_id)
+        self._app = self._make_app(resumption, workers, tracer)
+        self._servicer = GatewayServicer(self._sessions, self._fleet, resumption, workers, tracer)
 
-async def _serve(
-    config: GatewayConfig,
-    store: Store,
-    codecs: Mapping[str, TextCodec],
-    defaults: Mapping[str, ModelDefaults],
-    stop: asyncio.Event,
-    on_ready: Callable[[Addresses], None],
-    replica_id: str,
-    registry: CollectorRegistry,
-    tracer: Tracer,
-    workers: Workers,
-) -> None:
-    tls = load_tls(config.tls_dir, GATEWAY)
-    keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
-    door_tls = load_door_tls(config.tls_cert, config.tls_key)
-    show_days_left(registry, {name: pem for each in (tls, door_tls) if each for name, pem in each.files.items()})
-    fleet = _fleet(config, store, codecs, defaults, partial(serves, tls))
-    supervisor = Supervisor(registry)
-    records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
-    client = VerifierClient(config.verifier_silence_s, tls)
-    metrics = GatewayMetrics(registry, codecs)
-    if keys is not None:
-        metrics.api_keys_bad_lines.set_function(lambda: keys.num_problems)
-    failover = _failover(config, fleet, client, metrics, tracer)
-    sessions = Sessions(
-        fleet=fleet,
-        client=client,
-        failover=failover,
-        records=records,
-        metrics=metrics,
-        max_sessions=config.max_sessions,
-    )
-    limits = DoorLimits.of(config, open_files_limit())
-    resumption = Resumption(store, fleet, replica_id)
-    shelf = ResponseShelf(store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes)
-    app = create_app(
-        sessions=sessions,
-        fleet=fleet,
-        resumption=resumption,
-        registry=registry,
-        reader=_reader(config, limits, workers),
-        shelf=shelf,
-        started_s=int(time.time()),
-        console=Figures(lambda: fleet.replicas) if config.console else None,
-        tracer=tracer,
-        supervisor=supervisor,
-        keys=keys,
-    )
-    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
-    follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, failover, replica_id)
-    async with (
-        _background(config, fleet, client, records, shelf.writer, follow_fleet, supervisor),
-        _guarded(config, keys, sessions, supervisor) as access,
-        open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
-        supervisor.kept(
-            {"health": partial(follow_health, grpc_server, partial(_is_ready, sessions, fleet, supervisor))}
-        ),
-        announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
-    ):
-        tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
-        on_ready(addresses)
-        await stop.wait()
+    def _make_app(self, resumption: Resumption, workers: Workers, tracer: Tracer) -> ASGIApp:
+        config, fleet = self._config, self._fleet
+        reader = BodyReader(
+            max_bytes=config.max_body_bytes,
+            timeout_s=config.body_timeout_s,
+            reading=self._limits.reading,
+            workers=workers,
+            strict_fields=config.strict_fields,
+        )
+        return create_app(
+            sessions=self._sessions,
+            fleet=fleet,
+            resumption=resumption,
+            registry=self._registry,
+            reader=reader,
+            shelf=self._shelf,
+            started_s=int(time.time()),
+            console=Figures(lambda: fleet.replicas) if config.console else None,
+            tracer=tracer,
+            supervisor=self._supervisor,
+            keys=self._keys,
+        )
 
+    async def serve(self, stop: asyncio.Event, on_ready: Callable[[Addresses], None]) -> None:
+        """Serves until `stop` is set, then lets running sessions finish."""
+        config, sessions, supervisor = self._config, self._sessions, self._supervisor
+        plain_text = config.tls_cert is None and config.host not in LOOPBACK
+        async with (
+            self._background(),
+            guarded(self._keys, config.redis_url, sessions.count_error, supervisor, plain_text=plain_text) as access,
+            open_doors(config, self._app, self._servicer, sessions, access, self._limits, self._door_tls) as (
+                addresses,
+                grpc_server,
+            ),
+            supervisor.kept({"health": partial(follow_health, grpc_server, self._is_ready)}),
+            announced(self._store, partial(self._replica, addresses), supervisor),
+        ):
+            tell_replica(self._registry, role=GATEWAY, replica_id=self._replica_id, address=addresses.grpc)
+            on_ready(addresses)
+            await stop.wait()
 
-def _guarded(
-    config: GatewayConfig, keys: KeyRing | None, sessions: Sessions, supervisor: Supervisor
-) -> AbstractAsyncContextManager[Access | None]:
-    plain_text = config.tls_cert is None and config.host not in LOOPBACK
-    return guarded(keys, config.redis_url, sessions.count_error, supervisor, plain_text=plain_text)
+    @asynccontextmanager
+    async def _background(self) -> AsyncIterator[None]:
+        """Keeps the fleet fresh and writes records and responses while a block runs; writes what is left at its end."""
+        await self._fleet.refresh()
+        self._follow_fleet()
+        tasks: dict[str, Work] = {
+            "fleet": partial(self._fleet.keep_fresh, self._config.refresh_s, self._client, self._follow_fleet),
+            "records": partial(self._records.keep_writing, self._config.record_interval_s),
+            "responses": self._shelf.writer.keep_writing,
+        }
+        try:
+            async with self._supervisor.kept(tasks):
+                yield
+        finally:
+            await self._records.flush()
+            await self._shelf.writer.flush()
+            await self._client.close()
+
+    def _is_ready(self) -> bool:
+        return readiness(self._sessions, self._fleet, self._supervisor.failing).ready
+
+    def _follow_fleet(self) -> None:
+        metrics, fleet = self._metrics, self._fleet
+        metrics.registry_bad_entries.set(self._store.num_bad_entries)
+        metrics.store_up.set(fleet.store_error is None)
+        num_active = Counter(each.role for each in fleet.replicas if not each.draining)
+        for role in REPLICA_ROLES:
+            metrics.replicas.labels(role).set(num_active[role])
+        self._sessions.drain(draining=fleet.is_draining(self._replica_id))
+        self._failover.move_away()
+
+    def _replica(self, addresses: Addresses) -> Replica:
+        return Replica(
+            replica_id=self._replica_id,
+            role=GATEWAY,
+            address=addresses.grpc,
+            max_sessions=self._config.max_sessions,
+            num_sessions=self._sessions.num_running,
+            draining=self._sessions.stopping,
+            zone=self._config.zone,
+        )
 
 
 def _fleet(
@@ -175,32 +231,6 @@ def _fleet(
     )
 
 
-def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers) -> BodyReader:
-    return BodyReader(
-        max_bytes=config.max_body_bytes,
-        timeout_s=config.body_timeout_s,
-        reading=limits.reading,
-        workers=workers,
-        strict_fields=config.strict_fields,
-    )
-
-
-def _follow_fleet(
-    metrics: GatewayMetrics, store: Store, fleet: Fleet, sessions: Sessions, failover: Failover, replica_id: str
-) -> None:
-    metrics.registry_bad_entries.set(store.num_bad_entries)
-    _count_fleet(metrics, fleet)
-    sessions.drain(draining=fleet.is_draining(replica_id))
-    failover.move_away()
-
-
-def _count_fleet(metrics: GatewayMetrics, fleet: Fleet) -> None:
-    metrics.store_up.set(fleet.store_error is None)
-    num_active = Counter(each.role for each in fleet.replicas if not each.draining)
-    for role in REPLICA_ROLES:
-        metrics.replicas.labels(role).set(num_active[role])
-
-
 def _failover(
     config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics: GatewayMetrics, tracer: Tracer
 ) -> Failover:
@@ -219,42 +249,3 @@ def _failover(
 def _note_ejection(metrics: GatewayMetrics, replica_id: str) -> None:
     logger.warning("a verifier fails its sessions and gets none for a while", extra={"verifier": replica_id})
     metrics.ejections.inc()
-
-
-def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
-    return Replica(
-        replica_id=replica_id,
-        role=GATEWAY,
-        address=addresses.grpc,
-        max_sessions=config.max_sessions,
-        num_sessions=sessions.num_running,
-        draining=sessions.stopping,
-        zone=config.zone,
-    )
-
-
-@asynccontextmanager
-async def _background(
-    config: GatewayConfig,
-    fleet: Fleet,
-    client: VerifierClient,
-    records: RecordWriter,
-    responses: KeepingWriter,
-    on_refreshed: Callable[[], None],
-    supervisor: Supervisor,
-) -> AsyncIterator[None]:
-    """Keeps the fleet fresh and writes records and responses while a block runs; writes what is left at its end."""
-    await fleet.refresh()
-    on_refreshed()
-    tasks: dict[str, Work] = {
-        "fleet": partial(fleet.keep_fresh, config.refresh_s, client, on_refreshed),
-        "records": partial(records.keep_writing, config.record_interval_s),
-        "responses": responses.keep_writing,
-    }
-    try:
-        async with supervisor.kept(tasks):
-            yield
-    finally:
-        await records.flush()
-        await responses.flush()
-        await client.close()

@@ -1,4 +1,4 @@
-"""What stands between clients and the gateway at both doors: TLS, API keys and their rate limits.
+"""What stands between clients and the gateway at both doors: API keys and their rate limits.
 
 An API key ends here; behind the doors only the name of its owner is known.
 """
@@ -6,57 +6,21 @@ An API key ends here; behind the doors only the name of its owner is known.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-import grpc
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
 from paceline.gateway.access.fair_shares import Caller, become
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import RateLimit
-from paceline.service.credentials import read_certificates, read_key, utc_now
 from paceline.service.supervision import Supervisor
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoorTls:
-    """The certificate that both doors present to clients, who need none themselves."""
-
-    certificate: Path
-    key: Path
-    certificate_pem: bytes
-    key_pem: bytes = field(repr=False)
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """The certificates by a short name of their file."""
-        return {"tls-cert": self.certificate_pem}
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns the same for the gRPC door."""
-        return grpc.ssl_server_credentials([(self.key_pem, self.certificate_pem)])
-
-
-def load_door_tls(certificate: Path | None, key: Path | None) -> DoorTls | None:
-    """Reads `--tls-cert` and `--tls-key`; None without them, which means plain text.
-
-    Raises:
-        ConfigError: A file is missing, unreadable, expired, or the two do not belong together.
-    """
-    if certificate is None or key is None:
-        return None
-    certificate_pem, certificates = read_certificates("--tls-cert", certificate, utc_now())
-    key_pem = read_key("--tls-key", key, certificates[0])
-    return DoorTls(certificate=certificate, key=key, certificate_pem=certificate_pem, key_pem=key_pem)
 
 
 class Access:

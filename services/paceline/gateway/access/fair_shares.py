@@ -20,10 +20,6 @@ RETRY_AFTER_S = 1.0
 FREE_PART = 8
 
 
-async def _nothing() -> None:
-    """Gives nothing back, as nothing was counted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who sent a request.
@@ -32,13 +28,13 @@ class Caller:
         name: The API key's name; empty if the gateway asks for none.
         max_sessions: Most sessions of this caller at once; None: no limit of its own.
         num_keys: Callers that could exist, this one included.
-        give_back: Takes back what the request has cost of the caller's rate.
+        give_back: Takes back what the request has cost of the caller's rate; None: nothing.
     """
 
     name: str = ""
     max_sessions: int | None = None
     num_keys: int = 1
-    give_back: Callable[[], Awaitable[None]] = field(default=_nothing, compare=False, repr=False)
+    give_back: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
 
 
 ANYONE = Caller()
@@ -91,7 +87,8 @@ class Shares:
         self.total = total
         self.what = what
         self._held: Counter[str] = Counter()
-        self._freed: set[asyncio.Event] = set()
+        # Set when something is given back, and another one then.
+        self._freed = asyncio.Event()
 
     @property
     def num_held(self) -> int:
@@ -114,22 +111,14 @@ class Shares:
 
     async def wait(self, amount: int, caller: Caller) -> Held:
         """Holds an amount for a caller as soon as it is available; the caller bounds the time."""
-        await self._until(lambda: self._fits(amount, caller))
+        while not self._fits(amount, caller):
+            await self._freed.wait()
         return self.take(amount, caller)
 
     async def emptied(self) -> None:
         """Returns once nobody holds anything."""
-        await self._until(lambda: not self.num_held)
-
-    async def _until(self, true: Callable[[], bool]) -> None:
-        freed = asyncio.Event()
-        self._freed.add(freed)
-        try:
-            while not true():
-                freed.clear()
-                await freed.wait()
-        finally:
-            self._freed.discard(freed)
+        while self.num_held:
+            await self._freed.wait()
 
     def change(self, change: int, caller: Caller) -> None:
         """Takes more for a caller, or gives some of it back; raises as `take`."""
@@ -143,8 +132,8 @@ class Shares:
         if change < 0:
             # Callers come and go; those that hold nothing are forgotten.
             self._held += Counter()
-            for freed in self._freed:
-                freed.set()
+            freed, self._freed = self._freed, asyncio.Event()
+            freed.set()
 
     def _fits(self, amount: int, caller: Caller) -> bool:
         return fits(amount, key=caller.name, held=self._held, num_keys=caller.num_keys, total=self.total)

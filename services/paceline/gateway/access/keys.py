@@ -66,10 +66,6 @@ class KeyConfig:
     max_sessions: int | None = setting(None, help="Most sessions at once on one gateway.", low=1, high=MAX_SESSIONS)
 
 
-# Keys by their digest, and why lines count for nothing.
-KeyLines = tuple[Mapping[bytes, ApiKey], Sequence[ConfigError]]
-
-
 class KeyRing:
     """The keys of a file, as far as it can be read; what cannot be read is not in force.
 
@@ -79,8 +75,8 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._version = _version(path)
-        self._keys, self._problems = _read(path)
+        self._read = _read(path)
+        self._keys, self._problems = parse_keys(*self._read)
         if self._problems:
             raise self._problems[0]
 
@@ -103,16 +99,12 @@ class KeyRing:
         return self._keys.get(_digest(presented))
 
     def refresh(self) -> None:
-        """Reads the file again if it has changed, or could not be read."""
-        # Before it is read: a change in between is seen the next time.
-        version = _version(self._path)
-        changed, before = version != self._version, self.problem
-        if not changed and not before:
+        """Reads the file again."""
+        read = _read(self._path)
+        if read == self._read:
             return
-        self._version = version
-        self._keys, self._problems = _read(self._path)
-        if not changed and self.problem == before:
-            return
+        self._read = read
+        self._keys, self._problems = parse_keys(*read)
         if self._problems:
             told = {"problem": self.problem, "num_keys": len(self)}
             _log.warning("the file of API keys is not wholly in force", extra=told)
@@ -126,11 +118,15 @@ class KeyRing:
             await asyncio.to_thread(self.refresh)
 
 
-def parse_keys(text: str) -> KeyLines:
-    """Returns the keys of a file's text by digest, and what is wrong with other lines, which count for nothing."""
+def parse_keys(text: str, unreadable: str = "") -> tuple[Mapping[bytes, ApiKey], Sequence[ConfigError]]:
+    """Returns the keys of a file's text by digest, and what is wrong with other lines, which count for nothing.
+
+    Args:
+        unreadable: Why there is no text; empty: there is.
+    """
     keys: dict[bytes, ApiKey] = {}
     names: set[str] = set()
-    problems: list[ConfigError] = []
+    problems = [ConfigError(unreadable)] if unreadable else []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             if content := line.partition("#")[0].strip():
@@ -201,18 +197,10 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """Returns what changes with a file; None if it cannot be reached."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _read(path: Path) -> KeyLines:
+def _read(path: Path) -> tuple[str, str]:
+    """Returns the text of a file, and why there is none if it cannot be read."""
     try:
         # Bytes that are no text spoil their own line only.
-        return parse_keys(path.read_text(encoding="utf-8", errors="replace"))
+        return path.read_text(encoding="utf-8", errors="replace"), ""
     except OSError as error:
-        return {}, [ConfigError(f"{FLAG}: {path} cannot be read ({error.strerror})")]
+        return "", f"{FLAG}: {path} cannot be read ({error.strerror})"

@@ -49,7 +49,7 @@ class Resumption:
         The first resumptions of a session are not: it was counted when it began.
         """
         session = await self.claim(session_id, offset, digest, caller.name)
-        if session.num_resumptions <= FREE_RESUMPTIONS:
+        if caller.give_back is not None and session.num_resumptions <= FREE_RESUMPTIONS:
             await caller.give_back()
         return session
 
