@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from paceline.core.messages import NS_PER_S, CommittedTokens, GenerateResult
 from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics, rows_label
@@ -46,8 +48,8 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     metrics.price.set(report.price)
     if report.reason is not None:
         metrics.show_mode(drafts=report.drafts, reason=report.reason)
-    for gamma in report.gammas:
-        metrics.gamma.observe(gamma)
+    for gamma, num_sessions in Counter(report.gammas).items():
+        metrics.gamma.observe_alike(gamma, num_sessions)
     if report.accepted:
         metrics.speculation.add_rounds(num_draft_tokens=sum(report.gammas), num_accepted_tokens=report.accepted)
         metrics.round_hits.inc(report.num_hits)

@@ -77,7 +77,8 @@ def read_sessions(
     if (sizes < 0).any() or ends[-1:].sum() != len(values):
         raise RemoteProtocolError(f"{kind}.ends: must grow, up to the {len(values)} entries of {entries}")
     check_count(f"{kind}.{entries}: a session", int(sizes.max(initial=0)), most_entries)
-    if len(np.unique(numbers)) != len(numbers):
+    # Not `np.unique`: its first call imports masked arrays, and holds the event loop for a tenth of a second.
+    if len({*numbers.tolist()}) != len(numbers):
         raise RemoteProtocolError(f"{kind}.sessions: names a session twice")
     return numbers, ends, values
 

@@ -108,6 +108,16 @@ def test_sessions_and_rounds_count_the_same() -> None:
     assert counted[0]['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="2"}'] == 2
 
 
+@pytest.mark.parametrize("amount", [0.0, 0.001, 0.0011, 60.0, 61.0])
+def test_equal_values_count_as_if_they_came_one_by_one(amount: float) -> None:
+    alike, each = CollectorRegistry(), CollectorRegistry()
+    GatewayMetrics(alike, ["tiny"]).of("tiny").inter_token_latency.observe_alike(amount, 3)
+    histogram = GatewayMetrics(each, ["tiny"]).of("tiny").inter_token_latency
+    for _ in range(3):
+        histogram.observe(amount)
+    assert samples(alike) == pytest.approx(samples(each))
+
+
 @pytest.mark.parametrize(("num_rows", "label"), [(1, "1"), (2, "2"), (3, "4"), (512, "512"), (513, "more")])
 def test_row_labels_are_few(num_rows: int, label: str) -> None:
     assert rows_label(num_rows) == label
