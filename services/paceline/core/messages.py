@@ -23,12 +23,16 @@ class TokenDigest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        # Few sessions are ever asked for their digest.
+        self._unread: list[int] = []
 
     def add(self, token_ids: Sequence[int]) -> None:
-        self._hash.update(np.asarray(token_ids, dtype="<u4").tobytes())
+        self._unread += token_ids
 
     def hex(self) -> str:
         """Returns the digest of all tokens so far."""
+        self._hash.update(np.asarray(self._unread, dtype="<u4").tobytes())
+        self._unread.clear()
         return self._hash.hexdigest()[:DIGEST_CHARS]
 
 

@@ -73,7 +73,8 @@ class TextCodec:
         decoder = tokenizer.decoder
         # Of the decoder alone: all of a tokenizer with 150,000 tokens takes two thirds of a second.
         self._spelling = _Spelling(None if decoder is None else json.loads(decoder.__getstate__()))
-        self._decoder = _Decoder(tokenizer, self._spelling.bytes_of(vocab))
+        spelled = _Spelled(tokenizer) if self._spelling.is_byte_level else None
+        self._decoder = _Decoder(tokenizer, self._spelling.bytes_of(vocab), spelled)
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
     def own_template(self, *, with_tools: bool) -> ChatTemplate | None:
@@ -224,6 +225,26 @@ class TextCodec:
         return self._spelling.to_bytes(piece)
 
 
+class _Spelled(dict[int, bytes]):
+    """The bytes of the tokens of a byte-level vocabulary, as the library's decoder has them; looked up once each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._alphabet = _byte_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        try:
+            self[token_id] = b"".join([self._alphabet[character] for character in piece])
+        except KeyError:
+            # One that was added to the vocabulary, in other characters.
+            self[token_id] = piece.encode()
+        return self[token_id]
+
+
 class _Decoder:
     """Turns tokens into text; what is valid UTF-8 stays, whatever comes behind it.
 
@@ -232,15 +253,20 @@ class _Decoder:
 
     Args:
         bytes_of: By id, the byte that a token stands for; empty: it has no such tokens.
+        spelled: Of a byte-level vocabulary, which asks the library for no text: a step of a session would wait for it
+            twice. None: it is another one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, int], spelled: _Spelled | None) -> None:
         self._tokenizer = tokenizer
+        self._spelled = spelled
         self._of_pieces = tokenizer.decoder
         self._bytes_of = bytes_of
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, special ones spelled out."""
+        if self._spelled is not None:
+            return b"".join(map(self._spelled.__getitem__, token_ids)).decode(errors="replace")
         if self._bytes_of.keys().isdisjoint(token_ids):
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
         pieces: list[str] = []
@@ -308,6 +334,7 @@ class _Spelling:
     def __init__(self, decoder: Mapping[str, Any] | None) -> None:
         parts = [] if decoder is None else decoder.get("decoders", [decoder])
         kinds = {part["type"] for part in parts}
+        self.is_byte_level = kinds == {"ByteLevel"}
         self._bytes_of = _byte_alphabet() if "ByteLevel" in kinds else {}
         self._byte_fallback = "ByteFallback" in kinds
         self._space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)

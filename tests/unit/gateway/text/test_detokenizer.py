@@ -42,6 +42,10 @@ def sentencepiece_codec() -> TextCodec:
     return codec_of(decoders.Sequence([*FALLBACK, decoders.Strip(" ", 1, 0)]), PIECES, ("</s>",))
 
 
+# With tokens that were added in characters that a byte-level vocabulary has, and has not.
+LIBRARY = tiny_tokenizer.train()
+LIBRARY.add_tokens(["a b", "é"])
+ADDED = TextCodec(LIBRARY, None)
 DECODERS = {
     "bytes as Llama 2 has them": sentencepiece_codec(),
     "bytes as Gemma has them": codec_of(decoders.Sequence(FALLBACK), PIECES, ("<eos>",)),
@@ -82,6 +86,11 @@ def test_a_text_is_a_function_of_its_tokens_however_many_come_at_once(name: str,
             places = data.draw(st.lists(st.integers(0, 30), max_size=6))
             assert "".join(stream(decodes, cut(token_ids, places), prompt)) == one_by_one
         assert "".join(stream(decodes, [token_ids])) == decodes.decode(token_ids)
+
+
+@given(token_ids=st.lists(st.integers(0, CODEC.vocab_size + 3) | st.integers(2, 258), max_size=20))
+def test_the_text_of_a_byte_level_vocabulary_is_what_the_library_makes_of_it(token_ids: list[int]) -> None:
+    assert ADDED.decode(token_ids, special_tokens=True) == LIBRARY.decode(token_ids, skip_special_tokens=False)
 
 
 @given(token_ids=st.lists(st.integers(1, len(PIECES) - 1) | st.sampled_from([0xE5 + 1, 0xBD + 1]), max_size=20))
