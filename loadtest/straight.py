@@ -36,8 +36,14 @@ class StraightCalls:
             sampling=SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True),
             speculation=speculation,
         )
-        running = self._client.running(self._address, request, VOCAB_SIZE)
-        return [(time.perf_counter(), step) async for step in self._client.generate(running)]
+        arrived: list[tuple[float, CommittedTokens]] = []
+
+        def take(step: CommittedTokens) -> bool:
+            arrived.append((time.perf_counter(), step))
+            return False
+
+        await self._client.run(self._client.running(self._address, request, VOCAB_SIZE, take))
+        return arrived
 
     async def close(self) -> None:
         """Ends the stream."""

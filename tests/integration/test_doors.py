@@ -7,9 +7,10 @@ import hashlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -25,7 +26,7 @@ from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.http.response import LAST_EVENT_ID
 from paceline.gateway.service import serve
-from paceline.gateway.sessions.output import Event
+from paceline.gateway.sessions.output import Ending, TakePiece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import FREE_RESUMPTIONS
@@ -101,9 +102,9 @@ async def test_a_known_key_is_served_at_both_doors_and_its_name_goes_along(
     names: list[str] = []
     run = Sessions.run
 
-    def noted(sessions: Sessions, request: SessionRequest) -> AsyncGenerator[Event, None]:
+    def noted(sessions: Sessions, request: SessionRequest, take: TakePiece) -> Coroutine[Any, Any, Ending]:
         names.append(request.api_key)
-        return run(sessions, request)
+        return run(sessions, request, take)
 
     monkeypatch.setattr(Sessions, "run", noted)
     assert (await complete(fleet, ALICE)).status_code == 200

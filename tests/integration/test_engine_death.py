@@ -308,14 +308,14 @@ async def test_a_verifier_that_vanished_had_the_session_or_was_never_reached(tin
     async with verifier_at(tiny_pair[0], poison=poison) as (address, _):
         host, port = address.rsplit(":", 1)
         with DelayProxy((host, int(port))) as proxy:
-            running = client.running(proxy.address, request, vocab_size=256)
+            running = client.running(proxy.address, request, 256, lambda _: False)
             losing = asyncio.create_task(lost(client, running))
             while not running.ran:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
             proxy.cut()
             assert await losing == (True, False)
             poison.cure.set()
-        away = client.running(f"127.0.0.1:{free_port('127.0.0.1')}", request, vocab_size=256)
+        away = client.running(f"127.0.0.1:{free_port('127.0.0.1')}", request, 256, lambda _: False)
         assert await lost(client, away) == (False, False)
     await client.close()
 
@@ -323,8 +323,7 @@ async def test_a_verifier_that_vanished_had_the_session_or_was_never_reached(tin
 async def lost(client: VerifierClient, running: RunningCall) -> tuple[bool, bool]:
     """Whether the engine was heard to run the session, and whether it may have, once the connection was cut."""
     with pytest.raises(PeerLostError):
-        async for _ in client.generate(running):
-            pass
+        await client.run(running)
     return running.ran, running.unheard
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.gateway.fleet import ejection
-from paceline.gateway.fleet.verifier_client import RunningCall
-from paceline.gateway.http import connection
+from paceline.gateway.http import connection, response
 from paceline.gateway.http.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
 from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, identity, scripted_fleet
@@ -302,13 +301,18 @@ async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Pa
 async def test_a_session_whose_client_does_not_read_ends_and_goes_to_no_other_verifier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(call: RunningCall, outcome: object) -> None:
-        raise asyncio.QueueFull
-
-    async with scripted_fleet(tmp_path, num_verifiers=2) as fleet:
-        monkeypatch.setattr(RunningCall, "put", full)
-        assert "does not read its tokens" in error_of(await post(fleet), 503)["message"]
-        assert sum(len(each.requests) for each in fleet.verifiers) == 1
+    monkeypatch.setattr(response, "CLIENT_BYTES", 64 * 1024)
+    async with scripted_fleet(tmp_path, num_verifiers=2, context_len=32_768) as fleet:
+        for each in fleet.verifiers:
+            each.script = Script(step_len=64)
+        raw = json.dumps({**REQUEST, "max_tokens": 30_000, "logprobs": 20, "stream": True}).encode()
+        async with connected(fleet) as (reader, writer):
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+            writer.write(head.encode() + raw)
+            await reader.readuntil(b"data: ")
+            [used] = [each for each in fleet.verifiers if each.requests]
+            assert [await used.abandoned.get()] == [request.session_id for request in used.requests]
+        await assert_next_request_works(fleet)
 
 
 async def test_a_client_that_leaves_a_stream_cancels_the_verifiers_call(fresh_fleet: ScriptedFleet) -> None:

@@ -205,6 +205,5 @@ async def test_a_gateway_shows_its_certificate_to_verifiers(certificates: Path, 
             client = VerifierClient(20, tls_of(folder, role))
             with pytest.raises((PermissionDeniedError, UnavailableError), match=error):
                 async with asyncio.timeout(30):
-                    async for _ in client.generate(client.running(server.address, ask(), vocab_size=64)):
-                        pass
+                    await client.run(client.running(server.address, ask(), 64, lambda _: False))
             await client.close()

@@ -84,13 +84,28 @@ class VerifierCalls:
         self._vocab_size = vocab_size
 
     def running(self, request: GenerateRequest) -> RunningCall:
-        return self._client.running(self.address, request, self._vocab_size)
+        return self._client.running(self.address, request, self._vocab_size, lambda _: False)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
         return self.generate_of(self.running(request))
 
-    def generate_of(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
-        return self._client.generate(running)
+    async def generate_of(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
+        told: asyncio.Queue[CommittedTokens | None] = asyncio.Queue()
+
+        def take(step: CommittedTokens) -> bool:
+            told.put_nowait(step)
+            return False
+
+        running.take = take
+        task = asyncio.create_task(self._client.run(running))
+        task.add_done_callback(lambda _: told.put_nowait(None))
+        try:
+            while (step := await told.get()) is not None:
+                yield step
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def steps(self, request: GenerateRequest) -> list[CommittedTokens]:
         """All messages of a session."""
@@ -98,7 +113,7 @@ class VerifierCalls:
 
     async def steps_of(self, running: RunningCall) -> list[CommittedTokens]:
         async with asyncio.timeout(60):
-            return [each async for each in self._client.generate(running)]
+            return [each async for each in self.generate_of(running)]
 
     async def tokens(self, request: GenerateRequest) -> list[int]:
         return await self.tokens_of(self.running(request))

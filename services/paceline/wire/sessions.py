@@ -294,7 +294,7 @@ def log_from_pb(
     check_size("VerifyResponse.origins", len(message.origins), len(tokens))
     for each in ("errors", "taken", "running", "lossy"):
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
-    listed = numbers.tolist()
+    listed, origins = numbers.tolist(), message.origins
     rare = _Rare(message, frozenset(listed))
     outcomes: list[Outcome] = []
     start = 0
@@ -303,7 +303,7 @@ def log_from_pb(
         if asked is not None:
             try:
                 asked.check(offset, token_ids := tuple(tokens[start:end].tolist()))
-                committed = rare.completed(number, asked, _committed(offset, token_ids, message.origins[start:end]))
+                committed = rare.completed(number, asked, _committed(offset, token_ids, origins[start:end]))
                 asked.take(committed)
                 outcomes.append((number, committed))
             except RemoteProtocolError as error:

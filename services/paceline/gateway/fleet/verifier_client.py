@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
-from contextvars import Context
-from dataclasses import dataclass, field
+from contextvars import Context, copy_context
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,13 @@ from paceline.core.errors import (
     RemoteProtocolError,
     UnavailableError,
 )
-from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest, SpeculationRecord
+from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
 from paceline.service.peer_queue import PeerQueue
 from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from paceline.service.status import error_from_rpc
-from paceline.wire import AskedSession, log_from_pb, size_of_committed, start_session_to_pb
+from paceline.wire import AskedSession, log_from_pb, start_session_to_pb
 from paceline.wire.columns import MAX_NUMBER
 from paceline.wire.common import PROTOCOL, check_protocol
 
@@ -38,8 +38,10 @@ from paceline.wire.common import PROTOCOL, check_protocol
 RECORD_TIMEOUT_S = 1.0
 # An engine that computes a session says so within this time; while others run, its sign of life comes about as often.
 LIFE_AFTER_S = 1.0
-# Bytes that may wait for a client that does not read, and for a verifier.
-CLIENT_BYTES, VERIFIER_BYTES = 16 * 1024 * 1024, 64 * 1024 * 1024
+# That may wait for a verifier.
+VERIFIER_BYTES = 64 * 1024 * 1024
+# Sessions of other verifiers, and whoever else waits for the event loop, get it after so long amid a message.
+SLICE_S = 0.005
 # Of a message beside its only session.
 MESSAGE_BYTES = 64
 _CHANNEL_OPTIONS = (
@@ -54,13 +56,21 @@ _Call = grpc.aio.StreamStreamCall[verifier_pb2.VerifyRequest, verifier_pb2.Verif
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+# Takes what a verifier tells of a session, and tells whether its client has all that it wants.
+Take = Callable[[CommittedTokens], bool]
+
+
+@dataclass(slots=True, eq=False)
 class RunningCall:
     """One session on a verifier.
+
+    What the verifier tells is taken by a plain function, in the turn of the event loop in which it comes and in the
+    context of whoever runs the session, who is woken at its end.
 
     Attributes:
         asked: The session, and what has come of it.
         address: The verifier's.
+        take: Takes what it tells. An error that this raises ends the session, and no other.
         ran: Whether an engine has computed a part of it.
         taken_s: When the verifier accepted it, monotonic seconds; None: it has not yet.
         unheard: Whether the verifier was lost soon after it had accepted the session, and before it told anything of
@@ -71,14 +81,19 @@ class RunningCall:
 
     asked: AskedSession
     address: str
+    take: Take
+    _: KW_ONLY
     ran: bool = False
     taken_s: float | None = None
     unheard: bool = False
-    ended_by: PacelineError | None = None
+    ended_by: Exception | None = None
     is_left: bool = False
     _stream: _Stream | None = None
     _num_heard: int = 0
-    _arrived: PeerQueue[CommittedTokens | PacelineError] = field(default_factory=lambda: PeerQueue(CLIENT_BYTES))
+    _error: Exception | None = None
+    _context: Context = field(default_factory=copy_context)
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    _recorded: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def request(self) -> GenerateRequest:
@@ -94,49 +109,61 @@ class RunningCall:
         self._stream = stream
 
     def put(self, outcome: CommittedTokens | PacelineError) -> None:
-        """Handles what the verifier tells, or that it is lost.
-
-        Raises:
-            asyncio.QueueFull: The client does not read.
-        """
+        """The verifier tells something, or is lost."""
         if isinstance(outcome, PacelineError):
             self.unheard = (
                 self.taken_s is not None and not self._num_heard and self.heard_s - self.taken_s < LIFE_AFTER_S
             )
-            self._arrived.put([(outcome, 0)])
+            self._fail(outcome)
             return
         self._num_heard += 1
         self.ran |= outcome.running or bool(outcome.token_ids)
-        if self.is_left or outcome.token_ids or outcome.prompt_logprobs or outcome.result or outcome.speculation:
-            self._arrived.put([(outcome, size_of_committed(outcome))])
+        if self.is_left:
+            self._put_record(outcome)
+        elif not self._over.is_set() and (
+            outcome.token_ids or outcome.prompt_logprobs or outcome.result or outcome.speculation
+        ):
+            self._put_tokens(outcome)
 
-    def end(self, error: PacelineError) -> None:
-        """The gateway ends it: its reader gets the error, at once or with its next read."""
+    def _put_tokens(self, outcome: CommittedTokens) -> None:
+        try:
+            has_all = self._context.run(self.take, outcome)
+        except Exception as error:  # noqa: BLE001 - raised again by `run`
+            self.end(error)
+            return
+        self.is_left = has_all and outcome.result is None
+        if has_all or outcome.result is not None:
+            self._over.set()
+
+    def _put_record(self, outcome: CommittedTokens) -> None:
+        if outcome.result is not None or not (outcome.token_ids or outcome.prompt_logprobs or outcome.running):
+            self._context.run(self.take, CommittedTokens(token_ids=(), speculation=outcome.speculation))
+            self._recorded.set()
+
+    def end(self, error: Exception) -> None:
+        """The gateway ends it: whoever runs it gets the error."""
         self.ended_by = error
-        self._arrived.fail(error)
+        self._fail(error)
 
-    async def next(self) -> CommittedTokens:
-        """Returns what the verifier told next.
+    def _fail(self, error: Exception) -> None:
+        self._recorded.set()
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    async def run(self) -> None:
+        """Returns when the session has ended, and of one that is left when its record is there, or does not come.
 
         Raises:
             PacelineError: The session has ended early.
         """
-        outcome = await self._arrived.get()
-        if isinstance(outcome, PacelineError):
-            raise outcome
-        return outcome
-
-    async def record(self) -> SpeculationRecord | None:
-        """Returns what speculation did for a session that is being left, or None if that is not told in time."""
-        with suppress(TimeoutError, PacelineError):
-            async with asyncio.timeout(RECORD_TIMEOUT_S):
-                while True:
-                    told = await self.next()
-                    if told.result is not None:
-                        return told.result.speculation
-                    if not (told.token_ids or told.prompt_logprobs or told.running):
-                        return told.speculation
-        return None
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self.is_left:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECORD_TIMEOUT_S):
+                    await self._recorded.wait()
 
 
 class _Stream:
@@ -198,24 +225,16 @@ class _Stream:
 
     def leave(self, number: int) -> None:
         """Frees a session, if it still runs; what is told of it from now on is passed over."""
-        if self._drop(number) is not None:
-            self._say(verifier_pb2.VerifyRequest(leaves=[number]), MESSAGE_BYTES)
-
-    async def record(self, number: int) -> SpeculationRecord | None:
-        """Frees a session; returns what speculation did for it, or None if the verifier does not tell."""
-        call = self._calls.get(number)
-        if call is None:
-            return None
-        call.is_left = True
-        self._say(verifier_pb2.VerifyRequest(leaves=[number]), MESSAGE_BYTES)
-        try:
-            return await call.record()
-        finally:
-            self._drop(number)
+        call = self._drop(number)
+        if call is not None and not call.is_left:
+            self._say_left(number)
 
     def close(self) -> None:
         """Ends the stream with its sessions."""
         self._task.cancel()
+
+    def _say_left(self, number: int) -> None:
+        self._say(verifier_pb2.VerifyRequest(leaves=[number]), MESSAGE_BYTES)
 
     def _say(self, message: verifier_pb2.VerifyRequest, num_bytes: int) -> None:
         try:
@@ -270,7 +289,7 @@ class _Stream:
             greeting = await self._read(call)
             check_protocol(f"the verifier at {self.address}", greeting.protocol)
             while True:
-                self._take(await self._read(call))
+                await self._take(await self._read(call))
         finally:
             call.cancel()
 
@@ -287,29 +306,34 @@ class _Stream:
             raise UnavailableError(f"the verifier at {self.address} ended the stream")
         return message
 
-    def _take(self, message: verifier_pb2.VerifyResponse) -> None:
+    async def _take(self, message: verifier_pb2.VerifyResponse) -> None:
         part = log_from_pb(message, self._asked, self._last_number)
+        now_s = self._clock()
         if part.alive:
-            self.heard_s = self._clock()
+            self.heard_s = now_s
         for number in part.taken:
             if number in self._calls:
-                self._calls[number].taken_s = self._clock()
+                self._calls[number].taken_s = now_s
         for number, outcome in part.outcomes:
             call = self._calls.get(number)
             if call is not None:
                 self._hand_on(number, call, outcome)
+            if self._clock() - now_s > SLICE_S:
+                await asyncio.sleep(0)
+                now_s = self._clock()
 
     def _hand_on(self, number: int, call: RunningCall, outcome: CommittedTokens | PacelineError) -> None:
+        was_left = call.is_left
         if isinstance(outcome, RemoteProtocolError):
             # The verifier does not know what is wrong with what it told.
             self.leave(number)
         elif isinstance(outcome, PacelineError) or outcome.result is not None:
             self._drop(number)
-        try:
-            call.put(outcome)
-        except asyncio.QueueFull:
+        call.put(outcome)
+        if call.ended_by is not None:
             self.leave(number)
-            call.end(UnavailableError("the client does not read its tokens"))
+        elif call.is_left and not was_left:
+            self._say_left(number)
 
 
 class VerifierClient:
@@ -336,14 +360,14 @@ class VerifierClient:
         """Whether `abort` was called."""
         return bool(self._abort_reason)
 
-    def running(self, address: str, request: GenerateRequest, vocab_size: int) -> RunningCall:
-        """Returns the state of a session that is about to begin."""
-        return RunningCall(asked=AskedSession(request=request, vocab_size=vocab_size), address=address)
+    def running(self, address: str, request: GenerateRequest, vocab_size: int, take: Take) -> RunningCall:
+        """Returns the state of a session that is about to begin; see `RunningCall`."""
+        return RunningCall(AskedSession(request=request, vocab_size=vocab_size), address, take)
 
-    async def generate(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what the verifier commits, with a result in the last message; closing the generator frees the session.
+    async def run(self, running: RunningCall) -> None:
+        """Runs a session to its end; cancelling it frees the session.
 
-        A session that `is_left` after a message ends with one that has its record alone.
+        What is told last has a result; of a session whose client has all that it wants, its record alone.
 
         Args:
             running: The session; kept up to date while it runs.
@@ -358,20 +382,12 @@ class VerifierClient:
         stream = self._stream(running.address)
         number = stream.start(running)
         try:
-            while True:
-                committed = await running.next()
-                yield committed
-                if committed.result is not None:
-                    return
-                if running.is_left:
-                    record = await stream.record(number)
-                    yield CommittedTokens(token_ids=(), speculation=record)
-                    return
+            await running.run()
         finally:
             stream.leave(number)
 
     def end(self, chosen: Callable[[RunningCall], bool], error: PacelineError) -> None:
-        """Ends the chosen sessions: their readers get the error, at once or with their next read."""
+        """Ends the chosen sessions with an error."""
         for stream in self._streams.values():
             for running in stream.calls:
                 if not running.ended_by and chosen(running):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +28,9 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 # A client that leaves more unread than the transport's high-water mark has to read so many bytes in this time:
 # otherwise its answers would keep places, memory and KV pages from others.
 SEND_TIMEOUT_S, MIN_READ_BYTES = 60.0, 32 * 1024
+
+# Extension of ASGI: what writes a part of an answer without waiting, where it is a stream whose client keeps up.
+WRITE_NOW, WRITE = "paceline.write_now", "write"
 
 _log = logging.getLogger(__name__)
 
@@ -159,6 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise HttpParserError("a request needs one Host")
         self.expect_100_continue &= not is_old
         super().on_headers_complete()
+        self.scope["extensions"] = {WRITE_NOW: {WRITE: partial(_write_now, self.cycle)}}
         if is_old:
             _end_by_closing(self.cycle)
 
@@ -226,6 +231,13 @@ class BoundedConnection(HttpToolsProtocol):
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
         self.transport.close()
+
+
+def _write_now(cycle: RequestResponseCycle, part: bytes) -> bool:
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return True
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:

@@ -9,14 +9,16 @@ import asyncio
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Send
 
+from paceline.core.errors import UnavailableError
 from paceline.gateway.http.errors import HttpError, to_http
 
 REQUEST_ID = "x-request-id"
@@ -37,8 +39,10 @@ STREAM_HEADERS = {
 SLICE_S = 0.005
 # Entries of an iterator that are written at once: with 20 alternatives each, 2 ms.
 ENTRIES_AT_ONCE = 32
-PARTS_AT_ONCE = 64
 LARGE_BYTES = 64 * 1024
+# Of a stream, that may wait for a client that does not read.
+CLIENT_BYTES = 16 * 1024 * 1024
+UNREAD = "the client does not read its tokens"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Broken text of a request, which is not UTF-8; and what some clients take for the end of a line of a stream.
 _UNFIT = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
@@ -65,6 +69,9 @@ OPENAI_ERRORS = ErrorForm()
 class Exchange:
     """One response under way: knows whether it has begun.
 
+    Events of a stream are written in the turn of the event loop in which their tokens come, and no task is woken for
+    them. They wait while the client is behind; then a task sends them.
+
     Attributes:
         own_id: Our name of the request; empty: none.
         headers: Sent with whatever it begins with.
@@ -78,6 +85,7 @@ class Exchange:
         given_id: str = "",
         own_id: str = "",
         form: ErrorForm = OPENAI_ERRORS,
+        write_now: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
         """Sends nothing yet.
 
@@ -86,8 +94,14 @@ class Exchange:
             given_id: The client's name of the request; empty: none.
             own_id: Ours, used if the client gives none.
             form: How the API reports errors and names events.
+            write_now: Writes a part of a stream without waiting; False: it did not.
         """
         self._send = send
+        self._write_now = write_now
+        # Parts of a stream that wait, each with what is yet to be made of it.
+        self._waiting: deque[tuple[bytes, Iterator[bytes]]] = deque()
+        self._num_waiting_bytes = 0
+        self._sending: asyncio.Task[None] | None = None
         self._on_error = on_error
         self._begun = False
         self._given_id = given_id
@@ -107,26 +121,83 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def whole(self, answer: Any) -> None:
-        parts = await written(answer)
-        await self.begin(200, {**JSON_HEADERS, "content-length": str(sum(map(len, parts)))})
-        for part in parts:
+        """Sends an answer in one piece."""
+        rest = _json_parts(answer)
+        made = [_some(rest)]
+        for pending in rest:
+            await asyncio.sleep(0)
+            made.append(pending + _some(rest))
+        await self.begin(200, {**JSON_HEADERS, "content-length": str(sum(map(len, made)))})
+        for part in made:
             await self.write(part)
         await self.write(b"", last=True)
 
-    async def event(self, data: Any, event_id: object = None) -> None:
-        """Sends one server-sent event, with an id if it has one."""
-        named = f"id: {event_id}\n".encode() if event_id is not None else b""
-        if self._form.named:
-            named += f"event: {data['type']}\n".encode()
-        body = b"".join((named, b"data: ", *await written(data), b"\n\n"))
-        await self.write(body)
-        if len(body) > LARGE_BYTES:
-            # Large ones come one after another: a response repeats its tools in three.
-            await asyncio.sleep(0)
+    def event(self, data: Any, event_id: object = None) -> None:
+        """Adds a server-sent event to a stream, with an id if it has one; an iterator in its data is a list.
+
+        Raises:
+            UnavailableError: The client does not read.
+        """
+        named = f"event: {data['type']}\n".encode() if self._form.named else b""
+        rest = chain([_id_line(event_id) + named + b"data: "], _json_parts(data), [b"\n\n"])
+        part, pending = _some(rest), next(rest, None)
+        self._put(part, None if pending is None else chain([pending], rest))
+
+    def json_event(self, data: bytes, event_id: object = None) -> None:
+        """Adds an event without a name whose data is JSON already; see `event`."""
+        self._put(b"".join((_id_line(event_id), b"data: ", data, b"\n\n")))
+
+    def _put(self, part: bytes, rest: Iterator[bytes] | None = None) -> None:
+        if self._sending is not None and self._sending.done():
+            # Raises what it has failed with.
+            self._sending.result()
+            self._sending = None
+        if self._sending is None and rest is None and self._write_now(part):
+            return
+        if self._num_waiting_bytes and self._num_waiting_bytes + len(part) > CLIENT_BYTES:
+            self._waiting.clear()
+            self._num_waiting_bytes = 0
+            raise UnavailableError(UNREAD)
+        self._waiting.append((part, rest or iter(())))
+        self._num_waiting_bytes += len(part)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_waiting(), name="answer")
+
+    async def _send_waiting(self) -> None:
+        """Sends what waits, as fast as the client reads."""
+        while self._waiting:
+            part, rest = self._waiting.popleft()
+            self._num_waiting_bytes -= len(part)
+            if not self._begun:
+                await self.begin(200, STREAM_HEADERS)
+            await self.write(part)
+            for pending in rest:
+                await asyncio.sleep(0)
+                await self.write(pending + _some(rest))
+            if len(part) > LARGE_BYTES:
+                # Large ones come one after another: a response repeats its tools in three.
+                await asyncio.sleep(0)
+
+    async def flushed(self) -> None:
+        """Returns when nothing waits for the client any more."""
+        if self._sending is not None:
+            await self._sending
+
+    async def end(self, last: bytes = b"") -> None:
+        """Ends a stream that has events."""
+        await self.flushed()
+        await self.write(last, last=True)
+
+    def close(self) -> None:
+        """Nothing more is sent; what waits is dropped."""
+        if self._sending is not None:
+            self._sending.cancel()
 
     async def fail(self, error: Exception) -> None:
         """Reports an error to the client: by status before the first byte, by an event after it."""
         self._on_error(error)
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
         told = to_http(error, self._request_id)
         # Escapes keep broken text of the request out of the answer.
         body = json.dumps(self._form.shape(told, self._request_id)).encode()
@@ -148,21 +219,28 @@ def request_id(headers: Headers) -> str:
     return given if given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARACTERS else ""
 
 
-async def written(value: Any) -> list[bytes]:
-    """Returns a value as JSON, in parts; an iterator in it is a list, and other streams run while it is made."""
+def _id_line(event_id: object) -> bytes:
+    return b"" if event_id is None else f"id: {event_id}\n".encode()
+
+
+def _json_parts(value: Any) -> Iterator[bytes]:
+    """Returns the JSON of a value in parts, which are made as they are taken; an iterator in it is a list."""
     try:
-        return [to_json(value)]
+        return iter((to_json(value),))
     except TypeError:
         # An iterator is no JSON, and none was begun.
-        pass
-    parts: list[bytes] = []
-    since_s = time.monotonic()
-    for text in _texts(value):
-        parts.append(_encoded(text))
-        if time.monotonic() - since_s > SLICE_S:
-            await asyncio.sleep(0)
-            since_s = time.monotonic()
-    return [b"".join(parts[at : at + PARTS_AT_ONCE]) for at in range(0, len(parts), PARTS_AT_ONCE)]
+        return map(_encoded, _texts(value))
+
+
+def _some(parts: Iterator[bytes]) -> bytes:
+    """Joins the next parts, as many as are made before it is another stream's turn."""
+    made: list[bytes] = []
+    until_s = time.monotonic() + SLICE_S
+    for part in parts:
+        made.append(part)
+        if time.monotonic() > until_s:
+            break
+    return b"".join(made)
 
 
 def _texts(value: Any) -> Iterator[str]:

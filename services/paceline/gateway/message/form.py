@@ -300,7 +300,9 @@ class StoppingReader:
     def _content(self, part: Content, may_stop: bool) -> list[Part]:
         passed, self.stop = self._matcher.feed(part.text, may_match=may_stop)
         self.over = self.stop is not None
-        return [Content(passed), Content(self.stop if self.stop is not None and self._include else "")]
+        if self.stop is not None and self._include:
+            passed += self.stop
+        return [Content(passed)]
 
     def _of_call(self, part: Part) -> list[Part]:
         if isinstance(part, CallBegin) and self._one_call:

@@ -54,6 +54,8 @@ def content_of(parts: Iterable[Part]) -> str:
 
 def joined(parts: list[Part]) -> list[Part]:
     """Returns the same with neighbours of one kind as one, and without empty text."""
+    if len(parts) == 1 and (isinstance(parts[0], CallBegin) or parts[0].text):
+        return parts
     out: list[Part] = []
     for _, alike in groupby((each for each in parts if isinstance(each, CallBegin) or each.text), type):
         first, *further = alike

@@ -6,8 +6,8 @@ Pure but for the codec. What comes out does not depend on how tokens were groupe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from paceline.core.messages import (
     CommittedTokens,
@@ -60,7 +60,7 @@ class OutputStream:
             return None
         self._result = step.result
         offset, num_known = self._num_generated, self._client.take(step.token_ids)
-        known = self._stream.feed(step.token_ids[:num_known])
+        known = self._stream.feed(step.token_ids[:num_known]) if num_known else Delta()
         new = Delta()
         if not (known.stopped or self._request.prompt_only):
             new = self._stream.feed(step.token_ids[num_known:], step.origins[num_known:])
@@ -121,8 +121,7 @@ class OutputStream:
         return self._last_token_id if {self._last_token_id} & {*sampling.stop_token_ids}.difference(own) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step added.
 
     Attributes:
@@ -139,12 +138,8 @@ class Delta:
 
     def joined(self, rest: Delta) -> Delta:
         """Returns this and what followed as one."""
-        return Delta(
-            parts=tuple(joined([*self.parts, *rest.parts])),
-            num_tokens=self.num_tokens + rest.num_tokens,
-            stopped=rest.stopped,
-            tokens=self.tokens + rest.tokens,
-        )
+        parts = tuple(joined([*self.parts, *rest.parts]))
+        return Delta(parts, self.num_tokens + rest.num_tokens, rest.stopped, self.tokens + rest.tokens)
 
 
 class TextStream:
@@ -240,4 +235,4 @@ class TextStream:
     def _delta(self, parts: list[Part], tokens: tuple[TokenText, ...], num_tokens: int = 0) -> Delta:
         if self._token_texts is not None and not self._has_form:
             parts = [Content("".join(each.text for each in tokens))]
-        return Delta(parts=tuple(joined(parts)), num_tokens=num_tokens, stopped=self.over, tokens=tokens)
+        return Delta(tuple(joined(parts)), num_tokens, self.over, tokens)

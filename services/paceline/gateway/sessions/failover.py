@@ -10,9 +10,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from paceline.core.errors import (
     EndsEnginesError,
@@ -25,11 +25,11 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.grammar import FIELD as GRAMMAR_FIELD
-from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
+from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest, SpeculationRecord
 from paceline.gateway.fleet.ejection import Ejections, FullVerifiers
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.routing import Router
-from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
+from paceline.gateway.fleet.verifier_client import RunningCall, Take, VerifierClient
 from paceline.gateway.sessions.output import sum_of_records
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
@@ -134,8 +134,11 @@ class Failover:
     def _max_wait_of(self, request: SessionRequest) -> float:
         return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
 
-    async def committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what verifiers commit beyond the trail, and adds it to the trail; the last message has a result.
+    async def run(self, request: SessionRequest, trail: SessionTrail, take: Take) -> None:
+        """Runs what the trail lacks of a session, on one verifier after another, and adds it to the trail.
+
+        Args:
+            take: Takes what verifiers commit, see `RunningCall`; the last has a result, unless `take` has all it wants.
 
         Raises:
             EndsEnginesError: Several engines in a row died of it.
@@ -147,16 +150,11 @@ class Failover:
             verifier = await self._verifier(attempts)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
             generate = self._generate(request, trail, epoch)
-            running = self._client.running(verifier.address, generate, verifier.identity.vocab_size)
+            add = partial(self._add, verifier, trail, trail.speculation, take)
+            running = self._client.running(verifier.address, generate, verifier.identity.vocab_size, add)
             known = len(trail.token_ids)
-            earlier = trail.speculation
             try:
-                async with aclosing(self._on_verifier(verifier, running, trail, request.span)) as steps:
-                    async for step in steps:
-                        trail.extend(step.token_ids)
-                        if step.speculation is not None:
-                            trail.speculation = sum_of_records([earlier, step.speculation])
-                        yield step
+                await self._on_verifier(verifier, running, trail, request.span)
                 self._ejections.served(verifier.replica_id)
                 return
             except PacelineError as error:
@@ -172,6 +170,22 @@ class Failover:
                 self._note_failure(verifier, attempts, error, progressed=progressed)
                 await self._before_next(attempts, error)
             epoch += 1
+
+    def _add(
+        self,
+        verifier: Replica,
+        trail: SessionTrail,
+        earlier: SpeculationRecord | None,
+        take: Take,
+        step: CommittedTokens,
+    ) -> bool:
+        """Adds to the trail what a verifier has committed, and hands it on."""
+        self._fleet.reach.heard(verifier.replica_id)
+        if step.token_ids:
+            trail.extend(step.token_ids)
+        if step.speculation is not None:
+            trail.speculation = sum_of_records([earlier, step.speculation])
+        return take(step)
 
     def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:
         """Remembers whether the verifier was there to fail; a call that the gateway ended shows nothing."""
@@ -279,9 +293,7 @@ class Failover:
             max_wait_s=self._max_wait_of(request),
         )
 
-    async def _on_verifier(
-        self, verifier: Replica, running: RunningCall, trail: SessionTrail, span: Span
-    ) -> AsyncGenerator[CommittedTokens, None]:
+    async def _on_verifier(self, verifier: Replica, running: RunningCall, trail: SessionTrail, span: Span) -> None:
         """Runs a session on one verifier, counted and recorded."""
         generate = running.request
         trail.placed(generate.epoch, verifier)
@@ -290,11 +302,7 @@ class Failover:
             with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
                 if traceparent := traceparent_of(placement):
                     running.asked.request = replace(generate, traceparent=traceparent)
-                async with aclosing(self._client.generate(running)) as steps:
-                    async for step in steps:
-                        self._fleet.reach.heard(verifier.replica_id)
-                        yield step
-                        running.is_left = trail.over
+                await self._client.run(running)
         finally:
             self._in_flight[verifier.replica_id] -= 1
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)

@@ -23,7 +23,6 @@ class KnownTokens:
         self._num_left = offset
         self._seen = TokenDigest()
 
-    @property
     def digest(self) -> str:
         """Digest of all tokens of the answer so far."""
         return self._seen.hex()

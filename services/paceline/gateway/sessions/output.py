@@ -1,34 +1,35 @@
-"""The events of a running session: pieces of the answer, then its ending."""
+"""What comes of a running session: pieces of the answer, then its ending."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord, Timings
 from paceline.gateway.message.reader import Part, content_of
 from paceline.gateway.text.streaming import TokenText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """New parts of the message and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
     Attributes:
+        token_ids: Of them, those that belong to the answer.
         parts: What the new text is; without a form of the message, content alone.
         tokens: Those behind the text, if the request asks for them; see `TextStream`.
         offset: Generated tokens before these.
-        digest: Of all tokens up to these; see `paceline.core.messages`.
+        digest: Returns the digest of all tokens up to these, until more are there; see `paceline.core.messages`.
         known_parts: What a client which resumes the stream has already.
         prompt_logprobs: In the first piece, if asked for: of all tokens of the prompt but the first.
     """
 
-    parts: tuple[Part, ...] = ()
     token_ids: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     tokens: tuple[TokenText, ...] = ()
     offset: int = 0
-    digest: str = ""
+    digest: Callable[[], str] = str
     known_parts: tuple[Part, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
@@ -68,7 +69,7 @@ class Ending:
     parts: tuple[Part, ...] = ()
 
 
-Event = Piece | Ending
+TakePiece = Callable[[Piece], object]
 
 
 def sum_of_records(records: Sequence[SpeculationRecord | None]) -> SpeculationRecord | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -23,7 +23,7 @@ from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.sessions.answer import OutputStream
 from paceline.gateway.sessions.failover import Failover
-from paceline.gateway.sessions.output import Ending, Event
+from paceline.gateway.sessions.output import Ending, TakePiece
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
@@ -116,8 +116,12 @@ class Sessions:
         with places.take(num_sessions, caller):
             yield
 
-    async def run(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
-        """Yields pieces of the answer, then its ending; closing the generator frees the session everywhere.
+    async def run(self, request: SessionRequest, take: TakePiece) -> Ending:
+        """Runs a session, and returns how it ended; cancelling it frees the session everywhere.
+
+        Args:
+            take: Takes each piece of the answer in the turn of the event loop in which its tokens come. An error that
+                it raises ends the session.
 
         Raises:
             ResumeMismatchError: The client has other tokens than the session.
@@ -131,21 +135,17 @@ class Sessions:
             trail = self._records.open(request, partial(self._taken_over, request))
             with _ended(trail):
                 output = OutputStream(request)
+                add = partial(_add, output, stopwatch, take)
                 metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-                async with aclosing(self._committed(request, trail)) as steps:
-                    async for step in steps:
-                        if trail.over:
-                            # The record of what speculation did.
-                            continue
-                        piece = output.take(step)
-                        trail.over = output.stopped
-                        if piece is not None:
-                            stopwatch.tokens(len(piece.token_ids))
-                            yield piece
+                logged = _logged(request)
+                if logged is not None:
+                    add(logged)
+                if request.finished is None and not output.stopped:
+                    await self._failover.run(request, trail, add)
                 ending = output.ending(trail)
                 stopwatch.ended(ending)
                 trail.end(SessionState(ending.finish_reason.value))
-                yield ending
+                return ending
 
     def drain(self, *, draining: bool) -> None:
         """Refuses new sessions while an operator wants it; health checks report it."""
@@ -180,23 +180,29 @@ class Sessions:
             lambda call: call.request.session_id == request.session_id and call.request.epoch <= last_epoch, error
         )
 
-    async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields the tokens that were logged before this gateway got the session, then what verifiers commit."""
-        logged, result = request.committed_token_ids, None
-        if request.finished is not None:
-            # The log does not tell what speculation did for it.
-            result = GenerateResult(
-                finish_reason=request.finished,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_cached_tokens=0,
-                num_generated_tokens=len(logged),
-            )
-        if logged or result is not None:
-            yield CommittedTokens(token_ids=logged, result=result)
-        if result is None and not trail.over:
-            async with aclosing(self._failover.committed(request, trail)) as steps:
-                async for step in steps:
-                    yield step
+
+def _add(output: OutputStream, stopwatch: Stopwatch, take: TakePiece, step: CommittedTokens) -> bool:
+    """Adds to an answer what was committed; returns whether its text has ended it."""
+    # What comes after that is the record of what speculation did.
+    piece = None if output.stopped else output.take(step)
+    if piece is not None:
+        stopwatch.tokens(len(piece.token_ids))
+        take(piece)
+    return output.stopped
+
+
+def _logged(request: SessionRequest) -> CommittedTokens | None:
+    """Returns what was logged before this gateway got the session; None: nothing."""
+    logged, result = request.committed_token_ids, None
+    if request.finished is not None:
+        # The log does not tell what speculation did for it.
+        result = GenerateResult(
+            finish_reason=request.finished,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=0,
+            num_generated_tokens=len(logged),
+        )
+    return CommittedTokens(token_ids=logged, result=result) if logged or result is not None else None
 
 
 @contextmanager
@@ -245,8 +251,7 @@ class Stopwatch:
             self._metrics.num_requests_waiting.dec()
             self._metrics.time_to_first_token.observe(now_s - self._started_s)
         else:
-            for _ in range(num_tokens):
-                self._metrics.inter_token_latency.observe((now_s - self._last_s) / num_tokens)
+            self._metrics.inter_token_latency.observe_alike((now_s - self._last_s) / num_tokens, num_tokens)
         self._last_s = now_s
 
     def ended(self, ending: Ending) -> None:

@@ -63,7 +63,6 @@ class SessionTrail:
         token_ids: Prompt and committed tokens.
         deaths: Of engines that ran it.
         speculation: What speculation did for it here, as far as verifiers reported it; not part of the record.
-        over: The client has all that it wants, though the verifier has not ended it.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class SessionTrail:
         self.token_ids = list(token_ids)
         self.deaths = EngineDeaths(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
         self.speculation: SpeculationRecord | None = None
-        self.over = False
         self._keeps_tokens = keeps_tokens
         self.on_taken_over = on_taken_over
         self._on_change = on_change

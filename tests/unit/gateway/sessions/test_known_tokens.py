@@ -26,7 +26,7 @@ def test_known_tokens_are_counted_however_they_are_grouped(steps: list[list[int]
         client.add(step[num:])
         num_known += num
     assert num_known == offset
-    assert client.digest == token_digest(tokens)
+    assert client.digest() == token_digest(tokens)
     client.end(len(tokens))
 
 

@@ -41,7 +41,7 @@ class MessageAnswer:
 
     def opening(self) -> list[Json]:
         """The message, still empty."""
-        return [{"type": "message_start", "message": self._whole}, {"type": "ping"}]
+        return [{"type": "message_start", "message": dict(self._whole)}, {"type": "ping"}]
 
     def further(self, parts: Sequence[Part]) -> list[Json]:
         """Blocks begin, grow and end."""

@@ -18,6 +18,7 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.gateway.access.fair_shares import Shares, current_caller
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.http.body import FIELD, parse_json_object, read_body
+from paceline.gateway.http.connection import WRITE, WRITE_NOW
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import (
     IGNORED_FIELDS,
@@ -74,6 +75,7 @@ class Endpoint:
                 given_id=given_id,
                 own_id=self.id_prefix and f"{self.id_prefix}{uuid.uuid4().hex}",
                 form=self.errors,
+                write_now=scope["extensions"][WRITE_NOW][WRITE],
             )
             try:
                 work = await self.handle(Call(request=request, exchange=exchange, trace=trace))
@@ -84,6 +86,8 @@ class Endpoint:
             except Exception as error:  # noqa: BLE001 - the edge: the client gets an answer, whatever happens
                 self.count_error(error)
                 await exchange.fail(error)
+            finally:
+                exchange.close()
 
 
 ReadT = TypeVar("ReadT")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.core.params import MAX_SEED, SamplingParams
-from paceline.gateway.sessions.output import Ending, Event
+from paceline.gateway.sessions.output import Ending, Piece, TakePiece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_span
@@ -27,7 +27,6 @@ class RequestTrace:
         self._first_s: float | None = None
         self._samples_per_prompt = 1
         self._num_sessions = 0
-        self._num_watched = 0
         self._endings: dict[int, Ending] = {}
         self._failed = False
 
@@ -52,21 +51,21 @@ class RequestTrace:
         if len(sessions) > 1:
             self.span.set_attribute(names.GEN_AI_REQUEST_CHOICE_COUNT, len(sessions))
 
-    def watch(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        """Returns the events of the next session, whose ending and first tokens are noted where they are recorded."""
+    def noting(self, take: TakePiece) -> TakePiece:
+        """Returns what takes a session's pieces, and notes when the first tokens come where that is recorded."""
         if not self.span.is_recording():
-            return events
-        self._num_watched += 1
-        return self._watched(self._num_watched - 1, events)
+            return take
 
-    async def _watched(self, index: int, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        async with aclosing(events) as stream:
-            async for event in stream:
-                if isinstance(event, Ending):
-                    self._endings[index] = event
-                elif self._first_s is None and event.token_ids:
-                    self._first_s = time.monotonic()
-                yield event
+        def noted(piece: Piece) -> None:
+            if self._first_s is None and piece.token_ids:
+                self._first_s = time.monotonic()
+            take(piece)
+
+        return noted
+
+    def ended(self, ending: Ending, index: int = 0) -> None:
+        """Notes how a session has ended."""
+        self._endings[index] = ending
 
     def fail(self, error: BaseException) -> None:
         """Notes an error that is reported to the client."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
@@ -9,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.access.fair_shares import current_caller
@@ -18,6 +19,7 @@ from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_re
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars.formats import grammar_of_lark
+from paceline.gateway.http.response import CLIENT_BYTES, UNREAD
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
@@ -32,6 +34,7 @@ from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracer, incoming
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.service.peer_queue import PeerQueue
 from paceline.wire import (
     identity_to_pb,
     position_logprobs_to_pb,
@@ -40,6 +43,9 @@ from paceline.wire import (
     speculation_record_to_pb,
     timings_to_pb,
 )
+
+# What waits for a client: pieces, and how it ends.
+_Unsent = PeerQueue[Piece | Ending | Exception]
 
 SERVICE_NAME = "paceline.rpc.v1.Gateway"
 # Of log probabilities; at 13 bytes each well below the 4 MiB that clients take, and made within 30 ms.
@@ -98,10 +104,34 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         trace.understood([session], session.session_id)
         # At once, so that a client knows what to resume even if it never gets a token from here.
         yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
-        async with aclosing(trace.watch(self._sessions.run(session))) as events:
-            async for event in events:
+        unsent: _Unsent = PeerQueue(CLIENT_BYTES)
+        running = asyncio.create_task(self._run(session, trace, unsent))
+        try:
+            while True:
+                event = await unsent.get()
+                if isinstance(event, Exception):
+                    raise event
                 for response in _responses(session.session_id, event):
                     yield response
+                if isinstance(event, Ending):
+                    return
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self, session: SessionRequest, trace: RequestTrace, unsent: _Unsent) -> None:
+        def take(piece: Piece) -> None:
+            try:
+                unsent.put([(piece, _num_bytes(piece))])
+            except asyncio.QueueFull:
+                raise UnavailableError(UNREAD) from None
+
+        try:
+            ending = await self._sessions.run(session, trace.noting(take))
+            trace.ended(ending)
+            unsent.put([(ending, 0)])
+        except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
+            unsent.put([(error, 0)])
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
         """Lists the models that a verifier serves at the moment."""
@@ -176,6 +206,12 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
         check_logprobs(prompt_len * (1 + sampling.prompt_logprobs), field="sampling.prompt_logprobs")
     sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
+
+
+def _num_bytes(piece: Piece) -> int:
+    """An upper bound of a piece's bytes on the wire."""
+    num_judged = sum(1 + len(each.top) for each in (*piece.logprobs, *piece.prompt_logprobs))
+    return 64 + 4 * len(piece.text) + 16 * (len(piece.token_ids) + num_judged)
 
 
 def _responses(session_id: str, event: Piece | Ending) -> Iterator[gateway_pb2.GatewayGenerateResponse]:

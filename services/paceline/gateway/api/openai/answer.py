@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.reader import Part
+from paceline.gateway.message.reader import Content, Part
 from paceline.gateway.sessions.output import Ending, Piece, sum_of_records
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
@@ -143,6 +143,28 @@ class CompletionAnswer:
         if not self._chat or any(choice.request.resumed for choice in self._choices):
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}, None) for index in range(len(self._choices))]
+
+    def text_alone(self, index: int, piece: Piece) -> str | None:
+        """Takes a piece whose chunk is `text_chunk`, as nearly all are; returns its text, None if it is another one."""
+        choice = self._choices[index]
+        if (
+            not choice.begun
+            or len(piece.parts) != 1
+            or not isinstance(part := piece.parts[0], Content)
+            or piece.logprobs
+            or piece.tokens
+            or piece.known_parts
+            or choice.request.return_token_ids
+        ):
+            return None
+        choice.num_generated_tokens += len(piece.token_ids)
+        if choice.message is not None:
+            choice.message.take(piece.parts)
+        return part.text
+
+    def text_chunk(self, index: int, text: str) -> Json:
+        """Returns the chunk of a piece that has text alone, and is not the first."""
+        return self._chunk(index, {"content": text}, None)
 
     def piece_chunk(self, index: int, piece: Piece) -> Json | None:
         """Returns the chunk of a piece; None if there is nothing to show."""

@@ -6,90 +6,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
+from paceline.gateway.api.endpoints.request_trace import RequestTrace
 from paceline.gateway.api.openai.answer import CompletionAnswer, Json
 from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions, completion_sessions
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.http.response import DONE, LAST_EVENT_ID, STREAM_HEADERS, Exchange
-from paceline.gateway.sessions.output import Ending, Event, Piece
+from paceline.gateway.http.response import DONE, LAST_EVENT_ID, Exchange, to_json
+from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 
-ItemT = TypeVar("ItemT")
-
-# A slow client stops the sessions after that many events instead of filling memory.
-MAX_WAITING_EVENTS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """One stream has ended."""
-
-    error: Exception | None = None
-
-
-async def merged(
-    streams: Sequence[AsyncGenerator[ItemT, None]],
-) -> AsyncGenerator[tuple[int, ItemT], None]:
-    """Yields (index of the stream, item) as items come; the first error ends all streams.
-
-    Closing it closes all streams.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, ItemT] | _Ended] = asyncio.Queue(MAX_WAITING_EVENTS)
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        for index, stream in enumerate(streams):
-            tasks.append(asyncio.create_task(_pump(index, stream, queue)))
-            # Each begins in a turn of its own: 128 samples of a long prompt take half a second.
-            await asyncio.sleep(0)
-        num_open = len(tasks)
-        while num_open:
-            entry = await queue.get()
-            if not isinstance(entry, _Ended):
-                yield entry
-            elif entry.error is not None:
-                raise entry.error
-            else:
-                num_open -= 1
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    index: int, stream: AsyncGenerator[ItemT, None], queue: asyncio.Queue[tuple[int, ItemT] | _Ended]
-) -> None:
-    try:
-        async with aclosing(stream) as items:
-            async for item in items:
-                await queue.put((index, item))
-    except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
-        await queue.put(_Ended(error=error))
-    else:
-        await queue.put(_Ended())
-
-
-Events = AsyncGenerator[tuple[int, Event], None]
-
 MAX_OFFSET_DIGITS = 10
 _SEPARATOR = ":"
+# Stands for a text that no model writes alone.
+TEXT_MARK = "\0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,54 +157,104 @@ class CompletionEndpoint:
             await self._run(self._parsed(call, requests, options, stream=True, num_samples=1), call)
 
     async def _run(self, parsed: _ParsedRequest, call: Call) -> None:
-        runs = [call.trace.watch(self._sessions.run(request)) for request in parsed.requests]
-        async with aclosing(merged(runs)) as events:
-            await (_stream if parsed.stream else _collect)(parsed, events, call.exchange)
-
-
-async def _collect(parsed: _ParsedRequest, events: Events, exchange: Exchange) -> None:
-    answer = parsed.answer
-    async for index, event in events:
-        if isinstance(event, Ending):
-            answer.add_ending(index, event)
+        answer, exchange = parsed.answer, call.exchange
+        if parsed.stream:
+            stream = _Stream(parsed, exchange)
+            await together(self._runs(parsed, call.trace, stream.piece, stream.ending))
+            await stream.end()
         else:
-            answer.add_piece(index, event)
-    await exchange.whole(answer.whole())
+            await together(self._runs(parsed, call.trace, answer.add_piece, answer.add_ending))
+            await exchange.whole(answer.whole())
+
+    def _runs(
+        self,
+        parsed: _ParsedRequest,
+        trace: RequestTrace,
+        piece: Callable[[int, Piece], object],
+        ending: Callable[[int, Ending], object],
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yields what runs each session, and hands on what comes of it."""
+
+        async def run(index: int, request: SessionRequest) -> None:
+            ended = await self._sessions.run(request, trace.noting(partial(piece, index)))
+            trace.ended(ended, index)
+            ending(index, ended)
+
+        return itertools.starmap(run, enumerate(parsed.requests))
 
 
-async def _stream(parsed: _ParsedRequest, events: Events, exchange: Exchange) -> None:
-    answer = parsed.answer
-    options = parsed.options
-    place = parsed.place
-    begun = False
-    async for index, event in events:
-        # Nothing is sent before the first event, so that a refusal of the verifier still has its own status.
-        if not begun:
-            begun = True
-            await exchange.begin(200, STREAM_HEADERS)
-            for chunk in answer.opening_chunks():
-                await exchange.event(_with_usage(chunk, answer, options), place)
-        if isinstance(event, Ending):
-            await exchange.event(_with_usage(answer.ending_chunk(index, event), answer, options), place)
-            continue
-        place = _place_after(place, event)
-        piece_chunk = answer.piece_chunk(index, event)
-        if piece_chunk is not None:
-            await exchange.event(_with_usage(piece_chunk, answer, options), place)
-    if options.include_usage:
-        await exchange.event(answer.usage_chunk())
-    await exchange.write(DONE, last=True)
+async def together(runs: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs the sessions of a request at once; the first error ends them all."""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for run in runs:
+            tasks.append(asyncio.create_task(run))
+            # Each begins in a turn of its own: 128 samples of a long prompt take half a second.
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _place_after(place: EventId | None, piece: Piece) -> EventId | None:
-    if place is None:
-        return None
-    return replace(place, offset=piece.offset + len(piece.token_ids), digest=piece.digest)
+class _Stream:
+    """An answer that is sent as it grows.
 
+    Nothing is sent before the first piece, so that a refusal of the verifier still has its own status.
+    """
 
-def _with_usage(chunk: Json, answer: CompletionAnswer, options: StreamOptions) -> Json:
-    if options.continuous_usage_stats:
-        chunk["usage"] = answer.usage()
-    elif options.include_usage:
-        chunk["usage"] = None
-    return chunk
+    def __init__(self, parsed: _ParsedRequest, exchange: Exchange) -> None:
+        self._answer = parsed.answer
+        self._options = parsed.options
+        self._place = parsed.place
+        self._exchange = exchange
+        self._opened = False
+        # By choice, the chunk of a piece of text around the text.
+        self._around: dict[int, Sequence[bytes]] = {}
+
+    def piece(self, index: int, piece: Piece) -> None:
+        """Sends what a piece adds to a choice."""
+        self._open()
+        if self._place is not None:
+            offset = piece.offset + len(piece.token_ids)
+            self._place = replace(self._place, offset=offset, digest=piece.digest())
+        text = None if self._options.continuous_usage_stats else self._answer.text_alone(index, piece)
+        if text is not None:
+            before, after = self._around.get(index) or self._frame(index)
+            self._exchange.json_event(b"".join((before, to_json(text), after)), self._place)
+            return
+        chunk = self._answer.piece_chunk(index, piece)
+        if chunk is not None:
+            self._send(chunk)
+
+    def _frame(self, index: int) -> Sequence[bytes]:
+        chunk = to_json(self._with_usage(self._answer.text_chunk(index, TEXT_MARK)))
+        around = self._around[index] = chunk.split(to_json(TEXT_MARK))
+        return around
+
+    def ending(self, index: int, ending: Ending) -> None:
+        """Sends the end of a choice."""
+        self._open()
+        self._send(self._answer.ending_chunk(index, ending))
+
+    async def end(self) -> None:
+        if self._options.include_usage:
+            self._exchange.event(self._answer.usage_chunk())
+        await self._exchange.end(DONE)
+
+    def _open(self) -> None:
+        if not self._opened:
+            self._opened = True
+            for chunk in self._answer.opening_chunks():
+                self._send(chunk)
+
+    def _send(self, chunk: Json) -> None:
+        self._exchange.event(self._with_usage(chunk), self._place)
+
+    def _with_usage(self, chunk: Json) -> Json:
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._answer.usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -19,10 +18,9 @@ from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.http.response import STREAM_HEADERS, Exchange
 from paceline.gateway.message.growing import Message
 from paceline.gateway.message.reader import Part
-from paceline.gateway.sessions.output import Ending, Event
+from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 
@@ -139,14 +137,9 @@ class TranslatedEndpoint:
             message = Message(request.form, request.session_id)
             answer = self._api.answer(translated, request, message, call.exchange.own_id)
             keeper = self._api.keeper(translated, answer, request)
-            events = call.trace.watch(self._sessions.run(request))
-            async with aclosing(answer_steps(events, answer, message, keeper)) as steps:
-                if translated.stream:
-                    await stream(steps, call.exchange)
-                    return
-                async for _ in steps:
-                    continue
-                await call.exchange.whole(answer.whole())
+            told = ToldAnswer(answer, message, keeper, call.exchange.event if translated.stream else unsent)
+            call.trace.ended(await told.told(self._sessions.run(request, call.trace.noting(told.piece))))
+            await (call.exchange.end() if translated.stream else call.exchange.whole(answer.whole()))
 
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequence[str]) -> InvalidRequestError:
@@ -168,42 +161,57 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequen
     return error
 
 
-async def answer_steps(
-    events: AsyncGenerator[Event, None], answer: ApiAnswer, message: Message, keeper: Keeper
-) -> AsyncGenerator[list[Json], None]:
-    """Yields the events of an answer, step by step; what becomes of it, the keeper knows in every case."""
-    opened = ended = False
-    error: Exception | None = None
-    try:
-        async with aclosing(events) as running:
-            async for event in running:
-                out = [] if opened else answer.opening()
-                if not opened:
-                    opened = True
-                    keeper.begun()
-                if isinstance(event, Ending):
-                    out += answer.further(message.take(event.parts))
-                    out += answer.ending(event)
-                    ended = True
-                    await keeper.ended()
-                else:
-                    out += answer.further(message.take(event.known_parts + event.parts))
-                yield out
-    except Exception as raised:
-        error = raised
-        raise
-    finally:
-        if opened and not ended:
-            keeper.broke_off(error)
+class ToldAnswer:
+    """An answer that is told as it grows; what becomes of it, the keeper knows in every case.
+
+    Nothing is sent before the first piece, so that a refusal of the verifier still has its own status.
+
+    Args:
+        answer: Still empty.
+        message: What the text holds so far.
+        send: Takes an event.
+    """
+
+    def __init__(self, answer: ApiAnswer, message: Message, keeper: Keeper, send: Callable[[Json], None]) -> None:
+        self._answer = answer
+        self._message = message
+        self._keeper = keeper
+        self._send = send
+        self._opened = False
+
+    def piece(self, piece: Piece) -> None:
+        self._open()
+        self._send_all(self._answer.further(self._message.take(piece.known_parts + piece.parts)))
+
+    async def told(self, run: Coroutine[Any, Any, Ending]) -> Ending:
+        """Returns how the session ended that makes the answer."""
+        ended, error = False, None
+        try:
+            ending = await run
+            self._open()
+            last = [*self._answer.further(self._message.take(ending.parts)), *self._answer.ending(ending)]
+            ended = True
+            await self._keeper.ended()
+            self._send_all(last)
+        except Exception as raised:
+            error = raised
+            raise
+        finally:
+            if self._opened and not ended:
+                self._keeper.broke_off(error)
+        return ending
+
+    def _open(self) -> None:
+        if not self._opened:
+            self._opened = True
+            opening = self._answer.opening()
+            self._keeper.begun()
+            self._send_all(opening)
+
+    def _send_all(self, events: Sequence[Json]) -> None:
+        for event in events:
+            self._send(event)
 
 
-async def stream(steps: AsyncGenerator[list[Json], None], exchange: Exchange) -> None:
-    """Sends nothing before the first step, so that a refusal of the verifier still has its own status."""
-    begun = False
-    async for step in steps:
-        if not begun:
-            begun = True
-            await exchange.begin(200, STREAM_HEADERS)
-        for event in step:
-            await exchange.event(event)
-    await exchange.write(b"", last=True)
+def unsent(_: Json) -> None:
+    """Drops the events of an answer that is sent as a whole."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError
 from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
-from paceline.gateway.api.openai.translated import ChatApi, Keeper, Translated, answer_steps, stream
+from paceline.gateway.api.openai.translated import ChatApi, Keeper, ToldAnswer, Translated
 from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of, response_of
 from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
 from paceline.gateway.api.responses.kept import (
@@ -262,8 +262,12 @@ class KeptResponses:
         return self._replay(kept, after, call.exchange) if kept.final else self._resume(kept, after, call.exchange)
 
     async def _replay(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
-        async with aclosing(_replayed(kept, after)) as steps:
-            await stream(steps, exchange)
+        for event in _replayed(kept, after):
+            exchange.event(event)
+            # Nothing here waits, and there may be thousands.
+            await asyncio.sleep(0)
+            await exchange.flushed()
+        await exchange.end()
 
     async def _resume(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
         """Runs the rest of the session here; the call that ran it ends with an error."""
@@ -279,8 +283,9 @@ class KeptResponses:
             answer = ResponseAnswer(_begun(kept), message.call_id, after)
             begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
             keeper = _ResponseKeeper(self._shelf, answer, begun, replaces=True)
-            async with aclosing(answer_steps(self._sessions.run(session), answer, message, keeper)) as steps:
-                await stream(steps, exchange)
+            told = ToldAnswer(answer, message, keeper, exchange.event)
+            await told.told(self._sessions.run(session, told.piece))
+            await exchange.end()
 
     async def cancel(self, call: Call) -> Work:
         """Ends a response that is in progress, by taking its session and not running it."""
@@ -314,17 +319,15 @@ def _begun(kept: KeptResponse) -> Json:
     return {name: value for name, value in {**kept.response, **empty}.items() if name != "metrics"}
 
 
-async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
+def _replayed(kept: KeptResponse, after: int) -> Iterator[Json]:
     """Yields the events of a response that has ended."""
     call_ids = [item["call_id"] for item in kept.response["output"] if item["type"] == "function_call"]
     answer = ResponseAnswer(_begun(kept), call_ids.__getitem__, after)
-    yield answer.opening()
+    yield from answer.opening()
     for part in parts_of(kept.response["output"]):
-        yield answer.further([part])
-        # Nothing here waits, and there may be thousands.
-        await asyncio.sleep(0)
+        yield from answer.further([part])
     answer.response |= {name: value for name, value in kept.response.items() if name != "output"}
-    yield answer.closing()
+    yield from answer.closing()
 
 
 def _number(given: str | None) -> int:

@@ -1,0 +1,180 @@
+"""Events come in order, sessions of a request end together, and nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import UnavailableError
+from paceline.gateway.api.openai.endpoint import together
+from paceline.gateway.http import response
+from paceline.gateway.http.response import Exchange, until_disconnect
+
+
+class Client:
+    """Takes an answer: at once while it keeps up, otherwise when it gets to it."""
+
+    def __init__(self) -> None:
+        self.keeps_up = True
+        self.got = b""
+        self._may_take = asyncio.Event()
+
+    def write_now(self, part: bytes) -> bool:
+        self.got += part if self.keeps_up else b""
+        return self.keeps_up
+
+    async def send(self, message: Any) -> None:
+        if not self.keeps_up:
+            await self._may_take.wait()
+        self.got += message.get("body", b"")
+
+    def read_on(self) -> None:
+        self.keeps_up = True
+        self._may_take.set()
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def exchange(client: Client) -> Exchange:
+    return Exchange(client.send, write_now=client.write_now)
+
+
+def events(numbers: Any) -> bytes:
+    return b"".join(b"data: %d\n\n" % number for number in numbers)
+
+
+async def test_events_come_in_order_though_the_client_is_behind_for_a_while(client: Client, exchange: Exchange) -> None:
+    for number in range(9):
+        client.keeps_up = number < 3
+        exchange.event(number)
+        await asyncio.sleep(0)
+    assert client.got == events(range(3))
+    client.read_on()
+    # What is written now must not overtake what waits.
+    exchange.json_event(b"9")
+    await exchange.end(b"end")
+    assert client.got == events(range(10)) + b"end"
+
+
+async def test_an_event_that_takes_long_to_make_comes_before_later_ones(
+    client: Client, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response, "SLICE_S", 0.0)
+    exchange.event({"long": iter(range(100))})
+    exchange.event(1)
+    await exchange.end()
+    assert client.got == b'data: {"long":[%b]}\n\n' % b",".join(b"%d" % each for each in range(100)) + events([1])
+
+
+async def test_a_client_that_does_not_read_is_left_a_bounded_number_of_bytes(
+    client: Client, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response, "CLIENT_BYTES", 1000)
+    client.keeps_up = False
+    exchange.json_event(bytes(5000))
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="does not read"):
+        for _ in range(20):
+            exchange.json_event(bytes(100))
+    client.read_on()
+    await exchange.fail(UnavailableError("told"))
+    assert b"told" in client.got
+    assert len(client.got) < 6500
+
+
+async def test_an_error_comes_after_the_events_before_it(client: Client, exchange: Exchange) -> None:
+    client.keeps_up = False
+    exchange.event(1)
+    client.read_on()
+    await exchange.fail(UnavailableError("told"))
+    assert client.got.startswith(events([1]))
+
+
+class Runs:
+    """Sessions that remember how they ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    async def run(self, name: str, error: Exception | None = None) -> None:
+        try:
+            await asyncio.sleep(0 if error else 3600)
+            if error is not None:
+                raise error
+        finally:
+            self.ended.append(name)
+
+
+@pytest.mark.parametrize("others", [[], ["b", "c"]])
+async def test_the_first_error_ends_all_sessions_of_a_request(others: list[str]) -> None:
+    runs = Runs()
+    coroutines: list[Coroutine[Any, Any, None]] = [runs.run("a", ValueError("broken")), *map(runs.run, others)]
+    with pytest.raises(ValueError, match="broken"):
+        await together(iter(coroutines))
+    assert sorted(runs.ended) == sorted(["a", *others])
+
+
+async def test_a_request_that_is_cancelled_ends_its_sessions() -> None:
+    runs = Runs()
+    task = asyncio.create_task(together(map(runs.run, ["a", "b"])))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert sorted(runs.ended) == ["a", "b"]
+
+
+async def test_work_ends_when_the_client_leaves_and_its_cleaning_up_is_awaited() -> None:
+    started, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.set()
+
+    async def receive() -> dict[str, str]:
+        await started.wait()
+        return {"type": "http.disconnect"}
+
+    await until_disconnect(receive, work())
+    assert cleaned.is_set()
+
+
+async def test_an_error_of_the_work_is_raised() -> None:
+    async def work() -> None:
+        raise ValueError("broken")
+
+    async def receive() -> dict[str, str]:
+        await asyncio.Event().wait()
+        return {}
+
+    with pytest.raises(ValueError, match="broken"):
+        await until_disconnect(receive, work())
+
+
+async def test_an_error_of_the_cleanup_is_raised_though_the_client_has_left() -> None:
+    started = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("the place was not given back")
+
+    async def receive() -> dict[str, str]:
+        await started.wait()
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ValueError, match="the place was not given back"):
+        await until_disconnect(receive, work())
