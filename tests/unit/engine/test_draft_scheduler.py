@@ -97,7 +97,6 @@ def test_a_session_whose_verifier_takes_chains_has_two_rows_the_best_leaf_and_th
     drafter = Drafter(width=2, max_rows=16)
     drafter.open("s", room=100, takes_chains=True)
     assert [len(drafter.step().growing) for _ in range(4)] == [0, 2, 2, 2]
-    assert drafter.tree("s")[::2] == text(5, 4)
 
 
 # Levels
