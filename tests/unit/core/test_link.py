@@ -199,19 +199,6 @@ def test_the_share_of_a_first_guess_follows_what_is_heard_of_the_last_commit():
     assert link.coming[0] == shares[-1:]
 
 
-def test_the_first_guesses_after_a_commit_are_expected_to_bring_as_many_levels_as_before_and_later_ones_one():
-    link = Link()
-    for length in range(10, 40):
-        link.due(length, float(length))
-        # What was kept back comes at once, beside what the tree has.
-        link.heard(length, length + 0.001, levels=0)
-        assert link.coming[1] == [pytest.approx(link.known("levels"))]
-        link.heard(length, length + 0.002, levels=5)
-        link.heard(length, length + 0.003, levels=1)
-        assert link.coming[1] == [1.0]
-    assert link.known("levels") == pytest.approx(5.0, rel=0.05)
-
-
 def test_a_drafter_keeps_as_much_ahead_as_steps_go_by_before_it_is_heard():
     def ahead(response_s: float, price: float, cap: int = 12) -> tuple[float, int]:
         link = Link(response_s=response_s)
