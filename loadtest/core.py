@@ -33,6 +33,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.engine.draft_scheduler import VerifierMessages
+from paceline.engine.loop import finished
 from paceline.engine.target import TargetEngine
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
@@ -164,7 +165,7 @@ class Verifier:
             clock=self._clock.now_s,
         )
         self.engine.handle(LinkChanged(address=DRAFTER, up=True))
-        for number in range(num_sessions):
+        for number in range(1, 1 + num_sessions):
             request = GenerateRequest(
                 session_id=str(number),
                 epoch=1,
@@ -172,7 +173,7 @@ class Verifier:
                 sampling=SamplingParams(max_tokens=KV_TOKENS, ignore_eos=True, **sampling),
                 speculation=SpeculationParams(),
             )
-            self.engine.handle(Submit(request=request, serial=number, drafter_address=DRAFTER))
+            self.engine.handle(Submit(request=request, number=number, drafter_address=DRAFTER))
         scheduler = self.engine.scheduler
         for method, name in (("plan", "plan"), ("commit", "commit"), ("end_step", "end"), ("take_report", "end")):
             watch.watch(scheduler, method, name)
@@ -190,9 +191,9 @@ class Verifier:
                 engine.handle(DraftsArrived(address=DRAFTER, messages=drafts, arrived_s=self._clock.seconds))
         with part("wait"):
             engine.patience_s()
-        early, output = engine.begin(), engine.step()
+        output = finished(engine.step())
         with part("encode"):
-            messages = [each for out in (early, output) if out for each in out.to_drafters.get(DRAFTER, [])]
+            messages = output.to_drafters.get(DRAFTER, [])
             encoded = [draft_request_to_pb(each).SerializeToString() for each in in_parts(messages)]
         self._watch.end_step((*VERIFIER_PARTS, "end", "run", "device"))
         return encoded, sum(output.report.gammas)
@@ -241,7 +242,7 @@ class Drafter:
         return [encoded for _ in range(LEVELS) for encoded in self._level()]
 
     def _level(self) -> list[bytes]:
-        output = self.engine.step()
+        output = finished(self.engine.step())
         with self._watch.part("push"):
             drafts = output.to_verifiers.get(LINK, ())
             encoded = [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]

@@ -36,6 +36,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
+from paceline.engine.loop import finished
 from paceline.engine.pending import Walks
 from paceline.engine.target import TargetEngine
 
@@ -352,29 +353,29 @@ def _identity(decoder: Decoder, name: str) -> ModelIdentity:
 def _run_sessions(contact: Contact, engine: TargetEngine | ColocatedEngine, sessions: int) -> Run:
     """Runs all sessions to their ends; timed from when all of them were decoding."""
     run = Run(texts=[[] for _ in range(sessions)])
-    for serial in range(sessions):
-        prompt = (np.arange(CONTEXT) * 31 + serial * 7_919) % 100 + 1
+    for number in range(sessions):
+        prompt = (np.arange(CONTEXT) * 31 + number * 7_919) % 100 + 1
         request = GenerateRequest(
-            session_id=str(serial),
+            session_id=str(number),
             epoch=1,
             prompt_token_ids=tuple(prompt.tolist()),
             sampling=SamplingParams(
                 max_tokens=contact.tokens,
                 temperature=contact.temperature,
                 top_p=contact.top_p,
-                seed=serial,
+                seed=number,
                 ignore_eos=True,
             ),
             speculation=SpeculationParams(),
         )
-        engine.handle(Submit(request=request, serial=serial, drafter_address=LOCAL))
+        engine.handle(Submit(request=request, number=number, drafter_address=LOCAL))
     before, started_s = 0, 0.0
     while len(run.records) < sessions:
         if not started_s and all(run.texts):
             before, started_s = sum(map(len, run.texts)), time.perf_counter()
-        for serial, committed in engine.step().committed:
+        for number, committed in finished(engine.step()).committed:
             assert isinstance(committed, CommittedTokens), committed
-            run.texts[serial] += committed.token_ids
+            run.texts[number] += committed.token_ids
             if committed.result is not None:
                 run.records.append(committed.result.speculation)
     run.tokens_per_s = (sum(map(len, run.texts)) - before) / (time.perf_counter() - started_s)

@@ -31,6 +31,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, PositionLog
 from paceline.core.params import REJECTION, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit
 from paceline.engine.draft_scheduler import VerifierLeft, VerifierMessages
+from paceline.engine.loop import finished
 from paceline.rpc.v1 import drafter_pb2, verifier_pb2
 from paceline.wire import (
     AskedSession,
@@ -159,26 +160,26 @@ class Peers:
         self._verifier = Verifier(models, {"temperature": 0.0}, SESSIONS, NODES, Stopwatch()).engine
         self._drafter = Drafter(models, SESSIONS, NODES, Stopwatch()).engine
         self._link = 1
-        for serial, acceptance in ((101, REJECTION), (102, "")):
+        for number, acceptance in ((101, REJECTION), (102, "")):
             sampling = SamplingParams(max_tokens=512, temperature=0.8, presence_penalty=0.1, ignore_eos=True)
             request = GenerateRequest(
-                session_id=str(serial),
+                session_id=str(number),
                 epoch=1,
-                prompt_token_ids=(serial,) * PROMPT_TOKENS,
+                prompt_token_ids=(number,) * PROMPT_TOKENS,
                 sampling=sampling,
                 speculation=SpeculationParams(acceptance=acceptance),
             )
-            self._verifier.handle(Submit(request=request, serial=serial, drafter_address=DRAFTER))
+            self._verifier.handle(Submit(request=request, number=number, drafter_address=DRAFTER))
 
     def exchange(self) -> None:
         """One step of each, and what they say to one another."""
-        output = self._verifier.step()
+        output = finished(self._verifier.step())
         if output.broken_links:
             self._counts["drafts broken"] += 1
             self._redial()
         for part in in_parts(output.to_drafters.get(DRAFTER, [])):
             self._to_drafter(draft_request_to_pb(part))
-        drafted = self._drafter.step() if self._drafter.has_work() else None
+        drafted = finished(self._drafter.step()) if self._drafter.has_work() else None
         if drafted is None:
             return
         if drafted.broken_links:

@@ -158,8 +158,7 @@ class ToyFleet:
             speculation=SpeculationParams(),
         )
         tokens = [*self.prompt, *committed]
-        self.session = SessionLink(request, tokens, new_tree(tokens), {}, address="drafter")
-        self.session.name(epoch)
+        self.session = SessionLink(request, epoch, tokens, new_tree(tokens), {}, address="drafter")
         self.tally = SpeculationTally()
         self.reopen()
 

@@ -139,7 +139,6 @@ class Play:
         """A drafter starts, or another one does after the first has died."""
         self.under_way.clear()
         self.sent_len = self.session.committed_len
-        self.session.link.name(1)
         opened = replace(self.session.link.open(), price=0.0, room=64)
         opened = wire.draft_request_from_pb(wire.draft_request_to_pb([opened]))[1][0]
         self.drafted = DraftSession(opened, self.identity, self.pool)  # type: ignore[arg-type]

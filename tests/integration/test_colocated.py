@@ -15,6 +15,7 @@ from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint, load_fusion
 from paceline.engine.loading import load_decoder, model_identity
+from paceline.engine.loop import finished
 from paceline.engine.target import TargetEngine
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3
@@ -75,35 +76,35 @@ class Colocated:
         self.token_ids: dict[int, list[int]] = {}
         self.results = {}
 
-    def submit(self, serial, prompt, sampling, speculation):
-        self.token_ids[serial] = []
+    def submit(self, number, prompt, sampling, speculation):
+        self.token_ids[number] = []
         request = GenerateRequest(
-            session_id=f"s{serial}",
+            session_id=f"s{number}",
             epoch=1,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             speculation=speculation,
         )
-        self.engine.handle(Submit(request=request, serial=serial, drafter_address=LOCAL))
+        self.engine.handle(Submit(request=request, number=number, drafter_address=LOCAL))
 
     def run(self):
         while self.engine.has_work():
-            output = self.engine.step()
+            output = finished(self.engine.step())
             assert not output.to_drafters
-            for serial, committed in output.committed:
+            for number, committed in output.committed:
                 assert isinstance(committed, CommittedTokens)
-                self.token_ids[serial] += committed.token_ids
-                self.results[serial] = committed.result
-        return [self.token_ids[serial] for serial in sorted(self.token_ids)]
+                self.token_ids[number] += committed.token_ids
+                self.results[number] = committed.result
+        return [self.token_ids[number] for number in sorted(self.token_ids)]
 
 
 def run(folders, kind, sampling, policy, speculation):
     target, drafts = folders
     colocated = Colocated(target, drafts[kind], policy)
     rng = random.Random(5)
-    for serial in range(1, 5):
+    for number in range(1, 5):
         prompt = [rng.randrange(250) for _ in range(rng.randint(2, 80))]
-        colocated.submit(serial, prompt, SAMPLINGS[sampling], speculation)
+        colocated.submit(number, prompt, SAMPLINGS[sampling], speculation)
     return colocated.run(), colocated
 
 
@@ -132,9 +133,9 @@ def test_a_cancelled_session_leaves_nothing_behind(folders):
     colocated = Colocated(target, drafts["eagle3"], FixedGamma(gamma=4))
     colocated.submit(1, [1, 2, 3, 4], SAMPLINGS["greedy"], SpeculationParams())
     for _ in range(5):
-        colocated.engine.step()
+        finished(colocated.engine.step())
     assert colocated.draft.num_sessions == 1
-    colocated.engine.handle(Cancel(session_id="s1", serial=1))
+    colocated.engine.handle(Cancel(number=1))
     colocated.run()
     assert colocated.draft.num_sessions == 0
     assert colocated.draft.pool.num_used == 0

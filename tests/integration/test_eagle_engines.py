@@ -17,6 +17,7 @@ from paceline.core.messages import Commit, CommittedStates, LaggingSession, Open
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
 from paceline.engine.draft_scheduler import VerifierMessages
+from paceline.engine.loop import finished
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
@@ -174,10 +175,10 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     ((key, session),) = pair.draft.scheduler._sessions.items()
     pair.draft.scheduler.give_up(session)
     assert session.lost_features
-    output = pair.target.step()
+    output = finished(pair.target.step())
     pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))
     assert key not in pair.draft.scheduler._sessions
-    (asked,) = pair.draft.step().to_verifiers[1]
+    (asked,) = finished(pair.draft.step()).to_verifiers[1]
     assert isinstance(asked, LaggingSession)
     assert asked.have_len == 0
 
@@ -189,7 +190,7 @@ def test_guesses_are_known_by_the_name_of_their_source(folders):
         pair.round()
     (session,) = pair.target.scheduler.running
     assert set(session.tree.forest.unverified_sources(session.tree.row)) == {EAGLE3}
-    pair.target.handle(Paired(session_id="s", serial=1, address=""))
+    pair.target.handle(Paired(number=1, address=""))
     pair.run()
 
 
@@ -209,11 +210,11 @@ def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
     said = []
     for length in range(10, 14):
         while engine.has_work():
-            said += engine.step().to_verifiers.get(1, [])
+            said += finished(engine.step()).to_verifiers.get(1, [])
         commit = to_commits(Commit(1, length, [7], price=0.0, room=8))
         worthless = features(length - 1, torch.full((1, 64), torch.nan))
         engine.handle(VerifierMessages(link=1, messages=[worthless, commit]))
-    said += engine.step().to_verifiers.get(1, [])
+    said += finished(engine.step()).to_verifiers.get(1, [])
     assert said, "the first features were of use"
     assert not [message for message in said if isinstance(message, LaggingSession)]
 

@@ -8,6 +8,7 @@ from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.target_events import DrafterNews
+from paceline.engine.loop import finished
 from paceline.forest.linking import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from tests.support.engines import DRAFTER, EnginePair
 from tests.support.guesses import each_commit
@@ -23,18 +24,25 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(tiny_pair):
     plain.run()
     pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s0", prompt, GREEDY)
-    early = pair.target.begin()
-    assert early is not None
+    told: list[DrafterNews] = []
+
+    async def compute(call, *args):
+        """The drafter reads the prompt before the verifier's device does anything."""
+        for early in told:
+            pair.hear(early)
+        (drafts,) = finished(pair.draft.step()).to_verifiers[1]
+        assert drafts.base_lens.tolist() == [len(prompt)]
+        return call(*args)
+
+    output = finished(pair.target.step(compute, told.append))
+    early = told[0]
     assert [committed.token_ids for _, committed in early.committed] == [()]
     assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
-    pair.hear(early)
-    (drafts,) = pair.draft.step().to_verifiers[1]
-    assert drafts.base_lens.tolist() == [len(prompt)]
-    output = pair.target.step()
     assert output.report.num_prefill_rows == len(prompt)
     # What is counted of a step is counted with it: a report without rows is not.
     assert (early.report.prefix_queries, output.report.prefix_queries) == (0, len(prompt))
-    pair.hear(output)
+    for later in (*told[1:], output):
+        pair.hear(later)
     assert len(pair.sessions["s0"].token_ids) == 1
     pair.run()
     assert pair.sessions["s0"].token_ids == plain.sessions["s0"].token_ids
@@ -62,7 +70,7 @@ def test_a_commit_is_told_in_the_middle_of_its_step_and_not_again_at_its_end(tin
     pair.submit("s0", [7, 11, 13], GREEDY)
     pair.round()
     told: list[DrafterNews] = []
-    output = pair.target.step(told.append)
+    output = finished(pair.target.step(tell=told.append))
     (news,) = told
     (commit,) = each_commit(news.to_drafters[DRAFTER])
     ((_, committed),) = output.committed

@@ -357,9 +357,7 @@ async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
 async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_losing_its_stream(tiny_pair):
     tokens = tuple(range(100_000, 200_000))
     opens = [
-        replace(
-            SessionLink(ask(f"s{index}"), [1], new_tree([1]), {}).open(), number=1 + index, room=8, token_ids=tokens
-        )
+        replace(SessionLink(ask(f"s{index}"), 1 + index, [1], new_tree([1]), {}).open(), room=8, token_ids=tokens)
         for index in range(64)
     ]
     heard: list[tuple[str, int]] = []

@@ -27,6 +27,7 @@ from paceline.core.messages import (
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     Cancel,
+    DrafterNews,
     DraftsArrived,
     LinkChanged,
     StepReport,
@@ -40,6 +41,7 @@ from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierM
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.levels import draft_by_levels
+from paceline.engine.loop import finished
 from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import HostPending, Ranks, Walks
 from paceline.engine.planned_step import StepPlan
@@ -175,6 +177,12 @@ class Verifier:
         self.scheduler, self.pool, self.scratch = self.engine.scheduler, self.engine.pool, self.engine._scratch
         self.sessions: list[TargetSession] = []
         self._num_guessed = 0
+        self._plan = self.scheduler.plan
+        self.scheduler.plan = self._watch_plan  # type: ignore[method-assign]
+
+    def _watch_plan(self, now_s: float) -> StepPlan:
+        self.plan = self._plan(now_s)
+        return self.plan
 
     def submit(self, name: str, prompt_len: int = 5, max_tokens: int = 20, **changes: object) -> TargetSession:
         """A request arrives; its prompt is the beginning of the text."""
@@ -186,19 +194,19 @@ class Verifier:
             speculation=SpeculationParams(),
             cache_salt=name,
         )
-        serial = len(self.sessions)
+        number = len(self.sessions)
         self.heard[name] = []
         self.engine.handle(
-            Submit(request=replace(request, **changes), serial=serial, drafter_address=DRAFTER)  # type: ignore[arg-type]
+            Submit(request=replace(request, **changes), number=number, drafter_address=DRAFTER)  # type: ignore[arg-type]
         )
-        session = self.scheduler.session(name, serial)
+        session = self.scheduler.session(number)
         assert session is not None
         self.sessions.append(session)
         return session
 
     def leave(self, session: TargetSession) -> None:
         """A session's client leaves."""
-        self.engine.handle(Cancel(session_id=session.session_id, serial=session.serial))
+        self.engine.handle(Cancel(number=session.number))
 
     def drafter(self, *, up: bool = True) -> None:
         """The stream to the drafter is up, or lost."""
@@ -218,22 +226,13 @@ class Verifier:
         nodes = [NodeGuess(*each, 0.9) for each in zip(ids, parents, tokens, strict=True)]
         self.say(to_drafts(SessionDrafts(session.link.number, base_len, nodes)))
 
-    def begin(self) -> StepPlan:
-        """Plans a step, and says what is known before it runs."""
-        early = self.engine.begin()
-        if early is not None:
-            self._hear(early)
-        assert self.engine._plan is not None
-        return self.engine._plan
-
     def step(self, seconds: float = 0.01) -> StepPlan:
         """One step, which takes so long."""
         self.device.step_s = seconds
-        plan = self.begin()
-        output = self.engine.step()
+        output = finished(self.engine.step(tell=self._hear))
         self.report = output.report
         self._hear(output)
-        return plan
+        return self.plan
 
     def run(self) -> None:
         """Steps until every session has ended."""
@@ -247,9 +246,9 @@ class Verifier:
         """What a session has given."""
         return [token for each in self.heard[name] for token in each.token_ids]
 
-    def _hear(self, output: TargetOutput) -> None:
-        for serial, outcome in output.committed:
-            name = self.sessions[serial].session_id
+    def _hear(self, output: DrafterNews) -> None:
+        for number, outcome in output.committed if isinstance(output, TargetOutput) else ():
+            name = self.sessions[number].session_id
             if isinstance(outcome, PacelineError):
                 self.errors[name] = outcome
             else:
@@ -265,7 +264,7 @@ class Drafter:
     Attributes:
         said: What verifiers were told, by their streams.
         broken: Streams that were reset, and why.
-        moved: KV that was moved, from slot to slot.
+        moved: KV that was moved, or is before the next step, from slot to slot.
     """
 
     num_blocks: int = 64
@@ -303,9 +302,12 @@ class Drafter:
         )
         self.scheduler, self.pool = self.engine.scheduler, self.engine.pool
         self.scratch = self.scheduler.trees._scratch
-        self.moved: list[tuple[int, int]] = self.engine._cache.moved
         self._plan = self.scheduler.plan
         self.scheduler.plan = self._watch_plan  # type: ignore[method-assign]
+
+    @property
+    def moved(self) -> list[tuple[int, int]]:
+        return [*self.engine.cache.moved, *self.scheduler.moves]
 
     def _watch_plan(self, now_s: float) -> DraftPlan:
         self.plan = self._plan(now_s)
@@ -351,7 +353,7 @@ class Drafter:
     def step(self, seconds: float = 0.01) -> DraftPlan:
         """One step, which takes so long; what it has computed."""
         self.device.step_s = seconds
-        output = self.engine.step()
+        output = finished(self.engine.step())
         for link, messages in output.to_verifiers.items():
             self.said.setdefault(link, []).extend(messages)
         self.broken |= output.broken_links

@@ -28,6 +28,7 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.grammar import Grammars
 from paceline.engine.loading import load_decoder, model_identity
+from paceline.engine.loop import finished
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
@@ -149,7 +150,7 @@ class EnginePair:
                     speculation=speculation or SpeculationParams(),
                     cache_salt=salt,
                 ),
-                serial=len(self.names),
+                number=len(self.names),
                 drafter_address=DRAFTER,
                 grammar=self.grammars.compile(sampling.grammar) if self.grammars and sampling.grammar else None,
             )
@@ -157,7 +158,7 @@ class EnginePair:
 
     def cancel(self, session_id: str) -> None:
         """Its client leaves."""
-        self.target.handle(Cancel(session_id=session_id, serial=self.names.index(session_id) + 1))
+        self.target.handle(Cancel(number=self.names.index(session_id) + 1))
 
     def round(self, draft_steps: int = 4) -> None:
         """One target step, then a few draft steps."""
@@ -175,18 +176,15 @@ class EnginePair:
         raise AssertionError("sessions did not end")
 
     def _target_step(self) -> None:
-        early = self.target.begin()
-        if early is not None:
-            self.hear(early)
-        output = self.target.step(self._tell_drafter)
+        output = finished(self.target.step(tell=self.hear))
         self.num_preempted += output.report.num_preempted
         self.reports.append(output.report)
         self.hear(output)
 
-    def hear(self, output: TargetOutput) -> None:
+    def hear(self, output: DrafterNews) -> None:
         """What the target says reaches clients and the drafter."""
-        for serial, committed in output.committed:
-            generated = self.sessions[self.names[serial - 1]]
+        for number, committed in output.committed if isinstance(output, TargetOutput) else ():
+            generated = self.sessions[self.names[number - 1]]
             if isinstance(committed, PacelineError):
                 generated.error = committed
                 continue
@@ -195,17 +193,14 @@ class EnginePair:
             generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result
-        self._tell_drafter(output)
-
-    def _tell_drafter(self, news: DrafterNews) -> None:
-        for messages in news.to_drafters.values():
+        for messages in output.to_drafters.values():
             self.to_drafter += each_commit(messages)
             if self.draft is not None:
                 self.draft.handle(VerifierMessages(link=1, messages=messages))
 
     def _draft_step(self) -> None:
         assert self.draft is not None
-        for messages in self.draft.step().to_verifiers.values():
+        for messages in finished(self.draft.step()).to_verifiers.values():
             self.target.handle(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self.clock()))
 
     def leave(self) -> None:

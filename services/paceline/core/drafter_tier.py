@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, count
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +41,8 @@ class DrafterTier:
         # Numbers of sessions whose drafters were told again in this step, and tokens, by address.
         self._answered: set[int] = set()
         self._num_resent: Counter[str] = Counter()
-        # By their numbers, which are never used again.
         self._by_number: dict[int, SessionLink] = {}
-        self._numbers = count(1)
-        # The numbers, and the rows of their sessions; None: there are others now.
+        # The numbers in order, and the rows of their sessions; None: there are others now.
         self._index: tuple[npt.NDArray[np.int64], Ints] | None = None
         # Numbers of sessions whose trees filter guesses.
         self._filtered: set[int] = set()
@@ -57,7 +55,6 @@ class DrafterTier:
     def connect(self, link: SessionLink) -> None:
         """A session begins, and its drafter may be up already."""
         assert link.tree.forest is self.forest, "links stand in the rows of one forest"
-        link.name(next(self._numbers))
         self._by_number[link.number] = link
         self._index = None
         if link.tree.filters_guesses:
@@ -148,12 +145,12 @@ class DrafterTier:
     def _rows_of(self, numbers: Ints) -> Ints:
         """Rows of numbered sessions, `[sessions]`; NONE: there is no such one."""
         if self._index is None:
-            rows = rows_of(link.tree.row for link in self._by_number.values())
-            self._index = np.array([*self._by_number], np.int64), rows
+            numbers_known = sorted(self._by_number)
+            rows = rows_of(self._by_number[number].tree.row for number in numbers_known)
+            self._index = np.array(numbers_known, np.int64), rows
         known, rows = self._index
         if not len(known):
             return np.full(len(numbers), NONE, np.int32)
-        # Numbers grow, so they stand in their order.
         places = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
         return np.where(known[places] == numbers, rows[places], np.int32(NONE))
 

@@ -56,20 +56,19 @@ class SessionLink:
 
     Args:
         request: What is generated.
+        number: The session's name in messages.
         tokens: Prompt and output so far; grows by `commit`.
         tree: The guesses beyond them.
         calibrations: Numbers of those of the sources that draft for it. Others take effect with the next `open`.
         acceptance: Name of the rule that judges guesses.
         address: Of its drafter; empty: it has none.
         price: Least survival worth drafting for; 1: its drafter idles.
-
-    Attributes:
-        number: The session's name in messages; 0: it has none yet.
     """
 
     def __init__(
         self,
         request: GenerateRequest,
+        number: int,
         tokens: list[int],
         tree: DraftTree,
         calibrations: Mapping[str, int],
@@ -78,16 +77,15 @@ class SessionLink:
         address: str = "",
         price: float = 0.0,
     ) -> None:
+        self.number, self.address = number, address
         self.tokens, self.tree, self.calibrations = tokens, tree, calibrations
-        self.address = address
-        self.number = 0
         self._request = request
         self._acceptance = acceptance
         self._drafter: ConnectedDrafter | None = None
         self._row, self._links = tree.row, tree.forest.links
         # Committed positions whose hidden states were sent.
         self._num_states_sent = 0
-        self._links.begin(self._row, price)
+        self._links.begin(self._row, number, price)
 
     @property
     def price(self) -> float:
@@ -98,11 +96,6 @@ class SessionLink:
     def sent_len(self) -> int:
         """Committed tokens that its drafter knows; 0: it does not know the session."""
         return self._links.sent_len(self._row)
-
-    def name(self, number: int) -> None:
-        """Its name in messages from now on."""
-        self.number = number
-        self._links.name(self._row, number)
 
     # Who drafts
 

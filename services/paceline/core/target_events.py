@@ -17,14 +17,15 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, Speculation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A session to run, and who drafts for it (empty: nobody); its outputs carry the serial.
+    """A session to run, and who drafts for it (empty: nobody).
 
-    It waits since `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled,
-    before the first token of the output; it is nobody else's.
+    `number` is its name in all that follows, to its drafter too: from 1 on, and never used again. It waits since
+    `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled, before the
+    first token of the output; it is nobody else's.
     """
 
     request: GenerateRequest
-    serial: int
+    number: int
     drafter_address: str = ""
     arrived_s: float | None = None
     grammar: GrammarState | None = None
@@ -34,8 +35,7 @@ class Submit:
 class Cancel:
     """The client of a session left."""
 
-    session_id: str
-    serial: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,7 @@ class LinkChanged:
 class Paired:
     """A session is drafted by another drafter from now on."""
 
-    session_id: str
-    serial: int
+    number: int
     address: str
 
 
@@ -102,7 +101,7 @@ class TracedStart:
         num_cached_tokens: Tokens of its prompt that the prefix cache had.
     """
 
-    serial: int
+    number: int
     submitted_s: float
     admitted_s: float
     at_s: float
@@ -121,7 +120,7 @@ class TracedRound:
         price: Of the step.
     """
 
-    serial: int
+    number: int
     at_s: float
     gamma: int
     num_accepted: int
@@ -257,7 +256,7 @@ class StepReport:
             self.num_misses += not hit
 
 
-# Serial of a session, and what goes to its client: tokens, that it runs now, or why it ended.
+# Number of a session, and what goes to its client: tokens, that it runs now, or why it ended.
 Outcome = tuple[int, CommittedTokens | PacelineError]
 
 

@@ -1,4 +1,4 @@
-"""Joins the engine thread and the verifiers' streams, in the event loop."""
+"""Joins the engine and the verifiers' streams, in the event loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from contextlib import suppress
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.drafter.tracing import DraftTraces
-from paceline.engine.bridge import EngineThread
 from paceline.engine.draft_scheduler import DraftEvent, VerifierLeft, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
+from paceline.engine.loop import Device, EngineLoop
 from paceline.obs.metrics import DrafterMetrics, rows_label
 from paceline.obs.tracing import OFF, Tracer
 from paceline.service.peer_queue import PeerQueue
@@ -33,7 +33,7 @@ class DraftHost:
     Args:
         identity: The draft model.
         max_sessions: Most sessions that it drafts for at once.
-        make_engine: Builds the engine; called in the engine thread.
+        make_engine: Builds the engine; called in the device's thread.
         metrics: Where steps are counted.
         tracer: Records spans of sessions, if it does.
     """
@@ -51,7 +51,7 @@ class DraftHost:
         self.max_sessions = max_sessions
         self._traces = DraftTraces(tracer)
         self._metrics = metrics
-        self.engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
+        self.engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(make_engine, self._deliver, Device("draft"))
         self._outboxes: dict[int, _Outbox] = {}
         self._numbers = itertools.count(1)
         self.num_sessions = 0
@@ -91,7 +91,7 @@ class DraftHost:
             del self._outboxes[link]
             self._metrics.num_streams.set(len(self._outboxes))
             with suppress(UnavailableError):
-                self.engine.post(VerifierLeft(link=link), always=True)
+                self.engine.post(VerifierLeft(link=link))
 
     async def _read(self, link: int, requests: AsyncIterator[Sequence[ToDrafter]], outbox: _Outbox) -> None:
         try:

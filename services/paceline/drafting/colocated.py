@@ -1,4 +1,4 @@
-"""A drafter inside the verifier: the same two engines in one thread, and a link that carries messages at once.
+"""A drafter inside the verifier: the same two engines on one device, and a link that carries messages at once.
 
 It is there for comparison, and for machines that have no second place for a drafter. Drafting delays verifying here, so
 it goes on only while waiting for drafts pays (`StepDrafts.worth_waiting`): a draft step is a wait that works.
@@ -12,6 +12,7 @@ from paceline.core.goodput import MovingAverage
 from paceline.core.target_events import DrafterNews, DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.drafter import DraftEngine
+from paceline.engine.loop import Compute, here
 from paceline.engine.target import TargetEngine
 from paceline.service.learned import Learned
 
@@ -37,7 +38,6 @@ class ColocatedEngine:
         self._draft = draft
         self._clock = clock
         self._draft_level = MovingAverage(FIRST_DRAFT_S, SMOOTHING)
-        self._begun = False
         target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
 
     def handle(self, event: TargetEvent) -> None:
@@ -52,45 +52,35 @@ class ColocatedEngine:
         return 0.0
 
     def learned(self) -> Learned:
-        """What a successor may begin with; may be called from another thread."""
+        """What a successor may begin with."""
         return self._target.learned()
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is attributed to; may be read from another thread."""
+        """Numbers of the sessions that a failure now is attributed to."""
         return self._target.at_stake
 
-    def begin(self) -> TargetOutput | None:
-        """Drafts as long as that pays, then plans a step of the target; see `TargetEngine`."""
-        self._draft_while_it_pays()
-        self._begun = True
-        early = self._target.begin()
-        if early is None:
-            return None
-        self._hand_on(early)
-        return early if early.committed or early.to_drafters or early.broken_links else None
+    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+        """Drafts as long as that pays, then runs a step of the target; see `TargetEngine`."""
 
-    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
-        """Runs a step of the target, and hands the drafter what it committed; nobody else waits for that."""
-        del tell
-        if not self._begun:
-            self._draft_while_it_pays()
-        self._begun = False
-        output = self._target.step()
+        def hand_on(news: DrafterNews) -> None:
+            self._hand_on(news)
+            if tell is not None and (news.to_drafters or (isinstance(news, TargetOutput) and news.committed)):
+                tell(news)
+
+        while self._draft.has_work() and self._target.drafts_pay(self._draft_level.value):
+            await self._draft_once(compute)
+        output = await self._target.step(compute, None if tell is None else hand_on)
         self._hand_on(output)
         return output
 
-    def _hand_on(self, output: TargetOutput) -> None:
-        messages = output.to_drafters.pop(LOCAL, None)
+    def _hand_on(self, news: DrafterNews) -> None:
+        messages = news.to_drafters.pop(LOCAL, None)
         if messages:
             self._draft.handle(VerifierMessages(link=_LINK, messages=messages))
 
-    def _draft_while_it_pays(self) -> None:
-        while self._draft.has_work() and self._target.drafts_pay(self._draft_level.value):
-            self._draft_once()
-
-    def _draft_once(self) -> None:
-        started_s, output = self._clock(), self._draft.step()
+    async def _draft_once(self, compute: Compute) -> None:
+        started_s, output = self._clock(), await self._draft.step(compute)
         for messages in output.to_verifiers.values():
             self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
         self._draft_level.add((self._clock() - started_s) / output.report.num_levels)

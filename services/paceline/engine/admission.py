@@ -39,7 +39,7 @@ def gives_way(running: Iterable[TargetSession], held: Mapping[str, int], tenant:
 
 
 def prompt_rows(reading: Sequence[TargetSession], room: int) -> dict[int, int]:
-    """How many prompt tokens a step reads of which session, by serial.
+    """How many prompt tokens a step reads of which session, by number.
 
     Each tenant gets an equal share of the room, and what others leave of theirs; see `_rows_of_tenant`.
     """
@@ -57,12 +57,12 @@ def prompt_rows(reading: Sequence[TargetSession], room: int) -> dict[int, int]:
 
 def _rows_of_tenant(queue: Sequence[TargetSession], share: int) -> dict[int, int]:
     """The shortest prompts are read first, but part of the share is that of the oldest session."""
-    oldest = min(queue, key=lambda session: session.serial)
-    rows = {oldest.serial: min(oldest.pages.num_missing, -(-share // OLDEST_PART))}
-    left = share - rows[oldest.serial]
-    for session in sorted(queue, key=lambda each: (each.request.priority, each.pages.num_missing, each.serial)):
-        more = min(left, session.pages.num_missing - rows.get(session.serial, 0))
-        rows[session.serial] = rows.get(session.serial, 0) + more
+    oldest = min(queue, key=lambda session: session.number)
+    rows = {oldest.number: min(oldest.pages.num_missing, -(-share // OLDEST_PART))}
+    left = share - rows[oldest.number]
+    for session in sorted(queue, key=lambda each: (each.request.priority, each.pages.num_missing, each.number)):
+        more = min(left, session.pages.num_missing - rows.get(session.number, 0))
+        rows[session.number] = rows.get(session.number, 0) + more
         left -= more
     return rows
 

@@ -1,10 +1,12 @@
 """The drafter's engine: a small language model grows the trees of many sessions in shared batches.
 
-It runs in the engine thread and owns the draft model. What a step computes is the draft scheduler's.
+It owns the draft model, which it has computed where the device is (`engine.loop`). What a step computes is the draft
+scheduler's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.engine.draft_plan import DraftPlan, Expansion
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
-from paceline.engine.model import Burst, DraftModel, Pending
+from paceline.engine.loop import Compute, finished, here
+from paceline.engine.model import Burst, DraftModel
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.engine.pending import HostPending, Ranks, choices_of
 from paceline.engine.sampler import Logits
@@ -105,8 +108,6 @@ class DraftEngine:
 
     def handle(self, event: DraftEvent) -> None:
         self.scheduler.handle(event, self._clock())
-        # Committed nodes go to their places before anything else is written to their slots.
-        self._cache.apply_moves(self.scheduler.moves)
 
     def warm_up(self) -> None:
         """Grows a few trees in a step or two, so that the first session finds everything compiled."""
@@ -126,7 +127,7 @@ class DraftEngine:
             state = CommittedStates(number=number, start=0, width=width, values=bytes(2 * width))
             self.handle(VerifierMessages(link=0, messages=[opened, state] if width else [opened]))
         while self.has_work():
-            self.step()
+            finished(self.step())
         self.handle(VerifierLeft(link=0))
 
     def has_work(self) -> bool:
@@ -137,21 +138,23 @@ class DraftEngine:
         """A drafter never waits."""
         return 0.0
 
-    def begin(self) -> None:
-        """Sends nothing: messages that go out first have a step of their own."""
-
-    def step(self, tell: Callable[[DraftOutput], None] | None = None) -> DraftOutput:
+    async def step(self, compute: Compute = here, tell: Callable[[DraftOutput], None] | None = None) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
+        del tell
+        # What the step before has drafted leaves first.
+        await asyncio.sleep(0)
         started_s = self._clock()
         report = DraftReport(lag_tokens=self.scheduler.lag_tokens)
         plan = self.scheduler.plan(started_s)
         if plan.num_rows:
-            self._run(plan)
+            await compute(self._run, plan)
         self.scheduler.end_step(plan, self._clock())
         report.num_rows, report.num_levels = plan.num_rows, plan.num_levels
         return self._output(report, started_s)
 
     def _run(self, plan: DraftPlan) -> None:
+        # Committed nodes go to their places before anything else is written to their slots.
+        self._cache.apply_moves(self.scheduler.moves)
         builder, computed, growing = BatchBuilder(), list[_Computed](), list(plan.growing)
         if plan.catching_up:
             prefixes = [
@@ -169,16 +172,18 @@ class DraftEngine:
         places = [place for place, each in enumerate(computed) if each.session.by_logits]
         ranked, kv = [computed[place] for place in places], np.ascontiguousarray(plan.kv[:, places])
         burst = Burst(_ranks_of(ranked), kv, self._limits.width)
+        others = [each for each in computed if not each.session.by_logits]
         try:
             drafted = self._decoder.draft(builder.build(), self._cache, burst)
+            logits = drafted.pending.logits([each.row for each in others]) if others else None
         except MemoryError as error:
             size = {"rows": plan.num_rows}
             logger.warning("a draft step does not fit the device's memory", extra=size, exc_info=error)
             self.scheduler.abandon(plan)
             return
         lost = self._grow_ranked(ranked, drafted.token_ids, drafted.confidences, kv)
-        if others := [each for each in computed if not each.session.by_logits]:
-            lost |= self._grow_others(others, drafted.pending)
+        if logits is not None:
+            lost |= self._grow_others(others, logits)
         for session in lost:
             logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
             self.scheduler.give_up(session)
@@ -191,9 +196,8 @@ class DraftEngine:
         states: Features = self._cache.features([_parent_slot(each) for each in growing])
         return states
 
-    def _grow_others(self, computed: Sequence[_Computed], pending: Pending) -> set[DraftSession]:
+    def _grow_others(self, computed: Sequence[_Computed], rows: Logits) -> set[DraftSession]:
         """Hangs guesses of sessions whose requests change rows, or which draw; returns those with unusable logits."""
-        rows = pending.logits([each.row for each in computed])
         for each, row in zip(computed, rows, strict=True):
             each.session.change(row, each.path)
         changed = [each._replace(row=row) for row, each in enumerate(computed)]

@@ -54,7 +54,7 @@ class Judging:
     """
 
     def __init__(self, plan: StepPlan, firsts: Sequence[int]) -> None:
-        self._parts, self._plan, self._firsts = plan.parts, plan, firsts
+        self._parts, self._plan, self.firsts = plan.parts, plan, firsts
         committing = [place for place, part in enumerate(self._parts) if part.commits]
         self._plain = [place for place in committing if self._parts[place].session.by_logits]
         self._others = [place for place in committing if not self._parts[place].session.by_logits]
@@ -68,7 +68,7 @@ class Judging:
         sizes = np.array([part.num_guesses for part in self._parts], np.int64)
         stops = np.cumsum(sizes)
         return Walks(
-            rows=np.array(self._firsts, np.int64)[self._plain],
+            rows=np.array(self.firsts, np.int64)[self._plain],
             positions=np.array([session.committed_len for session in sessions], np.int64),
             choices=choices_of([session.choice for session in sessions]),
             starts=(stops - sizes)[self._plain],
@@ -79,7 +79,7 @@ class Judging:
         )
 
     def _rows_of(self, place: int) -> range:
-        first = self._firsts[place]
+        first = self.firsts[place]
         return range(first, first + 1 + self._parts[place].num_guesses)
 
     def follow(self, pending: Pending) -> None:
@@ -131,7 +131,7 @@ class Judging:
         self._rounds |= {place: each.error or each.round for place, each in descents.items()}
 
     def _descent(self, place: int) -> _Descent:
-        return _Descent(self._parts[place].session, self._plan.guesses_of(place), self._firsts[place])
+        return _Descent(self._parts[place].session, self._plan.guesses_of(place), self.firsts[place])
 
     def _read_at(self, place: int) -> Logits:
         """The rows, as the model gave them, that a session's tokens were chosen from; some more come with them."""

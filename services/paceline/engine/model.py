@@ -34,7 +34,10 @@ class Cache(Protocol):
 
 
 class Pending(Protocol):
-    """A step that was launched; whoever asks waits until it is over. Rows are those of its `Batch.logit_rows`."""
+    """A step that was launched; whoever asks waits until it is over. Rows are those of its `Batch.logit_rows`.
+
+    All raise MemoryError where the device has no room, as `Model.launch` does.
+    """
 
     def follow(self, walks: Walks) -> Walked:
         """Follows the target's tokens down guesses of each session until it chooses one that was not guessed."""

@@ -1,10 +1,9 @@
-"""Sets up a process that runs a model: cores, and how often threads hand over the interpreter."""
+"""Sets up a process that runs a model: cores, and priority."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +16,6 @@ from paceline.service.config import parse_cpus
 
 logger = logging.getLogger(__name__)
 
-# The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
-SWITCH_INTERVAL_S = 0.0005
 # Linux shows up to 15 characters of it, such as in top -H.
 ENGINE = "paceline-engine"
 
@@ -32,7 +29,6 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
     Raises:
         ConfigError: A list is malformed or names CPUs this process may not use.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if not cpus:
         if spare_cpus:
             raise ConfigError("--spare-cpus needs --cpus beside it")

@@ -64,7 +64,8 @@ class Scheduler:
         # By tenant, in their order; a tenant that waits for nothing is left out.
         self._waiting: dict[str, list[TargetSession]] = {}
         self._running: list[TargetSession] = []
-        self._sessions: dict[str, TargetSession] = {}
+        # By number: the id of one that is cancelled may come back before that is known.
+        self._sessions: dict[int, TargetSession] = {}
         self._drafts = StepDrafts(policy, tier.forest)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
@@ -85,22 +86,21 @@ class Scheduler:
         """True while sessions wait or run, or messages are left to send."""
         return bool(self._sessions or self.outcomes) or self.tier.has_work
 
-    def session(self, session_id: str, serial: int) -> TargetSession | None:
-        """The session of that id, unless that is a later one."""
-        session = self._sessions.get(session_id)
-        return session if session is not None and session.serial == serial else None
+    def session(self, number: int) -> TargetSession | None:
+        """The session of that number, unless it has ended."""
+        return self._sessions.get(number)
 
     # Events
 
     def submit(self, session: TargetSession) -> None:
         """Adds a session; it waits for a place behind those of its tenant that come before it."""
-        self._sessions[session.session_id] = session
+        self._sessions[session.number] = session
         self._wait(session)
         self.tier.connect(session.link)
 
     def drop(self, session: TargetSession) -> None:
         """A session has ended, or its client has left."""
-        del self._sessions[session.session_id]
+        del self._sessions[session.number]
         self.report.unverified_by.update(self.forest.unverified_sources(session.tree.row))
         # Its row is another session's once it is closed.
         self.tier.part(session.link)
@@ -165,8 +165,8 @@ class Scheduler:
         return plan
 
     def _announce(self, plan: StepPlan) -> None:
-        announced = [(part.session.serial, part.session.announce()) for part in plan.parts]
-        self.outcomes += [(serial, each) for serial, each in announced if each is not None]
+        announced = [(part.session.number, part.session.announce()) for part in plan.parts]
+        self.outcomes += [(number, each) for number, each in announced if each is not None]
 
     def _admit(self, now_s: float) -> None:
         """Gives places and pages; a tenant below its share takes them from prompts of one above."""
@@ -192,12 +192,12 @@ class Scheduler:
             (decoding if session.is_decoding else joining).append(session)
         lost = set[int]()
         for session in decoding:
-            while session.serial not in lost and not session.pages.reserve(session.committed_len):
+            while session.number not in lost and not session.pages.reserve(session.committed_len):
                 loser = last_in_turn(self._running, Counter(each.tenant for each in self._running))
                 self._preempt(loser)
-                lost.add(loser.serial)
+                lost.add(loser.number)
         if lost:
-            decoding, joining = ([each for each in part if each.serial not in lost] for part in (decoding, joining))
+            decoding, joining = ([each for each in part if each.number not in lost] for part in (decoding, joining))
         return decoding, joining
 
     def _preempt(self, session: TargetSession) -> None:
@@ -250,7 +250,7 @@ class Scheduler:
         reading: list[Part] = []
         rows = prompt_rows(sessions, max(0, self._limits.max_num_batched_tokens - num_rows))
         for session in sessions:
-            if count := rows[session.serial]:
+            if count := rows[session.number]:
                 start = session.pages.num_computed
                 session.prefilled_to = start + count
                 reading.append(Part(session, start, start + count, 0, decodes=False))
@@ -287,7 +287,7 @@ class Scheduler:
             )
             if part.decodes:
                 self.report.count_round(num_verified, num_accepted, hit=hit)
-            outcomes.append((session.serial, self._hand_out(session, base_len, now_s)))
+            outcomes.append((session.number, self._hand_out(session, base_len, now_s)))
             if session.traced:
                 round_ = session.round(num_verified, num_accepted, batch_size) if part.decodes else session.start()
                 self.report.traced.append(round_)

@@ -57,15 +57,19 @@ class SourceCalls:
         methods = speculation.methods or [source.name for source in self._sources]
         return [source for source in self._sources if speculation.cap and source.name in methods]
 
+    @property
+    def has_work(self) -> bool:
+        """Whether some are to be asked."""
+        return bool(self._sessions)
+
     def add(self, session: TargetSession) -> None:
         """A session got tokens in this step, and goes on."""
-        self._sessions.append(session)
+        if self._sources and self._policy.drafts:
+            self._sessions.append(session)
 
     def grow(self, report: StepReport) -> None:
         """Has guesses added to the trees of the sessions of this step."""
         sessions, self._sessions = self._sessions, []
-        if not self._policy.drafts or not sessions:
-            return
         links, rows = self._forest.links, rows_of(session.tree.row for session in sessions)
         caps = links.caps(rows, self._policy.max_nodes) * links.may_wait(rows)
         for source in self._sources:

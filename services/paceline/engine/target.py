@@ -1,11 +1,13 @@
 """The verifier's engine: one step at a time, plan -> pack -> forward -> judge -> commit.
 
-It runs in the engine thread and owns the target model. What a step computes is the scheduler's (`engine.scheduler`). It
-knows sessions and messages as plain values, never a socket; time comes from the clock it is given.
+It owns the target model, which it has computed where the device is (`engine.loop`). What a step computes is the
+scheduler's (`engine.scheduler`). It knows sessions and messages as plain values, never a socket; time comes from the
+clock it is given.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +35,7 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.engine.judging import READ_ROWS, Judging
+from paceline.engine.loop import Compute, here
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.planned_step import Part, StepPlan
@@ -65,7 +68,7 @@ class TargetEngine:
         clock: Seconds, monotonic.
         sources: Sources of guesses inside the verifier, beside the drafters.
         default_rule: Acceptance rule of requests that name none.
-        use_threads: Sets this thread up for steps while drafters work, or idle; called before every forward.
+        use_threads: Sets the device's thread up for steps while drafters work, or idle; called before every forward.
     """
 
     def __init__(
@@ -108,9 +111,7 @@ class TargetEngine:
         )
         self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
-        # Of a step that was begun and has not run yet.
-        self._plan: StepPlan | None = None
-        # Serials of the sessions that the step under way computes.
+        # Numbers of the sessions that the step under way computes.
         self._in_step: tuple[int, ...] | None = None
 
     @property
@@ -125,12 +126,9 @@ class TargetEngine:
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is attributed to: those of the step under way, or all that run.
-
-        May be read from another thread, once the engine's does not return.
-        """
+        """Numbers of the sessions that a failure now is attributed to: those of the step under way, or all that run."""
         in_step = self._in_step
-        return tuple(session.serial for session in self.scheduler.running) if in_step is None else in_step
+        return tuple(session.number for session in self.scheduler.running) if in_step is None else in_step
 
     # Events
 
@@ -143,7 +141,7 @@ class TargetEngine:
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
             case Cancel() | Paired():
-                session = self.scheduler.session(event.session_id, event.serial)
+                session = self.scheduler.session(event.number)
                 if session is not None:
                     self._handle_of(session, event)
 
@@ -160,7 +158,7 @@ class TargetEngine:
         try:
             session = self._new_session(event)
         except Exception as error:  # noqa: BLE001 - what one request holds must not end the others
-            self.scheduler.outcomes.append((event.serial, _shown_error(event.request.session_id, error)))
+            self.scheduler.outcomes.append((event.number, _shown_error(event.request.session_id, error)))
             return
         self.scheduler.submit(session)
 
@@ -168,7 +166,7 @@ class TargetEngine:
         sources = self._sources.sources_of(event.request)
         return TargetSession(
             event.request,
-            event.serial,
+            event.number,
             self._identity,
             drafter_address=event.drafter_address,
             max_model_len=self._identity.context_len,
@@ -200,7 +198,7 @@ class TargetEngine:
         return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
 
     def learned(self) -> Learned:
-        """What a successor may begin with; may be called from another thread."""
+        """What a successor may begin with."""
         return {"policy": self._policy.learned(), "calibrations": self._calibrations.learned()}
 
     def resume(self, learned: Learned) -> None:
@@ -234,62 +232,59 @@ class TargetEngine:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
         return self.scheduler.drafts_pay(draft_s, self._clock())
 
-    def begin(self) -> TargetOutput | None:
-        """Plans the next step; what is known before it runs goes out while it does, not after.
+    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+        """Runs a step over all sessions that have something to compute.
 
-        These are messages to drafters, new prompts above all, and which sessions are computed for the first time.
+        Messages to drafters, new prompts above all, and which sessions are computed for the first time are told before
+        the device begins; what it has committed is told to drafters before anything else happens.
         """
-        self._plan = self._plan_step()
-        outcomes = self.scheduler.take_outcomes()
-        return self._output(outcomes, StepReport()) if outcomes or self.scheduler.tier.has_work else None
-
-    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
-        """Runs the step that was begun, or one planned now, over all sessions that have something to compute.
-
-        Args:
-            tell: Hands commits on to drafters before anything else happens; None: they are in what is returned.
-        """
-        plan, self._plan = self._plan or self._plan_step(), None
-        outcomes = self.scheduler.take_outcomes()
+        plan = self.scheduler.plan(self._clock())
+        self._in_step = tuple(part.session.number for part in plan.parts)
+        if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
+            tell(await self._output(StepReport(), compute))
         if plan.num_rows:
-            outcomes += self._run(plan)
-            # Accepted nodes go to their places before anything else is written to scratch slots.
-            self._cache.apply_moves(self.scheduler.moves)
+            self.scheduler.outcomes += await compute(self._run, plan)
             if tell is not None and self.scheduler.tier.has_work:
-                tell(self._news())
-            self._sources.grow(self.scheduler.report)
+                tell(await self._news(compute))
+        # Streams to drafters write now.
+        await asyncio.sleep(0)
+        if self._sources.has_work:
+            await compute(self._sources.grow, self.scheduler.report)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
-        return self._output(outcomes, self.scheduler.take_report(plan))
-
-    def _plan_step(self) -> StepPlan:
-        plan = self.scheduler.plan(self._clock())
-        self._in_step = tuple(part.session.serial for part in plan.parts)
-        return plan
+        return await self._output(self.scheduler.take_report(plan), compute)
 
     def _run(self, plan: StepPlan) -> list[Outcome]:
         """Computes a step; returns what goes to clients."""
+        try:
+            judging, pending = self._launch(plan)
+            judging.follow(pending)
+        except MemoryError as error:
+            return [self._refuse_largest(plan, error)]
+        outcomes = self._commit(plan, judging, pending)
+        # Accepted nodes go to their places before anything else is written to scratch slots.
+        self._cache.apply_moves(self.scheduler.moves)
+        return outcomes
+
+    def _launch(self, plan: StepPlan) -> tuple[Judging, Pending]:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
-        firsts = _pack(builder, plan)
-        judging = Judging(plan, firsts)
-        try:
-            pending = self._decoder.launch(builder.build(), self._cache, judging.walks)
-        except MemoryError as error:
-            return [self._refuse_largest(plan, error)]
-        judging.follow(pending)
+        judging = Judging(plan, _pack(builder, plan))
+        return judging, self._decoder.launch(builder.build(), self._cache, judging.walks)
+
+    def _commit(self, plan: StepPlan, judging: Judging, pending: Pending) -> list[Outcome]:
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part, Verdict]] = []
         for place, part in enumerate(plan.parts):
             try:
                 if part.judged:
-                    outcomes.append((part.session.serial, _prompt_judged(part, firsts[place], pending)))
+                    outcomes.append((part.session.number, _prompt_judged(part, judging.firsts[place], pending)))
                 if part.commits:
                     verdicts.append((part, judging.verdict(place)))
             except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
                 self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
-                outcomes.append((part.session.serial, _shown_error(part.session.session_id, error)))
+                outcomes.append((part.session.number, _shown_error(part.session.session_id, error)))
         outcomes += self.scheduler.commit(plan, verdicts, self._clock())
         for part, _ in verdicts:
             if not part.session.ended:
@@ -307,7 +302,7 @@ class TargetEngine:
             f"of which this session had {part.num_rows}",
             retry_after_s=1.0,
         )
-        return part.session.serial, refused
+        return part.session.number, refused
 
     def _send_states(self) -> None:
         """Queues hidden states for drafters that draft from them; at most `STATE_BYTES` a step."""
@@ -324,22 +319,27 @@ class TargetEngine:
     def _states(self, session: TargetSession, positions: range) -> CommittedStates:
         slots = [session.pages.slot(position) for position in positions]
         return CommittedStates(
-            number=session.link.number,
+            number=session.number,
             start=positions.start,
             width=self._state_width,
             values=self._cache.state_bytes(slots, self._state_width),
         )
 
-    def _news(self) -> DrafterNews:
-        self._send_states()
+    async def _news(self, compute: Compute) -> DrafterNews:
+        drafters = (each.link.drafter for each in self.scheduler.running if self._state_width)
+        if any(each is not None and each.wants_states for each in drafters):
+            await compute(self._send_states)
         to_drafters, broken = self.scheduler.tier.take()
         return DrafterNews(to_drafters=to_drafters, broken_links=broken)
 
-    def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
+    async def _output(self, report: StepReport, compute: Compute) -> TargetOutput:
         self._num_reported = self.num_sessions
-        news, report = self._news(), self.scheduler.describe(report)
+        news, report = await self._news(compute), self.scheduler.describe(report)
         return TargetOutput(
-            committed=outcomes, to_drafters=news.to_drafters, broken_links=news.broken_links, report=report
+            committed=self.scheduler.take_outcomes(),
+            to_drafters=news.to_drafters,
+            broken_links=news.broken_links,
+            report=report,
         )
 
 

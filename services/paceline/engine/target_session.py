@@ -41,7 +41,7 @@ class TargetSession:
 
     Args:
         request: What to run.
-        serial: Grows with every session; tells it from an earlier one of the same id.
+        number: Its name; grows with every session.
         identity: The target model.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         max_model_len: Most tokens, prompt and output.
@@ -64,7 +64,7 @@ class TargetSession:
     def __init__(
         self,
         request: GenerateRequest,
-        serial: int,
+        number: int,
         identity: ModelIdentity,
         *,
         drafter_address: str = "",
@@ -78,7 +78,7 @@ class TargetSession:
         price: float = 0.0,
         grammar: GrammarState | None = None,
     ) -> None:
-        self.request, self.serial, self.session_id = request, serial, request.session_id
+        self.request, self.number, self.session_id = request, number, request.session_id
         self.traced = bool(request.traceparent)
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
@@ -87,7 +87,7 @@ class TargetSession:
         self.tree = self._make_tree(forest, calibrations, chain=acceptance == REJECTION)
         address = drafter_address if request.speculation.cap else ""
         self.link = SessionLink(
-            request, self.tokens, self.tree, calibrations, acceptance=acceptance, address=address, price=price
+            request, number, self.tokens, self.tree, calibrations, acceptance=acceptance, address=address, price=price
         )
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
         self.prefilled_to = 0
@@ -156,7 +156,7 @@ class TargetSession:
     @property
     def order(self) -> tuple[int, int]:
         """Its place among its tenant's: lower ones get places and pages first, and keep them longest."""
-        return self.request.priority, self.serial
+        return self.request.priority, self.number
 
     @property
     def is_decoding(self) -> bool:
@@ -312,7 +312,7 @@ class TargetSession:
         """How it came to the token just handed out, for its trace."""
         assert self._admitted_s is not None, "tokens are for sessions that have a place"
         return TracedStart(
-            serial=self.serial,
+            number=self.number,
             submitted_s=self._submitted_s,
             admitted_s=self._admitted_s,
             at_s=self._committed_s,
@@ -322,7 +322,7 @@ class TargetSession:
     def round(self, gamma: int, num_accepted: int, batch_size: int) -> TracedRound:
         """The step that committed the tokens just handed out, for its trace."""
         return TracedRound(
-            serial=self.serial,
+            number=self.number,
             at_s=self._committed_s,
             gamma=gamma,
             num_accepted=num_accepted,

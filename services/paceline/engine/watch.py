@@ -1,4 +1,4 @@
-"""Watches that an engine's thread returns from its calls, and shows what it was doing when it does not.
+"""Watches that a device returns from its calls, and that the event loop comes round; shows what else they do.
 
 A thread that hangs cannot be ended; its process can. `paceline.model_service` does that.
 """
@@ -10,22 +10,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.engine.bridge import EngineThread
+from paceline.engine.loop import Device
 
-# Looks at the engine within its bound; so late, at most, is a hang found.
+# Looks within the bound; so late, at most, is a hang found.
 LOOKS = 20
-# A call that is inside the engine for less time is nothing to write down.
+# A call that is inside the device for less time is nothing to write down.
 LEAST_TICK_S = 0.05
 
 
 @dataclass(slots=True)
 class Stall:
-    """For how long an engine has been inside the same call.
+    """For how long a device, or an event loop, has been inside the same call.
 
-    Time between looks beyond two ticks does not count: then the whole process was frozen, not its engine alone.
+    Time between looks beyond two ticks does not count: then the whole process was frozen, not its device alone.
 
     Attributes:
         tick_s: Time between two looks.
@@ -39,7 +39,7 @@ class Stall:
     _looked_s: float = 0.0
 
     def look(self, call: int | None, now_s: float) -> float:
-        """Notes what the engine does now.
+        """Notes what it does now.
 
         Returns:
             Seconds for which it has been inside that call; 0.0 where it waits.
@@ -50,11 +50,29 @@ class Stall:
         return self.stuck_s
 
 
-async def until_hung(engine: EngineThread[Any, Any], bound_s: float) -> float:
-    """Returns once the engine has been inside one call for longer than `bound_s` seconds, with the time it has been."""
-    stall = Stall(tick_s=max(LEAST_TICK_S, bound_s / LOOKS))
-    while (stuck_s := stall.look(engine.at_work, time.monotonic())) <= bound_s:  # noqa: ASYNC110 - a hung thread sets no event
-        await asyncio.sleep(stall.tick_s)
+async def until_hung(device: Device, bound_s: float, stalled: Callable[[float], None]) -> float:
+    """Returns once the device has been inside one call for longer than `bound_s` seconds, with the time it has been.
+
+    Args:
+        stalled: Called in another thread once the event loop has not come round for as long.
+    """
+    tick_s, over, turns = max(LEAST_TICK_S, bound_s / LOOKS), threading.Event(), 0
+
+    def watch_loop() -> None:
+        stall = Stall(tick_s)
+        while not over.wait(tick_s):
+            if (stuck_s := stall.look(turns, time.monotonic())) > bound_s:
+                stalled(stuck_s)
+                return
+
+    threading.Thread(target=watch_loop, name="watch the event loop", daemon=True).start()
+    stall = Stall(tick_s)
+    try:
+        while (stuck_s := stall.look(device.at_work, time.monotonic())) <= bound_s:
+            turns += 1
+            await asyncio.sleep(tick_s)
+    finally:
+        over.set()
     return stuck_s
 
 

@@ -463,7 +463,7 @@ def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None
 
 def _link(forest: Forest, row: int) -> None:
     links, rows, one = forest.links, rows_of([row]), rows_of([1])
-    links.begin(row, 0.5)
+    links.begin(row, 0, 0.5)
     drafter = links.new_drafter(1.0)
     links.connect(row, drafter)
     links.look_ahead(rows, one, price=0.5, step_s=1.0)

@@ -78,17 +78,14 @@ class Links:
 
     # One session
 
-    def begin(self, row: int, price: float) -> None:
-        """A session begins without a drafter, at a price."""
+    def begin(self, row: int, number: int, price: float) -> None:
+        """A session begins under its number, without a drafter, at a price."""
         link, committed_len = self.arrays.links[row], self._trees()["committed_len"][row]
-        link["number"], link["drafter"], link["room"], link["answered"] = 0, NONE, 0, False
+        link["number"], link["drafter"], link["room"], link["answered"] = number, NONE, 0, False
         link["sent_len"], link["unsent_from"] = 0, NONE
         link["answered_len"] = link["activated_len"] = committed_len
         link["price"], link["sent_price"] = price, 1.0
         link["num_unanswered"], link["oldest"], link["received_s"], link["deepened"] = 0, 0, math.nan, False
-
-    def name(self, row: int, number: int) -> None:
-        self.arrays.links["number"][row] = number
 
     def bound(
         self, row: int, *, most_guesses: int, last_len: int, waits_up_to: int, takes_chains: bool = False

@@ -1,7 +1,7 @@
 """Spans for the services, of OpenTelemetry's API; they are recorded only if an endpoint for traces is set.
 
 `paceline.obs.otlp` records and sends them; it is imported only then, and OpenTelemetry's SDK with it. Spans belong to
-the event loop: engine threads report times, and never call anything here.
+the event loop: engines report times, and never call anything here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -36,9 +35,9 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.bridge import Stepper
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
+from paceline.engine.loop import Device, EngineLoop, Stepper
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace
 from paceline.simulated.model import SimulatedPair, guesses_of
@@ -54,8 +53,6 @@ IDENTITY = ModelIdentity(name="simulated", vocab_hash="", vocab_size=VOCAB_SIZE,
 # Drafters' devices have other seeds than verifiers'.
 OF_DRAFTERS = 1 << 16
 
-_Event = TypeVar("_Event")
-_Output = TypeVar("_Output")
 _Messages = TypeVar("_Messages")
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -119,11 +116,15 @@ class Request:
         return max(0, self.record.num_steps - 1)
 
 
-class DeviceAtWork:
+class DeviceAtWork(Device):
     """Makes calls at once, on a clock of its own that moves on as they sleep; they come back at that time."""
 
     def __init__(self, loop: JumpingLoop) -> None:
+        super().__init__("simulated")
         self._loop, self._ahead_s = loop, 0.0
+
+    def start(self) -> None:
+        """There is no thread."""
 
     def now_s(self) -> float:
         return self._loop.time() + self._ahead_s
@@ -132,7 +133,6 @@ class DeviceAtWork:
         return Pace(facts, seed=seed, overhead=overhead, clock=self.now_s, sleep=self._sleep)
 
     async def run(self, call: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
-        """Makes a call."""
         result = call(*args, **kwargs)
         taken_s, self._ahead_s = self._ahead_s, 0.0
         await asyncio.sleep(taken_s)
@@ -142,43 +142,9 @@ class DeviceAtWork:
         self._ahead_s += seconds
 
 
-class EngineAtWork(Generic[_Event, _Output]):
-    """Drives an engine as its process does (`paceline.engine.bridge`).
-
-    Args:
-        deliver: Called with every output.
-    """
-
-    def __init__(
-        self, device: DeviceAtWork, stepper: Stepper[_Event, _Output], deliver: Callable[[_Output], None]
-    ) -> None:
-        self._device, self._stepper, self._deliver = device, stepper, deliver
-        self._inbox: list[_Event] = []
-        self._arrived = asyncio.Event()
-
-    def post(self, event: _Event) -> None:
-        """Hands the engine an event, once its step has ended."""
-        self._inbox.append(event)
-        self._arrived.set()
-
-    async def run(self) -> None:
-        """Steps for as long as there is work, and waits for more; never returns."""
-        stepper = self._stepper
-        while True:
-            inbox, self._inbox = self._inbox, []
-            self._arrived.clear()
-            for event in inbox:
-                stepper.handle(event)
-            patience_s = stepper.patience_s() if stepper.has_work() else None
-            if patience_s is None or patience_s > 0.0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(patience_s):
-                        await self._arrived.wait()
-                continue
-            early = await self._device.run(stepper.begin)
-            if early is not None:
-                self._deliver(early)
-            self._deliver(await self._device.run(stepper.step))
+async def _run(engine: EngineLoop[Any, Any]) -> None:
+    await engine.start()
+    await engine.ended()
 
 
 class Link(Generic[_Messages]):
@@ -210,8 +176,8 @@ class DrafterAtWork:
         self._verifiers: list[Link[Sequence[ToVerifier]]] = []
         device = DeviceAtWork(loop)
         engine = draft_engine(device, profile, profile.drafter, seed)
-        self._engine: EngineAtWork[DraftEvent, DraftOutput] = EngineAtWork(device, engine, self._deliver)
-        self.run = self._engine.run
+        self._engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(lambda: engine, self._deliver, device)
+        self.run = partial(_run, self._engine)
 
     def connect(self, receive: Callable[[Sequence[ToVerifier]], None]) -> Link[Sequence[ToDrafter]]:
         """Opens a verifier's stream, of which it gets the drafter's messages."""
@@ -272,8 +238,8 @@ class VerifierAtWork:
         if colocated:
             draft = draft_engine(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._engine = EngineAtWork(device, stepper, self._deliver)
-        self.run = self._engine.run
+        self._engine = EngineLoop(lambda: stepper, self._deliver, device)
+        self.run = partial(_run, self._engine)
 
     @property
     def num_sessions(self) -> int:
@@ -301,7 +267,7 @@ class VerifierAtWork:
         self._requests[asked.number] = asked, ended
         self._count(address, +1)
         self._engine.post(
-            Submit(request=request, serial=asked.number, drafter_address=address, arrived_s=self._loop.time())
+            Submit(request=request, number=asked.number, drafter_address=address, arrived_s=self._loop.time())
         )
         try:
             await ended
@@ -315,8 +281,8 @@ class VerifierAtWork:
     def _deliver(self, output: DrafterNews) -> None:
         for address, messages in output.to_drafters.items():
             self._links[address].send(messages)
-        for serial, committed in output.committed if isinstance(output, TargetOutput) else ():
-            self._hand_on(*self._requests[serial], committed)
+        for number, committed in output.committed if isinstance(output, TargetOutput) else ():
+            self._hand_on(*self._requests[number], committed)
 
     def _hand_on(self, asked: Request, ended: asyncio.Future[None], committed: CommittedTokens | PacelineError) -> None:
         if isinstance(committed, PacelineError):

@@ -1,4 +1,4 @@
-"""Spans of the sessions on a verifier, made in the event loop from what the engine thread reports."""
+"""Spans of the sessions on a verifier, made in the event loop from what the engine reports."""
 
 from __future__ import annotations
 

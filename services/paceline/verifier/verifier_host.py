@@ -1,4 +1,4 @@
-"""Joins the engine thread, the drafters' streams and the requests under way, in the event loop."""
+"""Joins the engine, the drafters' streams and the requests under way, in the event loop."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.engine.admission import QueueClock, check_wait, num_ahead
-from paceline.engine.bridge import EngineThread
 from paceline.engine.grammar import NICENESS
+from paceline.engine.loop import Device, EngineLoop
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
@@ -68,7 +68,7 @@ class _UnderWay:
     `begun` is False while `compiling` its grammar. `closing` ends its trace.
     """
 
-    serial: int
+    number: int
     request: GenerateRequest
     log: SessionLog
     methods: frozenset[str]
@@ -125,7 +125,9 @@ class TargetHost:
         self._grace_s = grace_s
         self._metrics = metrics
         self._tracer = tracer
-        self.engine: EngineThread[TargetEvent, DrafterNews] = EngineThread(self._make_stepper, self._deliver, "target")
+        self.engine: EngineLoop[TargetEvent, DrafterNews] = EngineLoop(
+            self._make_stepper, self._deliver, Device("target")
+        )
         self.drafters = Drafters(
             self.identity,
             own=served.own_drafter,
@@ -136,13 +138,13 @@ class TargetHost:
             tls=tls,
         )
         self._stepper: TargetStepper | None = None
-        # By serial: a session id may come back while outputs of its cancelled namesake are under way.
+        # By number: an id may come back while outputs of its cancelled namesake are under way.
         self._sessions: dict[int, _UnderWay] = {}
         self._under_way: dict[str, _UnderWay] = {}
         # Sessions of each gateway by the numbers that it has given them.
         self._gateways: dict[GatewayLog, dict[int, _UnderWay]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
-        self._serials = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._draining = False
         # Why it takes no streams any more.
         self._over: PacelineError | None = None
@@ -160,9 +162,9 @@ class TargetHost:
     def engine_died(self, problem: str) -> None:
         """Ends every session and takes no new one; those of the last step end as its possible cause."""
         self._draining = True
-        for serial in () if self._stepper is None else self._stepper.at_stake:
-            if serial in self._sessions:
-                self._end(self._sessions[serial], EngineDiedError(f"{problem}, in a step of this session"))
+        for number in () if self._stepper is None else self._stepper.at_stake:
+            if number in self._sessions:
+                self._end(self._sessions[number], EngineDiedError(f"{problem}, in a step of this session"))
         self._end_all(UnavailableError(problem))
 
     async def wind_down(self) -> None:
@@ -214,8 +216,7 @@ class TargetHost:
             self._metrics.fallbacks.labels("drafter_changed").inc()
         session.trace.paired(address)
         with suppress(UnavailableError):
-            session_id = session.request.session_id
-            self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
+            self.engine.post(Paired(number=session.number, address=address))
 
     async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[verifier_pb2.VerifyResponse, None]:
         """One gateway's stream: it starts sessions and leaves them, and is told what becomes of them.
@@ -316,7 +317,7 @@ class TargetHost:
             self._fence(request)
             methods = self._methods(request)
             mine = _UnderWay(
-                serial=next(self._serials),
+                number=next(self._numbers),
                 request=request,
                 log=SessionLog(
                     gateway,
@@ -330,7 +331,7 @@ class TargetHost:
                 trace=trace,
                 closing=closing.pop_all(),
             )
-        self._sessions[mine.serial] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
+        self._sessions[mine.number] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
         self.drafters.count(mine.drafter_address, +1)
         trace.paired(mine.drafter_address)
         self._empty.clear()
@@ -364,7 +365,7 @@ class TargetHost:
         if session.compiling is not None and session.compiling is not asyncio.current_task():
             session.compiling.cancel()
         self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
-        del self._sessions[session.serial], self._gateways[log.gateway][log.number]
+        del self._sessions[session.number], self._gateways[log.gateway][log.number]
         if self._under_way.get(request.session_id) is session:
             del self._under_way[request.session_id]
         self.drafters.count(session.drafter_address, -1)
@@ -374,7 +375,7 @@ class TargetHost:
         if error is not None:
             # If the engine has ended it, this does nothing.
             with suppress(UnavailableError):
-                self.engine.post(Cancel(session_id=request.session_id, serial=session.serial), always=True)
+                self.engine.post(Cancel(number=session.number))
         session.closing.__exit__(type(error) if error else None, error, None)
 
     async def _compile(self, mine: _UnderWay) -> None:
@@ -398,7 +399,7 @@ class TargetHost:
         self.engine.post(
             Submit(
                 request=mine.request,
-                serial=mine.serial,
+                number=mine.number,
                 drafter_address=mine.drafter_address,
                 arrived_s=time.monotonic(),
                 grammar=grammar,
@@ -434,11 +435,12 @@ class TargetHost:
 
         The engine is alive while it makes progress, or has no session: those that wait for their grammars wait for it.
         """
-        num_calls, loop = self.engine.num_calls, asyncio.get_running_loop()
+        device, loop = self.engine.device, asyncio.get_running_loop()
+        num_calls = device.num_calls
         while True:
             await asyncio.sleep(LIFE_S)
-            works = self.engine.num_calls != num_calls
-            num_calls = self.engine.num_calls
+            works = device.num_calls != num_calls
+            num_calls = device.num_calls
             if works or not any(each.begun for each in self._sessions.values()):
                 for gateway, sessions in self._gateways.items():
                     if sessions:
@@ -448,45 +450,49 @@ class TargetHost:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):
-            self.engine.post(change, always=True)
+            self.engine.post(change)
 
     async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         arrived = DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic())
-        # Drafts that find no room are dropped; the next commit brings new ones.
-        with suppress(UnavailableError, OverloadedError):
+        with suppress(UnavailableError):
             await self.engine.post_from(address, arrived, size_of(*messages))
 
     def _deliver(self, output: DrafterNews) -> None:
+        """Drafters are told at once: they have nothing to do until they get the commit; clients, beside the device."""
+        for address, to_drafter in output.to_drafters.items():
+            try:
+                self.drafters.say(address, to_drafter)
+            except Exception:
+                # A new stream opens its sessions anew.
+                logger.exception("a drafter could not be told of a step")
+                self.drafters.reset(address, "a step could not be told")
+        for address, error in output.broken_links.items():
+            self.drafters.reset(address, str(error))
+        if isinstance(output, TargetOutput):
+            self.engine.device.meanwhile(partial(self._tell_clients, output))
+
+    def _tell_clients(self, output: TargetOutput) -> None:
         try:
-            # Drafters first: they have nothing to do until they get the commit.
-            self._tell_drafters(output)
-            if isinstance(output, TargetOutput):
-                self._hand_on(output)
+            self._hand_on(output)
         except Exception:
             # What did not reach the logs is lost; gateways place these sessions anew.
             logger.exception("a step could not be handed on")
-            for serial, _ in output.committed if isinstance(output, TargetOutput) else ():
-                if serial in self._sessions:
+            for number, _ in output.committed:
+                if number in self._sessions:
                     error = UnavailableError("tokens of the session could not be handed on")
-                    self._end(self._sessions[serial], error)
-
-    def _tell_drafters(self, news: DrafterNews) -> None:
-        for address, to_drafter in news.to_drafters.items():
-            self.drafters.say(address, to_drafter)
-        for address, error in news.broken_links.items():
-            self.drafters.reset(address, str(error))
+                    self._end(self._sessions[number], error)
 
     def _hand_on(self, output: TargetOutput) -> None:
         report = output.report
         self._num_places = report.num_running if report.num_waiting else self.max_sessions
         for seen in report.traced:
-            if seen.serial in self._sessions:
-                self._sessions[seen.serial].trace.saw(seen)
+            if seen.number in self._sessions:
+                self._sessions[seen.number].trace.saw(seen)
         now_s = asyncio.get_running_loop().time()
-        for serial, outcome in output.committed:
+        for number, outcome in output.committed:
             # It may have left meanwhile.
-            if serial in self._sessions:
-                self._tell(self._sessions[serial], outcome, now_s)
+            if number in self._sessions:
+                self._tell(self._sessions[number], outcome, now_s)
         self._gathering.after_step()
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)
 

@@ -7,8 +7,8 @@ board. It reads no clock and sends nothing: its caller takes the messages for dr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,6 +81,7 @@ class ChainScheduler:
         self._drafts = StepDrafts(policy, self._forest)
         self._clock = StepClock(policy)
         self._sessions: dict[str, ChainSession] = {}
+        self._link_numbers = itertools.count(1)
         # Of the step that is over: its rows, and those of them that take guesses in the next one.
         self._rows: list[ChainSession] = []
         # By address; all of them are kept as one: drafters have other addresses after a restart.
@@ -152,6 +153,7 @@ class ChainScheduler:
         session = self._sessions[self._id(row.session)] = ChainSession(
             self._id(row.session),
             row.session,
+            next(self._link_numbers),
             row.token_ids,
             max_model_len=self._max_model_len,
             max_chain=self._max_chain,
@@ -263,7 +265,7 @@ class ChainScheduler:
         self._forest.set_kv(Calls(_forest_rows(decoding).repeat(counts), taken.slots), taken.positions)
         tokens = iter(taken.tokens.tolist())
         for session, count in zip(decoding, counts.tolist(), strict=True):
-            session.verifies = [*islice(tokens, count)]
+            session.verifies = [*itertools.islice(tokens, count)]
 
     def show(self, board: TreeBoard) -> None:
         """Writes what sessions have at hand, as far as it has changed."""

@@ -20,7 +20,8 @@ class ChainSession:
 
     Args:
         session_id: Its name at drafters.
-        number: Its name at the proposer.
+        number: Its name at the proposer, which it keeps when it begins anew.
+        link_number: Its name in messages to drafters.
         token_ids: Its tokens so far.
         max_model_len: Most tokens, prompt and output.
         max_chain: Most guesses in a step.
@@ -40,6 +41,7 @@ class ChainSession:
         self,
         session_id: str,
         number: int,
+        link_number: int,
         token_ids: Sequence[int],
         *,
         max_model_len: int,
@@ -60,7 +62,9 @@ class ChainSession:
         self.session_id = session_id
         self.tokens = list(token_ids)
         self.tree = DraftTree(forest, self.tokens, calibrations)
-        self.link = SessionLink(request, self.tokens, self.tree, calibrations, address=drafter_address, price=price)
+        self.link = SessionLink(
+            request, link_number, self.tokens, self.tree, calibrations, address=drafter_address, price=price
+        )
         self.tally = SpeculationTally()
         self.verifies: list[int] = []
         self.reads = False

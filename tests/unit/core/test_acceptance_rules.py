@@ -76,6 +76,6 @@ def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from() ->
         sampling=SamplingParams(max_tokens=9),
         speculation=SpeculationParams(),
     )
-    link = SessionLink(request, [9], new_tree([9], chain=True), {}, acceptance=REJECTION)
+    link = SessionLink(request, 1, [9], new_tree([9], chain=True), {}, acceptance=REJECTION)
     with pytest.raises(RemoteProtocolError, match=rf"Drafts.distributions: .* rule {REJECTION}"):
         link.check(1, has_distributions=False)

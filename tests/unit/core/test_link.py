@@ -21,7 +21,7 @@ class Link:
         self.row = self.forest.take_row()
         self.rows = rows_of([self.row])
         self.forest.open(self.row, range(5))
-        self.links.begin(self.row, price)
+        self.links.begin(self.row, 1, price)
         self.drafter = ConnectedDrafter(self.links, response_s=response_s)
         self.links.connect(self.row, self.drafter.number)
         self.due(5, 0.0)
@@ -177,7 +177,7 @@ def test_what_is_not_sent_yet_is_told_in_one_message():
         link.links.due(link.rows, float(length))
     link.links.resend_from(link.row, 3)
     assert [column.tolist() for column in link.links.drain_commits(link.rows, link.drafter.number)] == [
-        [0],
+        [1],
         [3],
         [pytest.approx(0.1)],
         [0],

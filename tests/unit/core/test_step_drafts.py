@@ -24,7 +24,7 @@ def linked(name: str, forest: Forest, *, drafted: bool) -> SessionLink:
     )
     tree = DraftTree(forest, request.prompt_token_ids)
     forest.links.bound(tree.row, most_guesses=4, last_len=52, waits_up_to=52)
-    link = SessionLink(request, [1, 2], tree, {}, address="d" if drafted else "")
+    link = SessionLink(request, 1, [1, 2], tree, {}, address="d" if drafted else "")
     if drafted:
         link.connect(ConnectedDrafter(forest.links))
     return link

@@ -79,7 +79,7 @@ def test_of_another_tenant_as_many_count_as_of_ones_own_and_one() -> None:
 class Reading:
     """What `prompt_rows` looks at of a session."""
 
-    serial: int
+    number: int
     tenant: str
     num_missing: int
 
@@ -96,13 +96,13 @@ class Reading:
 def test_each_tenant_gets_an_equal_share_of_the_rows_and_none_are_left(
     prompts: list[tuple[str, int]], room: int
 ) -> None:
-    reading: list[Any] = [Reading(serial, *each) for serial, each in enumerate(prompts)]
+    reading: list[Any] = [Reading(number, *each) for number, each in enumerate(prompts)]
     rows = prompt_rows(reading, room)
     assert sum(rows.values()) == min(room, sum(length for _, length in prompts))
-    assert all(0 <= rows[each.serial] <= each.num_missing for each in reading)
+    assert all(0 <= rows[each.number] <= each.num_missing for each in reading)
     tenants = {each.tenant for each in reading}
     for tenant in tenants:
         mine = [each for each in reading if each.tenant == tenant]
         share = min(room // len(tenants), sum(each.num_missing for each in mine))
-        assert sum(rows[each.serial] for each in mine) >= share
-        assert rows[mine[0].serial] >= min(mine[0].num_missing, share // OLDEST_PART)
+        assert sum(rows[each.number] for each in mine) >= share
+        assert rows[mine[0].number] >= min(mine[0].num_missing, share // OLDEST_PART)

@@ -13,6 +13,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import DRAFT_MODEL, SamplingParams
 from paceline.engine.draft_scheduler import QUIET_S
 from paceline.engine.draft_session import Offer
+from paceline.engine.pending import HostPending
 from paceline.forest import NONE, ROOT, Forest, rows_of
 from paceline.forest.drafting import MAX_DEPTH
 from tests.support.counting import VOCAB_SIZE, WRONG, Drafter, text
@@ -342,6 +343,19 @@ def test_a_step_that_does_not_fit_the_memory_costs_its_sessions_guesses_until_th
     drafter.commit("reads", 5, room=4)
     drafter.run()
     assert drafter.guessed("reads") == text(6, 4)
+
+
+def test_logits_that_cannot_be_fetched_cost_guesses_until_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Drafter()
+    drafter.open("s", sampling=SamplingParams(max_tokens=50, temperature=0.0, presence_penalty=0.1))
+    with monkeypatch.context() as patched:
+        patched.setattr(HostPending, "logits", Mock(side_effect=MemoryError("no room")))
+        drafter.step()
+    assert not drafter.scheduler.has_work
+    assert (drafter.scratch.num_used, drafter.pool.num_used) == (0, 0)
+    drafter.commit("s", 5)
+    drafter.run()
+    assert drafter.guessed("s") == text(6, 4)
 
 
 def test_a_session_that_finds_no_pages_takes_those_of_the_quietest() -> None:

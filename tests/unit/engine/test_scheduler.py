@@ -21,6 +21,7 @@ from paceline.core.params import LAYER_SKIP, SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import TargetLimits
 from paceline.engine.admission import OLDEST_PART
+from paceline.engine.pending import HostPending
 from paceline.engine.target_session import TargetSession
 from tests.support.counting import WRONG, Policy, Verifier, text
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
@@ -177,7 +178,7 @@ def test_a_prefix_that_is_known_is_not_computed_again() -> None:
     same = verifier.submit("second", prompt_len=40, max_tokens=1, cache_salt="one")
     other = verifier.submit("third", prompt_len=40, max_tokens=1, cache_salt="another")
     plan = verifier.step()
-    assert {part.session.serial: part.start for part in plan.reading} == {same.serial: 32, other.serial: 0}
+    assert {part.session.number: part.start for part in plan.reading} == {same.number: 32, other.number: 0}
 
 
 def test_the_youngest_gives_its_pages_to_the_others_and_ends_all_the_same() -> None:
@@ -252,8 +253,15 @@ def test_a_drafter_is_told_of_a_prompt_before_the_step_that_reads_it_and_of_ever
     verifier = Verifier()
     verifier.drafter()
     verifier.submit("s", max_tokens=3)
-    plan = verifier.begin()
-    (opened,) = verifier.told
+    launch, told = verifier.device.launch, list[object]()
+
+    def launching(*args):
+        told.extend(verifier.told)
+        return launch(*args)
+
+    verifier.device.launch = launching
+    plan = verifier.step()
+    (opened,) = told
     assert isinstance(opened, OpenSession)
     assert opened.token_ids == tuple(range(5))
     assert [part.session.session_id for part in plan.reading] == ["s"]
@@ -342,7 +350,7 @@ def test_a_client_that_leaves_frees_its_place_and_pages() -> None:
     verifier.submit("next", max_tokens=2)
     verifier.step()
     verifier.leave(leaving)
-    assert verifier.scheduler.session("leaving", leaving.serial) is None
+    assert verifier.scheduler.session(leaving.number) is None
     verifier.run()
     assert verifier.tokens("next") == text(5, 2)
     assert verifier.pool.num_used == 0
@@ -465,7 +473,10 @@ class Watched(Policy):
         self.observed.append(guesses)
 
 
-def test_nothing_is_kept_or_learned_of_a_step_that_did_not_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["launch", "follow"])
+def test_nothing_is_kept_or_learned_of_a_step_that_did_not_fit_the_memory(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
     policy = Watched()
     verifier = Verifier(policy=policy)
     largest, session = (verifier.submit(name) for name in ("largest", "s"))
@@ -474,7 +485,8 @@ def test_nothing_is_kept_or_learned_of_a_step_that_did_not_fit_the_memory(monkey
     verifier.draft(largest, right=4)
     verifier.draft(session, right=2)
     with monkeypatch.context() as patched:
-        patched.setattr(verifier.device, "launch", Mock(side_effect=MemoryError("no room")))
+        owner = verifier.device if part == "launch" else HostPending
+        patched.setattr(owner, part, Mock(side_effect=MemoryError("no room")))
         before = [*policy.observed], verifier.scheduler._drafts.step_s
         assert verifier.step(seconds=5.0).num_rows == 8
         assert ([*policy.observed], verifier.scheduler._drafts.step_s) == before

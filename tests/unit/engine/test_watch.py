@@ -22,17 +22,27 @@ def test_a_process_that_was_frozen_has_not_hung_meanwhile() -> None:
 
 
 @dataclass
-class Engine:
+class Device:
     at_work: int | None = None
 
 
-async def test_an_engine_that_waits_is_never_hung_and_one_that_does_not_come_back_is() -> None:
-    engine = Engine()
-    watching = asyncio.create_task(until_hung(engine, 0.2))
+async def test_a_device_that_waits_is_never_hung_and_one_that_does_not_come_back_is() -> None:
+    device, stalled = Device(), list[float]()
+    watching = asyncio.create_task(until_hung(device, 0.2, stalled.append))
     done, _ = await asyncio.wait({watching}, timeout=0.5)
     assert not done
-    engine.at_work = 1
+    device.at_work = 1
     assert await asyncio.wait_for(watching, 10) > 0.2
+    assert not stalled
+
+
+async def test_an_event_loop_that_does_not_come_round_is_seen_from_outside() -> None:
+    seen, stalled = threading.Event(), list[float]()
+    watching = asyncio.create_task(until_hung(Device(), 0.2, lambda stuck_s: stalled.append(stuck_s) or seen.set()))
+    await asyncio.sleep(0)
+    assert seen.wait(10), "the loop stands still meanwhile"
+    assert stalled[0] > 0.2
+    watching.cancel()
 
 
 def test_stacks_name_threads_and_what_they_do() -> None:

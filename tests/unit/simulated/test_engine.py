@@ -18,6 +18,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Submit
 from paceline.drafter.__main__ import _engine
 from paceline.drafter.config import DrafterConfig
+from paceline.engine.loop import finished
 from paceline.simulated.profile import write_profile
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.served import ServedEngine, TargetStepper
@@ -63,20 +64,20 @@ def serials_that_end(engine: TargetStepper) -> Iterator[int]:
     for _ in range(10_000):
         if not engine.has_work():
             return
-        for serial, outcome in engine.step().committed:
+        for number, outcome in finished(engine.step()).committed:
             if isinstance(outcome, CommittedTokens) and outcome.result is not None:
-                yield serial
+                yield number
 
 
 def text_of(served: ServedEngine, *, speculative: bool) -> tuple[list[int], int]:
     """The tokens of one session, and the accepted guesses among them."""
     engine = served.make()
     asked = request(3, max_tokens=NUM_TOKENS, speculative=speculative)
-    engine.handle(Submit(request=asked, serial=0, drafter_address=served.own_drafter))
+    engine.handle(Submit(request=asked, number=0, drafter_address=served.own_drafter))
     tokens: list[int] = []
     accepted = 0
     while engine.has_work():
-        output = engine.step()
+        output = finished(engine.step())
         accepted += sum(output.report.accepted)
         tokens += [
             token_id
@@ -118,10 +119,10 @@ def test_the_context_that_is_announced_is_the_one_that_is_served(
     small = served(tmp_path, flags)
     assert small.identity.context_len == context_len
     engine = small.make()
-    for serial in range(2):
+    for number in range(2):
         longest = request(context_len - 2, max_tokens=2)
         small.check(longest)
-        engine.handle(Submit(request=replace(longest, session_id=str(serial)), serial=serial))
+        engine.handle(Submit(request=replace(longest, session_id=str(number)), number=number))
     assert sorted(serials_that_end(engine)) == [0, 1]
     with pytest.raises(InvalidRequestError, match=f"exceed the context of {context_len}"):
         small.check(request(context_len - 1, max_tokens=2))

@@ -10,7 +10,7 @@ from paceline.verifier.tracing import SampledRounds
 
 def rounds(count: int) -> list[TracedRound]:
     return [
-        TracedRound(serial=1, at_s=float(index), gamma=4, num_accepted=2, batch_size=1, price=0.5)
+        TracedRound(number=1, at_s=float(index), gamma=4, num_accepted=2, batch_size=1, price=0.5)
         for index in range(count)
     ]
 

@@ -11,7 +11,8 @@ import pytest
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.target_events import Cancel, Submit, TargetOutput
+from paceline.core.target_events import Cancel, DrafterNews, Submit, TargetOutput
+from paceline.engine.loop import finished
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from tests.support.clock import Clock
 
@@ -65,10 +66,10 @@ def engine(script: Script, stats: LastStats, clock: Clock) -> VllmEngine:
     )
 
 
-def submit(engine: VllmEngine, serial: int, committed: tuple[int, ...] = (), **more: Any) -> None:
+def submit(engine: VllmEngine, number: int, committed: tuple[int, ...] = (), **more: Any) -> None:
     sampling = more.pop("sampling", SamplingParams(max_tokens=10, temperature=0.0))
     request = GenerateRequest(
-        session_id=f"s{serial}",
+        session_id=f"s{number}",
         epoch=0,
         prompt_token_ids=(1, 2),
         committed_token_ids=committed,
@@ -76,12 +77,12 @@ def submit(engine: VllmEngine, serial: int, committed: tuple[int, ...] = (), **m
         speculation=SpeculationParams(),
         **more,
     )
-    engine.handle(Submit(request=request, serial=serial, arrived_s=99.0))
+    engine.handle(Submit(request=request, number=number, arrived_s=99.0))
 
 
-def answer(serial: int, *token_ids: int, reason: str | None = None, logprobs: Any = None, counts: Any = None) -> Any:
+def answer(number: int, *token_ids: int, reason: str | None = None, logprobs: Any = None, counts: Any = None) -> Any:
     return SimpleNamespace(
-        request_id=str(serial),
+        request_id=str(number),
         num_cached_tokens=1,
         metrics=SimpleNamespace(scheduled_ts=99.5, first_token_ts=101.0, last_token_ts=103.0),
         outputs=[
@@ -97,8 +98,17 @@ def outcomes(output: TargetOutput | None) -> dict[int, Any]:
     return dict(output.committed)
 
 
+def told_before(engine: VllmEngine) -> TargetOutput:
+    """What is told before a step, in which nothing happens."""
+    told: list[DrafterNews] = []
+    finished(engine.step(tell=told.append))
+    (output,) = told
+    assert isinstance(output, TargetOutput)
+    return output
+
+
 def begun(engine: VllmEngine) -> dict[int, Any]:
-    return outcomes(engine.begin())
+    return outcomes(told_before(engine))
 
 
 def test_tokens_come_out_as_they_are_generated_and_the_last_ones_with_the_result(
@@ -108,8 +118,8 @@ def test_tokens_come_out_as_they_are_generated_and_the_last_ones_with_the_result
     assert begun(engine) == {1: CommittedTokens(token_ids=(), running=True)}
     counts = SimpleNamespace(histogram=[1, 0, 2, 0], num_draft_tokens=6)
     script.answers.extend([[answer(1, 5, 6)], [answer(1, 7, reason="stop", counts=counts)]])
-    assert outcomes(engine.step()) == {1: CommittedTokens(token_ids=(5, 6))}
-    last = outcomes(engine.step())[1]
+    assert outcomes(finished(engine.step())) == {1: CommittedTokens(token_ids=(5, 6))}
+    last = outcomes(finished(engine.step()))[1]
     assert (last.token_ids, last.offset) == ((7,), 2)
     assert last.result.finish_reason is FinishReason.STOP
     assert (last.result.num_prompt_tokens, last.result.num_cached_tokens, last.result.num_generated_tokens) == (2, 1, 3)
@@ -125,12 +135,12 @@ def test_tokens_come_out_as_they_are_generated_and_the_last_ones_with_the_result
 
 def test_a_session_that_moved_here_goes_on_behind_its_committed_tokens(engine: VllmEngine, script: Script) -> None:
     submit(engine, 1, committed=(3, 4), cache_salt="mine")
+    begun(engine)
     prompt, params = script.requests["1"]
     assert prompt == {"type": "token", "prompt_token_ids": [1, 2, 3, 4], "cache_salt": "mine"}
     assert params["max_tokens"] == 8
-    begun(engine)
     script.answers.append([answer(1, 5, reason="length")])
-    committed = outcomes(engine.step())[1]
+    committed = outcomes(finished(engine.step()))[1]
     assert committed.offset == 2
     assert committed.result.num_generated_tokens == 1
 
@@ -139,7 +149,7 @@ def test_a_session_whose_penalties_forget_says_that_its_law_is_another(engine: V
     submit(engine, 1, committed=(3,), sampling=SamplingParams(max_tokens=9, presence_penalty=1.0))
     begun(engine)
     script.answers.append([answer(1, 5, reason="length")])
-    committed = outcomes(engine.step())[1]
+    committed = outcomes(finished(engine.step()))[1]
     assert committed.lossy
     assert committed.result.speculation.lossy
 
@@ -154,7 +164,7 @@ def test_log_probabilities_are_those_of_the_chosen_token_and_of_the_best_ones(
     among = {9: entry(logprob=-2.0, rank=2), 8: entry(logprob=-0.1, rank=1)}
     script.answers.append([answer(1, 5, 9, logprobs=[beside, among])])
     top = ((8, -0.1), (9, -2.0))
-    assert outcomes(engine.step())[1].logprobs == (
+    assert outcomes(finished(engine.step()))[1].logprobs == (
         PositionLogprobs(token_id=5, logprob=-3.0, top=top),
         PositionLogprobs(token_id=9, logprob=-2.0, top=top),
     )
@@ -163,22 +173,19 @@ def test_log_probabilities_are_those_of_the_chosen_token_and_of_the_best_ones(
 def test_a_session_whose_client_left_is_ended_and_not_heard_of_again(engine: VllmEngine, script: Script) -> None:
     submit(engine, 1)
     begun(engine)
-    engine.handle(Cancel(session_id="s1", serial=1))
-    assert script.aborted == ["1"]
     script.answers.append([answer(1, 5)])
-    assert outcomes(engine.step()) == {}
-    engine.handle(Cancel(session_id="s1", serial=1))
-    assert script.aborted == ["1"]
+    for _ in range(2):
+        engine.handle(Cancel(number=1))
+        assert outcomes(finished(engine.step())) == {}
+        assert script.aborted == ["1"]
 
 
 def test_reports_do_not_go_on_telling_of_sessions_that_have_left(engine: VllmEngine) -> None:
     submit(engine, 1)
-    begun = engine.begin()
-    assert begun is not None
-    assert begun.report.num_running == 1
-    engine.handle(Cancel(session_id="s1", serial=1))
+    assert told_before(engine).report.num_running == 1
+    engine.handle(Cancel(number=1))
     assert engine.has_work()
-    assert engine.step().report.num_running == 0
+    assert finished(engine.step()).report.num_running == 0
     assert not engine.has_work()
 
 
@@ -187,7 +194,7 @@ def test_a_session_that_vllm_gives_up_goes_on_elsewhere(engine: VllmEngine, scri
     submit(engine, 1)
     begun(engine)
     script.answers.append([answer(1, reason=reason)])
-    assert isinstance(outcomes(engine.step())[1], UnavailableError)
+    assert isinstance(outcomes(finished(engine.step()))[1], UnavailableError)
     assert not engine.has_work()
 
 
@@ -203,20 +210,22 @@ def test_a_refused_request_hears_so_before_the_next_step(engine: VllmEngine, scr
 
 def test_a_dead_engine_is_not_taken_for_a_refusal(engine: VllmEngine, script: Script) -> None:
     script.refusal = RuntimeError("dead")
+    submit(engine, 1)
     with pytest.raises(RuntimeError, match="dead"):
-        submit(engine, 1)
+        finished(engine.step())
 
 
 def test_only_sessions_that_have_a_place_say_that_they_run(engine: VllmEngine) -> None:
-    for serial in (1, 2, 3):
-        submit(engine, serial)
+    for number in (1, 2, 3):
+        submit(engine, number)
     assert set(begun(engine)) == {1, 2}
 
 
 def test_the_engines_death_is_laid_on_all_sessions_that_vllm_has(engine: VllmEngine) -> None:
     submit(engine, 1)
     submit(engine, 2)
-    engine.handle(Cancel(session_id="s1", serial=1))
+    engine.handle(Cancel(number=1))
+    begun(engine)
     assert engine.at_stake == (2,)
 
 
@@ -237,7 +246,7 @@ def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Scrip
         ),
         SimpleNamespace(num_preempted_reqs=1, num_prompt_tokens=4),
     )
-    report = engine.step().report
+    report = finished(engine.step()).report
     assert (report.gammas, report.accepted) == ([3, 2], [1, 0])
     assert (report.kv_usage, report.prefix_queries, report.prefix_hits, report.num_preempted) == (0.25, 8, 3, 1)
     assert report.num_rows == 1 + 5 + 4

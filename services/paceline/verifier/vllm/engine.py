@@ -1,7 +1,7 @@
 """vLLM's engine as the verifier's: sessions go in as its requests, its outputs come back as committed tokens.
 
-It runs in the engine thread. vLLM computes in other processes, one step after another; `step` waits for the next one.
-If its engine dies, the call here raises; if it hangs, the watch on the engine thread sees it.
+vLLM computes in other processes, one step after another; whatever talks to them runs where the device of our engines
+would, since it waits for the next step. If vLLM's engine dies, that call raises; if it hangs, it is seen as a device's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paceline.core.target_events import (
     TargetOutput,
     TracedStart,
 )
+from paceline.engine.loop import Compute, here
 from paceline.service.learned import Learned
 from paceline.verifier.vllm.results import (
     FINISH_REASONS,
@@ -107,8 +108,9 @@ class VllmEngine:
         self._max_num_seqs = max_num_seqs
         self._stats = stats
         self._clock = clock
-        # Sessions that vLLM has, by serial.
+        # Sessions that vLLM has, by number.
         self._running: dict[int, _Session] = {}
+        self._events: list[TargetEvent] = []
         self._outcomes: list[Outcome] = []
         self._kv_usage = 0.0
         # Whether sessions have gone since the last report.
@@ -120,33 +122,40 @@ class VllmEngine:
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is blamed on."""
+        """Numbers of the sessions that a failure now is blamed on."""
         return tuple(self._running)
 
     def handle(self, event: TargetEvent) -> None:
         """Handles one event; those of drafters are ignored."""
-        match event:
-            case Submit():
-                self._submit(event)
-            case Cancel():
-                self._cancel(event.serial)
-            case _:
-                pass
+        if isinstance(event, Submit | Cancel):
+            self._events.append(event)
 
     def has_work(self) -> bool:
         """True when a step would do something."""
-        return bool(self._running or self._outcomes or self._some_left)
+        return bool(self._events or self._running or self._outcomes or self._some_left)
 
     def patience_s(self) -> float:
         """None: vLLM waits for no drafts."""
         return 0.0
 
-    def begin(self) -> TargetOutput | None:
-        """Reports what need not wait for the step: refusals, and which sessions run in it."""
-        return self._output(StepReport()) if self._outcomes else None
+    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+        """Waits for vLLM's next outputs; refusals, and which sessions run in the step, are told before."""
+        if self._events:
+            await compute(self._take_in)
+        if tell is not None and self._outcomes:
+            tell(self._output(StepReport()))
+        return await compute(self._step)
 
-    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
-        """Waits for vLLM's next outputs."""
+    def _take_in(self) -> None:
+        events, self._events = self._events, []
+        for event in events:
+            match event:
+                case Submit():
+                    self._submit(event)
+                case Cancel():
+                    self._cancel(event.number)
+
+    def _step(self) -> TargetOutput:
         report, began_s = StepReport(), self._clock()
         if self._core.has_unfinished_requests():
             outputs = [each for each in self._core.step() if int(each.request_id) in self._running]
@@ -162,7 +171,7 @@ class VllmEngine:
         try:
             check_under_vllm(request, drafts=self._drafts)
         except InvalidRequestError as error:
-            self._outcomes.append((event.serial, error))
+            self._outcomes.append((event.number, error))
             return
         session = _Session(
             submit=event,
@@ -173,36 +182,36 @@ class VllmEngine:
         self._hand_over(session)
 
     def _hand_over(self, session: _Session) -> None:
-        request, serial = session.submit.request, session.submit.serial
+        request, number = session.submit.request, session.submit.number
         prompt = {"type": "token", "prompt_token_ids": [*request.prompt_token_ids, *request.committed_token_ids]}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
         try:
             params = self._make_params(**vllm_sampling(request, self._identity.eos_token_ids))
-            self._core.add_request(str(serial), prompt, params)
+            self._core.add_request(str(number), prompt, params)
         except self._refusals as error:
             # Some name the field.
             field = getattr(error, "parameter", None) or "request"
-            self._outcomes.append((serial, InvalidRequestError(field, str(error))))
+            self._outcomes.append((number, InvalidRequestError(field, str(error))))
             return
-        self._running[serial] = session
+        self._running[number] = session
         if len(self._running) <= self._max_num_seqs:
-            self._outcomes.append((serial, _runs(session)))
+            self._outcomes.append((number, _runs(session)))
 
-    def _cancel(self, serial: int) -> None:
-        if self._running.pop(serial, None) is not None:
-            self._core.abort_request([str(serial)])
+    def _cancel(self, number: int) -> None:
+        if self._running.pop(number, None) is not None:
+            self._core.abort_request([str(number)])
             self._some_left = True
 
     def _take(self, output: Any, batch_size: int, report: StepReport) -> None:
         """Adds the new tokens of one session."""
-        serial, answer = int(output.request_id), output.outputs[0]
-        session = self._running[serial]
+        number, answer = int(output.request_id), output.outputs[0]
+        session = self._running[number]
         if answer.finish_reason is not None:
-            del self._running[serial]
+            del self._running[number]
             if answer.finish_reason not in FINISH_REASONS:
                 error = UnavailableError(f"vLLM has ended the session: {answer.finish_reason}")
-                self._outcomes.append((serial, error))
+                self._outcomes.append((number, error))
                 return
         elif not answer.token_ids:
             return
@@ -212,7 +221,7 @@ class VllmEngine:
         session.num_generated += len(answer.token_ids)
         session.num_steps += 1
         session.sum_of_batches += batch_size
-        self._outcomes.append((serial, _committed(session, output, offset)))
+        self._outcomes.append((number, _committed(session, output, offset)))
 
     def _add_stats(self, report: StepReport) -> None:
         stats = self._stats.take()
@@ -264,7 +273,7 @@ def _result(session: _Session, output: Any) -> GenerateResult:
 
 def _start(session: _Session, output: Any) -> TracedStart:
     return TracedStart(
-        serial=session.submit.serial,
+        number=session.submit.number,
         submitted_s=session.submitted_s,
         admitted_s=max(session.submitted_s, output.metrics.scheduled_ts),
         at_s=output.metrics.first_token_ts,

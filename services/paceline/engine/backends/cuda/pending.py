@@ -15,6 +15,7 @@ from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.backends.cuda.choose import Questions, choose, rank
 from paceline.engine.backends.cuda.plan import choice_words
 from paceline.engine.backends.cuda.stream import Stream
+from paceline.engine.backends.interface import memory_errors
 from paceline.engine.batch import Batch
 from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, Walked, Walks
 from paceline.engine.sampler import Logits, working_space
@@ -121,6 +122,7 @@ class CudaPending:
         """Tokens, or guesses, at the rows asked about, as `choose` and `rank` give them, once their turn has come."""
         return self._chosen[0]
 
+    @memory_errors()
     def follow(self, walks: Walks) -> Walked:
         if walks is not self._asked.wanted:
             return self._on_host().follow(walks)
@@ -133,6 +135,7 @@ class CudaPending:
             step_kernels.follow(NO_LOGITS, tokens, *walks[:-1], NO_SPACE, *walked)
         return walked
 
+    @memory_errors()
     def rank(self, rows: Longs, positions: Longs, choices: npt.NDArray[Any]) -> Rankings:
         wanted = self._asked.wanted
         if not isinstance(wanted, Ranks) or wanted.rows is not rows or self._answers is None:
@@ -140,6 +143,7 @@ class CudaPending:
         self._done.wait()
         return rankings(self._answers, choices)
 
+    @memory_errors()
     def logits(self, rows: Sequence[int]) -> Logits:
         wanted = np.asarray(rows, np.int64)
         places = self._asked.places[wanted]
