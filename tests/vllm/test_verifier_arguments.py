@@ -15,13 +15,15 @@ from paceline.verifier.vllm.launch import current_platform, engine_arguments, vl
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-CONFIG = VerifierConfig(model=Path("/models/m"), engine=VLLM, max_num_seqs=5, redis_url="redis://store:6379")
+# A folder that is there: vLLM looks for any other name at the Hub.
+MODEL = Path(__file__).parent
+CONFIG = VerifierConfig(model=MODEL, engine=VLLM, max_num_seqs=5, redis_url="redis://store:6379")
 
 
 def test_arguments_reach_vllm_beside_those_that_follow_from_our_settings() -> None:
     given = engine_arguments(replace(CONFIG, vllm_arg=("--quantization=fp8", "--tensor-parallel-size", "2")))
     assert (given.quantization, given.tensor_parallel_size) == ("fp8", 2)
-    assert (given.model, given.max_num_seqs, given.skip_tokenizer_init) == ("/models/m", 5, True)
+    assert (given.model, given.max_num_seqs, given.skip_tokenizer_init) == (str(MODEL), 5, True)
     assert given.speculative_config["method"] == "custom_class"
 
 
