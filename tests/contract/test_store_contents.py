@@ -111,10 +111,10 @@ async def test_one_session_that_cannot_be_recorded_does_not_keep_others_from_it(
     await server.set(RECORD_KEY, "x")
     now_s = 0.0
     writer = RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: now_s)
-    trails = [opened(writer, session_id=name) for name in ("s1", "s2")]
+    recorded_sessions = [opened(writer, session_id=name) for name in ("s1", "s2")]
     for step in range(3):
-        for trail in trails:
-            trail.extend((10 + step,))
+        for recorded in recorded_sessions:
+            recorded.extend((10 + step,))
         await writer.flush()
         logged = await store.session("s2")
         assert logged is not None
@@ -132,7 +132,7 @@ async def test_an_ended_session_whose_record_is_refused_is_given_up(server: Redi
     opened(writer, session_id="s1").end(SessionState.STOP)
     opened(writer, session_id="s2")
     await writer.flush()
-    assert [trail.record.session_id for trail in (*writer._changed, *writer._open)] == ["s2"]
+    assert [recorded.record.session_id for recorded in (*writer._changed, *writer._open)] == ["s2"]
 
 
 # Claims.

@@ -100,14 +100,14 @@ async def test_sessions_run_on_unrecorded_and_are_recorded_when_the_store_takes_
     trouble: Callable[[Redis], Awaitable[None]], server: Redis, store: RedisStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = RecordWriter(store, ttl_s=60, owner="g1")
-    trails = [opened(writer, session_id=name) for name in ("s1", "s2")]
+    recorded_sessions = [opened(writer, session_id=name) for name in ("s1", "s2")]
     await writer.flush()
     await trouble(server)
     for step in range(3):
-        for trail in trails:
-            trail.extend((10 + step,))
+        for recorded in recorded_sessions:
+            recorded.extend((10 + step,))
         await writer.flush()
-    trails[1].end(SessionState.STOP)
+    recorded_sessions[1].end(SessionState.STOP)
     await writer.flush()
     assert [record.message for record in caplog.records] == ["session records are not written"]
     await server.config_set("maxmemory", 0)

@@ -22,8 +22,8 @@ from paceline.gateway.message.form import MessageForm, StoppingReader
 from paceline.gateway.message.reader import Content, Part, content_of, joined
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Piece
+from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.request import SessionRequest
-from paceline.gateway.sessions.trail import SessionTrail
 from paceline.gateway.text.streaming import Detokenizer, TokenText, TokenTexts
 
 
@@ -84,7 +84,7 @@ class OutputStream:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def ending(self, trail: SessionTrail) -> Ending:
+    def ending(self, recorded: RecordedSession) -> Ending:
         """Returns how the session ended.
 
         Raises:
@@ -93,12 +93,14 @@ class OutputStream:
         self._client.end(self._num_generated)
         parts = self._stream.end()
         self.stopped |= self._stream.over
-        result, record = self._result, trail.speculation
+        result, record = self._result, recorded.speculation
         if record is None and result is not None:
             record = result.speculation
-        if record is not None or self._lossy or trail.mixed or trail.distribution_only:
+        if record is not None or self._lossy or recorded.mixed or recorded.distribution_only:
             record = record or SpeculationRecord()
-            record = record._replace(lossy=self._lossy, mixed=trail.mixed, distribution_only=trail.distribution_only)
+            record = record._replace(
+                lossy=self._lossy, mixed=recorded.mixed, distribution_only=recorded.distribution_only
+            )
         reason = FinishReason.STOP if self.stopped or result is None else result.finish_reason
         return Ending(
             finish_reason=FinishReason.LENGTH if self._request.prompt_only else reason,

@@ -31,8 +31,8 @@ from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import RunningCall, Take, VerifierClient
 from paceline.gateway.sessions.output import sum_of_records
+from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.request import SessionRequest
-from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 from paceline.store.base import Replica
@@ -59,7 +59,7 @@ class _Attempts:
     """One session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
     request: SessionRequest
-    trail: SessionTrail
+    recorded: RecordedSession
     until_s: float
     pause_s: float = FIRST_PAUSE_S
     num_failures: int = 0
@@ -134,8 +134,8 @@ class Failover:
     def _max_wait_of(self, request: SessionRequest) -> float:
         return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
 
-    async def run(self, request: SessionRequest, trail: SessionTrail, take: Take) -> None:
-        """Runs what the trail lacks of a session, on one verifier after another, and adds it to the trail.
+    async def run(self, request: SessionRequest, recorded: RecordedSession, take: Take) -> None:
+        """Runs what the record lacks of a session, on one verifier after another, and adds it to the record.
 
         Args:
             take: Takes what verifiers commit, see `RunningCall`; the last has a result, unless `take` has all it wants.
@@ -144,17 +144,17 @@ class Failover:
             EndsEnginesError: Several engines in a row died of it.
             PacelineError: A verifier refused the session, none was found in time, or the gateway ended it.
         """
-        attempts = _Attempts(request=request, trail=trail, until_s=self._clock() + self._failover_s)
+        attempts = _Attempts(request=request, recorded=recorded, until_s=self._clock() + self._failover_s)
         epoch = request.epoch
         while True:
             verifier = await self._verifier(attempts)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
-            generate = self._generate(request, trail, epoch)
-            add = partial(self._add, verifier, trail, trail.speculation, take)
+            generate = self._generate(request, recorded, epoch)
+            add = partial(self._add, verifier, recorded, recorded.speculation, take)
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size, add)
-            known = len(trail.token_ids)
+            known = len(recorded.token_ids)
             try:
-                await self._on_verifier(verifier, running, trail, request.span)
+                await self._on_verifier(verifier, running, recorded, request.span)
                 self._ejections.served(verifier.replica_id)
                 return
             except PacelineError as error:
@@ -163,10 +163,10 @@ class Failover:
                     raise InvalidRequestError(request.grammar_field, error.problem) from None
                 if isinstance(error, _OF_THE_REQUEST) or self._client.aborted or _ended_here(running):
                     raise
-                progressed = len(trail.token_ids) > known
+                progressed = len(recorded.token_ids) > known
                 if progressed:
                     attempts.restart(self._clock() + self._failover_s)
-                trail.failed(error, ran=running.ran, unheard=running.unheard, progressed=progressed)
+                recorded.failed(error, ran=running.ran, unheard=running.unheard, progressed=progressed)
                 self._note_failure(verifier, attempts, error, progressed=progressed)
                 await self._before_next(attempts, error)
             epoch += 1
@@ -174,17 +174,17 @@ class Failover:
     def _add(
         self,
         verifier: Replica,
-        trail: SessionTrail,
+        recorded: RecordedSession,
         earlier: SpeculationRecord | None,
         take: Take,
         step: CommittedTokens,
     ) -> bool:
-        """Adds to the trail what a verifier has committed, and hands it on."""
+        """Adds to the record what a verifier has committed, and hands it on."""
         self._fleet.reach.heard(verifier.replica_id)
         if step.token_ids:
-            trail.extend(step.token_ids)
+            recorded.extend(step.token_ids)
         if step.speculation is not None:
-            trail.speculation = sum_of_records([earlier, step.speculation])
+            recorded.speculation = sum_of_records([earlier, step.speculation])
         return take(step)
 
     def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:
@@ -230,7 +230,7 @@ class Failover:
         Raises:
             UnavailableError: None appeared in time.
         """
-        token_ids, salt = attempts.trail.token_ids, attempts.request.prefix_salt
+        token_ids, salt = attempts.recorded.token_ids, attempts.request.prefix_salt
         while True:
             able = self._able(attempts)
             if able:
@@ -245,7 +245,9 @@ class Failover:
     def _able(self, attempts: _Attempts) -> list[Replica]:
         """Returns the verifiers to choose from: none that has just failed this session, or is ejected."""
         request = attempts.request
-        able = [each for each in self._fleet.verifiers(request.model.identity.name) if attempts.trail.may_go_to(each)]
+        able = [
+            each for each in self._fleet.verifiers(request.model.identity.name) if attempts.recorded.may_go_to(each)
+        ]
         capable = [each for each in able if each.identity is not None and request.fits(each.identity)]
         # If none can serve it, one of them names the limit that it exceeds.
         left = self._ejections.without(capable or able)
@@ -253,7 +255,7 @@ class Failover:
 
     async def _before_next(self, attempts: _Attempts, error: PacelineError) -> None:
         """Returns when it is time for another try; raises the error when the session is given up."""
-        deaths = attempts.trail.deaths
+        deaths = attempts.recorded.deaths
         if deaths.too_many:
             raise EndsEnginesError(
                 f"{deaths.count} engines in a row died while they ran the request; it is not run again"
@@ -262,7 +264,7 @@ class Failover:
             raise _given_up(attempts, error) from error
         if not self._able(attempts):
             # A new session that no verifier has room for is refused at once.
-            if isinstance(error, OverloadedError) and not attempts.trail.committed_token_ids:
+            if isinstance(error, OverloadedError) and not attempts.recorded.committed_token_ids:
                 raise error
             if self._clock() >= attempts.until_s:
                 raise _given_up(attempts, error) from error
@@ -278,12 +280,12 @@ class Failover:
         await asyncio.sleep(min(attempts.pause_s, most_s, max(0.0, attempts.until_s - self._clock())))
         attempts.pause_s = min(2 * attempts.pause_s, LAST_PAUSE_OF_FAILED_S)
 
-    def _generate(self, request: SessionRequest, trail: SessionTrail, epoch: int) -> GenerateRequest:
+    def _generate(self, request: SessionRequest, recorded: RecordedSession, epoch: int) -> GenerateRequest:
         return GenerateRequest(
             session_id=request.session_id,
             epoch=epoch,
             prompt_token_ids=request.prompt_token_ids,
-            committed_token_ids=trail.committed_token_ids,
+            committed_token_ids=recorded.committed_token_ids,
             sampling=request.sampling,
             speculation=request.speculation,
             whole=request.whole and not request.may_stop_early,
@@ -293,10 +295,12 @@ class Failover:
             max_wait_s=self._max_wait_of(request),
         )
 
-    async def _on_verifier(self, verifier: Replica, running: RunningCall, trail: SessionTrail, span: Span) -> None:
+    async def _on_verifier(
+        self, verifier: Replica, running: RunningCall, recorded: RecordedSession, span: Span
+    ) -> None:
         """Runs a session on one verifier, counted and recorded."""
         generate = running.request
-        trail.placed(generate.epoch, verifier)
+        recorded.placed(generate.epoch, verifier)
         self._in_flight[verifier.replica_id] += 1
         try:
             with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
@@ -305,7 +309,7 @@ class Failover:
                 await self._client.run(running)
         finally:
             self._in_flight[verifier.replica_id] -= 1
-            self._router.follow(verifier, trail.token_ids, generate.cache_salt)
+            self._router.follow(verifier, recorded.token_ids, generate.cache_salt)
 
 
 def _ended_here(running: RunningCall) -> bool:
@@ -315,7 +319,7 @@ def _ended_here(running: RunningCall) -> bool:
 
 def _given_up(attempts: _Attempts, error: PacelineError) -> PacelineError:
     """Returns the error for the client; one that may have tokens already can come back for the rest."""
-    begun = attempts.request.resumed or attempts.trail.committed_token_ids
+    begun = attempts.request.resumed or attempts.recorded.committed_token_ids
     if not begun or isinstance(error, UnavailableError | OverloadedError):
         return error
     return UnavailableError(f"no verifier could continue the session; the last one failed with: {error}")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import UnavailableError
+from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.request import SessionRequest
-from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs.tracing import traceparent_of
 from paceline.store.base import SessionRecord, SessionState, SessionWrite, Store, Written
 
@@ -89,13 +89,13 @@ class RecordWriter:
         self._ttl_s = ttl_s
         self._owner = owner
         self._clock = clock
-        # Trails that may change, and when each was last written; trails with changes.
-        self._open: dict[SessionTrail, float] = {}
-        self._changed: dict[SessionTrail, None] = {}
+        # Sessions that may change, and when each was last written; recorded_sessions with changes.
+        self._open: dict[RecordedSession, float] = {}
+        self._changed: dict[RecordedSession, None] = {}
         self._opened = asyncio.Event()
         self._failing = False
 
-    def open(self, request: SessionRequest, on_taken_over: Callable[[], None]) -> SessionTrail:
+    def open(self, request: SessionRequest, on_taken_over: Callable[[], None]) -> RecordedSession:
         """Records a session that starts or continues here.
 
         Args:
@@ -104,20 +104,20 @@ class RecordWriter:
         """
         token_ids = (*request.prompt_token_ids, *request.committed_token_ids)
         record = session_record(request, self._owner)
-        trail = SessionTrail(record, token_ids, self._note, on_taken_over, keeps_tokens=request.keeps_tokens)
-        self._open[trail] = self._clock()
-        return trail
+        recorded = RecordedSession(record, token_ids, self._note, on_taken_over, keeps_tokens=request.keeps_tokens)
+        self._open[recorded] = self._clock()
+        return recorded
 
-    def _note(self, trail: SessionTrail) -> None:
-        if trail not in self._open:
+    def _note(self, recorded: RecordedSession) -> None:
+        if recorded not in self._open:
             return
-        placed = bool(trail.record.verifier_id)
-        if trail.ended and (not placed or len(self._changed) >= MAX_CHANGED):
-            self._forget(trail)
+        placed = bool(recorded.record.verifier_id)
+        if recorded.ended and (not placed or len(self._changed) >= MAX_CHANGED):
+            self._forget(recorded)
             return
         if placed:
-            self._changed[trail] = None
-        if len(trail.token_ids) <= trail.record.prompt_len + trail.record.committed_len:
+            self._changed[recorded] = None
+        if len(recorded.token_ids) <= recorded.record.prompt_len + recorded.record.committed_len:
             self._opened.set()
 
     async def keep_writing(self, interval_s: float) -> None:
@@ -144,38 +144,38 @@ class RecordWriter:
             # Also when the task is cancelled.
             self._changed = {**dict.fromkeys(left), **self._changed}
 
-    async def _write(self, trails: Sequence[SessionTrail]) -> None:
-        writes = [trail.next_write(self._ttl_s) for trail in trails]
+    async def _write(self, recorded_sessions: Sequence[RecordedSession]) -> None:
+        writes = [recorded.next_write(self._ttl_s) for recorded in recorded_sessions]
         answers = await self._store.write_sessions(writes)
         self._failing = False
-        for trail, write, written in zip(trails, writes, answers, strict=True):
-            self._written(trail, write, written)
+        for recorded, write, written in zip(recorded_sessions, writes, answers, strict=True):
+            self._written(recorded, write, written)
 
-    def _written(self, trail: SessionTrail, write: SessionWrite, written: Written) -> None:
+    def _written(self, recorded: RecordedSession, write: SessionWrite, written: Written) -> None:
         match written:
             case Written.DONE:
-                trail.wrote(write)
-                self._open[trail] = self._clock()
-                if trail.ended and trail not in self._changed:
-                    self._forget(trail)
-            case Written.REFUSED if trail.ended:
-                self._forget(trail)
+                recorded.wrote(write)
+                self._open[recorded] = self._clock()
+                if recorded.ended and recorded not in self._changed:
+                    self._forget(recorded)
+            case Written.REFUSED if recorded.ended:
+                self._forget(recorded)
             case Written.MISSING | Written.REFUSED:
-                trail.lost()
-                self._changed[trail] = None
+                recorded.lost()
+                self._changed[recorded] = None
             case Written.TAKEN_OVER:
-                self._forget(trail)
-                trail.on_taken_over()
+                self._forget(recorded)
+                recorded.on_taken_over()
 
     def _renew(self) -> None:
         stale_s = self._clock() - min(self._ttl_s * RENEWAL_SHARE, RENEWAL_S)
-        for trail, written_s in self._open.items():
-            if written_s < stale_s and trail.record.verifier_id:
-                self._changed.setdefault(trail)
+        for recorded, written_s in self._open.items():
+            if written_s < stale_s and recorded.record.verifier_id:
+                self._changed.setdefault(recorded)
 
-    def _forget(self, trail: SessionTrail) -> None:
-        self._open.pop(trail, None)
-        self._changed.pop(trail, None)
+    def _forget(self, recorded: RecordedSession) -> None:
+        self._open.pop(recorded, None)
+        self._changed.pop(recorded, None)
 
     def _warn(self, error: UnavailableError) -> None:
         if not self._failing:

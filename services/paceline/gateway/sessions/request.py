@@ -47,7 +47,7 @@ class SessionRequest:
         offset: Generated tokens that the client has already.
         digest: Of these; see `paceline.core.messages`.
         arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
-        engine_deaths: Engines that died of it, one after another; see `paceline.gateway.sessions.trail`.
+        engine_deaths: Engines that died of it, one after another; see `paceline.gateway.sessions.recorded`.
         token_origins: Whether to say how each token came about.
         echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.

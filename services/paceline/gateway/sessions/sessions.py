@@ -24,9 +24,9 @@ from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.sessions.answer import OutputStream
 from paceline.gateway.sessions.failover import Failover
 from paceline.gateway.sessions.output import Ending, TakePiece
+from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.request import SessionRequest
-from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs.metrics import GatewayMetrics, ModelMetrics
 from paceline.store.base import SessionState, next_owner_epoch
 
@@ -132,8 +132,8 @@ class Sessions:
             request = request.resolved()
             # Before it has a record: the store is not asked about what is refused.
             self._failover.check_room(request)
-            trail = self._records.open(request, partial(self._taken_over, request))
-            with _ended(trail):
+            recorded = self._records.open(request, partial(self._taken_over, request))
+            with _ended(recorded):
                 output = OutputStream(request)
                 add = partial(_add, output, stopwatch, take)
                 metrics.prompt_tokens.inc(len(request.prompt_token_ids))
@@ -141,10 +141,10 @@ class Sessions:
                 if logged is not None:
                     add(logged)
                 if request.finished is None and not output.stopped:
-                    await self._failover.run(request, trail, add)
-                ending = output.ending(trail)
+                    await self._failover.run(request, recorded, add)
+                ending = output.ending(recorded)
                 stopwatch.ended(ending)
-                trail.end(SessionState(ending.finish_reason.value))
+                recorded.end(SessionState(ending.finish_reason.value))
                 return ending
 
     def drain(self, *, draining: bool) -> None:
@@ -206,7 +206,7 @@ def _logged(request: SessionRequest) -> CommittedTokens | None:
 
 
 @contextmanager
-def _ended(trail: SessionTrail) -> Iterator[None]:
+def _ended(recorded: RecordedSession) -> Iterator[None]:
     """Records the end of a session, unless the block has recorded one."""
     state = SessionState.LEFT
     try:
@@ -218,8 +218,8 @@ def _ended(trail: SessionTrail) -> Iterator[None]:
         state = SessionState.FAILED
         raise
     finally:
-        if not trail.ended:
-            trail.end(state)
+        if not recorded.ended:
+            recorded.end(state)
 
 
 class Stopwatch:

@@ -15,9 +15,9 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.records import RENEWAL_S, RecordWriter, session_record
 from paceline.gateway.sessions.request import SessionRequest
-from paceline.gateway.sessions.trail import SessionTrail
 from paceline.store.base import LoggedSession, PutSession, Replica, SessionState, SessionWrite, Written
 from tests.support.memory_store import MemoryStore
 
@@ -72,12 +72,12 @@ def verifier(name: str, **identity: Any) -> Replica:
     return Replica(replica_id=name, role="verifier", address=f"{name}:1", identity=replace(IDENTITY, **identity))
 
 
-def opened(writer: RecordWriter, taken_over: list[str] | None = None, **changes: Any) -> SessionTrail:
+def opened(writer: RecordWriter, taken_over: list[str] | None = None, **changes: Any) -> RecordedSession:
     asked = request(**changes)
     lost = [] if taken_over is None else taken_over
-    trail = writer.open(asked, lambda: lost.append(asked.session_id))
-    trail.placed(asked.epoch, verifier("v"))
-    return trail
+    recorded = writer.open(asked, lambda: lost.append(asked.session_id))
+    recorded.placed(asked.epoch, verifier("v"))
+    return recorded
 
 
 def test_a_record_holds_what_a_resume_needs_but_no_tokens() -> None:
@@ -95,8 +95,8 @@ async def test_progress_is_written_once_a_flush_and_nothing_where_nothing_has_ch
     writer.open(request(), lambda: None).end(SessionState.FAILED)
     await writer.flush()
     assert not store.exchanges, "it never found a verifier"
-    trail = opened(writer)
-    trail.extend((10, 11, 12))
+    recorded = opened(writer)
+    recorded.extend((10, 11, 12))
     assert await store.session("s") is None
     for _ in range(3):
         await writer.flush()
@@ -104,8 +104,8 @@ async def test_progress_is_written_once_a_flush_and_nothing_where_nothing_has_ch
     assert logged.token_ids == (*PROMPT, 10, 11, 12)
     assert (logged.record.committed_len, logged.record.verifier_id) == (3, "v")
     for token_id in range(13, 17):
-        trail.extend((token_id,))
-    trail.end(SessionState.LENGTH)
+        recorded.extend((token_id,))
+    recorded.end(SessionState.LENGTH)
     await writer.flush()
     logged = await store.logged()
     assert logged.token_ids == (*PROMPT, *range(10, 17))
@@ -116,15 +116,15 @@ async def test_progress_is_written_once_a_flush_and_nothing_where_nothing_has_ch
 async def test_a_session_that_moves_is_written_whole_with_its_new_place(
     writer: RecordWriter, store: CountingStore
 ) -> None:
-    trail = opened(writer)
-    trail.extend((10, 11))
+    recorded = opened(writer)
+    recorded.extend((10, 11))
     await writer.flush()
-    trail.placed(2, verifier("v2"))
-    trail.extend((12,))
+    recorded.placed(2, verifier("v2"))
+    recorded.extend((12,))
     await writer.flush()
     logged = await store.logged()
     assert (logged.record.epoch, logged.record.verifier_id, logged.token_ids) == (2, "v2", (*PROMPT, 10, 11, 12))
-    trail.extend((13,))
+    recorded.extend((13,))
     await writer.flush()
     assert not isinstance(store.exchanges[-1][0], PutSession)
 
@@ -132,11 +132,11 @@ async def test_a_session_that_moves_is_written_whole_with_its_new_place(
 async def test_what_a_dead_store_misses_or_forgets_is_written_when_it_is_back(
     writer: RecordWriter, store: CountingStore
 ) -> None:
-    trail, other = opened(writer), opened(writer, session_id="other")
+    recorded, other = opened(writer), opened(writer, session_id="other")
     store.away = True
-    trail.extend((10,))
+    recorded.extend((10,))
     await writer.flush()
-    trail.extend((11,))
+    recorded.extend((11,))
     other.end(SessionState.STOP)
     await writer.flush()
     store.away = False
@@ -144,7 +144,7 @@ async def test_what_a_dead_store_misses_or_forgets_is_written_when_it_is_back(
     assert (await store.logged()).token_ids == (*PROMPT, 10, 11)
     assert (await store.logged("other")).record.state is SessionState.STOP
     store._sessions.clear()
-    trail.extend((12,))
+    recorded.extend((12,))
     await writer.flush()
     await writer.flush()
     assert (await store.logged()).token_ids == (*PROMPT, 10, 11, 12), "a store that forgot everything gets it again"
@@ -176,14 +176,14 @@ async def test_a_gateway_that_lost_a_session_is_told_and_writes_no_more(
     writer: RecordWriter, store: CountingStore
 ) -> None:
     taken_over: list[str] = []
-    trail = opened(writer, taken_over)
+    recorded = opened(writer, taken_over)
     await writer.flush()
     claimed = await store.claim_session("s", "g2")
-    trail.extend((10,))
+    recorded.extend((10,))
     await writer.flush()
     assert taken_over == ["s"]
-    trail.extend((11,))
-    trail.end(SessionState.FAILED)
+    recorded.extend((11,))
+    recorded.end(SessionState.FAILED)
     await writer.flush()
     assert await store.session("s") == claimed
 
@@ -205,12 +205,12 @@ async def test_a_gateway_learns_of_a_session_that_was_taken_while_it_waits_for_a
 async def test_a_session_without_news_is_renewed_before_its_record_expires_until_it_ends(
     writer: RecordWriter, store: CountingStore
 ) -> None:
-    trail = opened(writer)
+    recorded = opened(writer)
     for _ in range(10):
         store.now_s += 25
         await writer.flush()
     assert await store.session("s") is not None
-    trail.end(SessionState.STOP)
+    recorded.end(SessionState.STOP)
     await writer.flush()
     store.now_s += 61
     await writer.flush()
@@ -247,10 +247,12 @@ async def test_a_resumed_session_is_recorded_with_the_tokens_of_its_former_owner
 def test_a_text_that_vllm_or_a_gpu_had_a_part_in_is_promised_in_distribution_only(
     arithmetic: str, distribution_only: bool
 ) -> None:
-    trail = SessionTrail(session_record(request(), "me"), PROMPT, lambda _: None, lambda: None, keeps_tokens=False)
-    assert not trail.distribution_only
-    trail.placed(1, verifier("v", arithmetic=arithmetic, weights_hash="w"))
-    assert trail.distribution_only is distribution_only
-    trail.extend((4,))
-    trail.placed(2, verifier("v", arithmetic="cpu x86_64, torch 2", weights_hash="w"))
-    assert trail.distribution_only is distribution_only
+    recorded = RecordedSession(
+        session_record(request(), "me"), PROMPT, lambda _: None, lambda: None, keeps_tokens=False
+    )
+    assert not recorded.distribution_only
+    recorded.placed(1, verifier("v", arithmetic=arithmetic, weights_hash="w"))
+    assert recorded.distribution_only is distribution_only
+    recorded.extend((4,))
+    recorded.placed(2, verifier("v", arithmetic="cpu x86_64, torch 2", weights_hash="w"))
+    assert recorded.distribution_only is distribution_only

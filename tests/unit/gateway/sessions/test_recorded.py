@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
-from paceline.gateway.sessions.trail import EngineDeaths
+from paceline.gateway.sessions.recorded import EngineDeaths
 
 TOLD, LOST, AWAY = EngineDiedError("died"), PeerLostError("reset"), UnavailableError("shuts down")
 

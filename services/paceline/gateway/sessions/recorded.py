@@ -55,7 +55,7 @@ class EngineDeaths:
         return self.count >= MOST_DEATHS + self.has_tokens
 
 
-class SessionTrail:
+class RecordedSession:
     """One session as the store is to know it; it does not write to the store itself.
 
     Attributes:
@@ -69,7 +69,7 @@ class SessionTrail:
         self,
         record: SessionRecord,
         token_ids: Sequence[int],
-        on_change: Callable[[SessionTrail], None],
+        on_change: Callable[[RecordedSession], None],
         on_taken_over: Callable[[], None],
         *,
         keeps_tokens: bool = True,
