@@ -108,8 +108,8 @@ def rest(hidden: int, inner: int, heads: int, dim: int, normed: bool) -> None:
 def sampler(vocab: int) -> None:
     """Tokens and rankings, and what takes these to the next level."""
     rows, ints = meta(64, kind=torch.int64), meta(64, kind=torch.int32)
-    found, below = meta(16, 64, 2, 16, kind=torch.int32), meta(15, 64, 2, kind=torch.int64)
-    go_down(found, meta(1, kind=torch.int64), below, (ints, ints, rows, rows, rows))
+    found, below = meta(16, 64, 2, 16, kind=torch.int32), meta(15, 64, 3, kind=torch.int64)
+    go_down(found, meta(1, kind=torch.int64), below, (ints, ints, rows, rows, rows, ints))
     questions = Questions(rows=rows, positions=rows, choices=meta(64, CHOICE_WORDS, kind=torch.int64))
     for ask in (choose, rank):
         ask(meta(64, vocab, kind=torch.float32), questions)

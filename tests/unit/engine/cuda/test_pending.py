@@ -204,7 +204,7 @@ def test_a_burst_is_two_copies_in_a_launch_a_level_and_one_wait(recorded, prepar
     decoder, stream = prepared
     burst = Burst(
         Ranks(np.array([2, 0, 4]), np.array([8, 6, 6]), choices_of(0, 2**40 + 5, 0)),
-        np.array([[*SCRATCH[6:8], 130], [131, NONE, 132]], np.int32),
+        np.array([[*SCRATCH[6:8], 150], [151, NONE, 152]], np.int32),
         3,
     )
     caches = [decoder.new_cache(NUM_BLOCKS) for _ in range(2)]

@@ -44,7 +44,7 @@ class Lanes:
         row_parts: [rows, 2], see `Parts`.
         lane_rows: [lanes, width], the rows of each lane; -1: none.
         lane_starts: [lanes], where the blocks of each lane's sequence begin in `tables`.
-        lane_nodes: [lanes], how many nodes each lane has; those that none of its rows attends are not read.
+        lane_nodes: [lanes], how many nodes each lane has.
         node_slots: [lanes, NODES], slots of the lane's nodes.
         parts: [most_parts(lanes, kv_heads), 4], see `Parts`.
         tables: [n], blocks.
@@ -194,11 +194,10 @@ def _attend(
         bits, num_nodes = tl.load(node_bits + row, mask=real, other=0), tl.load(lane_nodes + lane)
         for start in range(0, num_nodes, _NODE_TILE):
             node = start + tl.arange(0, _NODE_TILE)
-            seen = (node < num_nodes)[None, :] & (((bits[:, None] >> node[None, :]) & 1) != 0)
-            # Levels of a burst that are still to come have nodes, too.
-            there = tl.max(seen.to(tl.int32), 0) > 0
+            there = node < num_nodes
             slot = tl.load(node_slots + lane * _MOST_NODES + node, mask=there, other=0).to(tl.int64)
             lies = (slot // _BLOCK_SIZE * heads + kv_head + slot % _BLOCK_SIZE)[:, None] * D + dims[None, :]
+            seen = there[None, :] & (((bits[:, None] >> node[None, :]) & 1) != 0)
             best, total, acc = _add(q, keys + lies, values + lies, there, seen, inside, scale, best, total, acc)
     place = tl.load(parts + 4 * part + 3)
     if place < 0:

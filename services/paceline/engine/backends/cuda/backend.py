@@ -255,7 +255,7 @@ class _Steps:
             rows.features.copy_(self.cache.states[rows.slots])
         go_down(
             found, level, sent["below"],
-            (rows.token_ids, rows.positions, positions, rows.slots, rows.lanes.node_bits),
+            (rows.token_ids, rows.positions, positions, rows.slots, rows.lanes.node_bits, rows.lanes.lane_nodes),
         )  # fmt: skip
         final = self._room(len(rows.slots))
         self._layers.forward(rows, self.cache, kept, final)

@@ -181,15 +181,16 @@ def go_down(
     found: torch.Tensor,
     level: torch.Tensor,
     below: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """Makes of each row the one below it, with its best guess.
 
     Args:
         found: int32 [levels, rows, 2, n], what `choose.rank` found at each level; the first is that of the step above.
         level: int64 [1], how many levels the rows have gone down; grows by 1.
-        below: int64 [levels, rows, 2], slots and masks of the rows at each level.
-        rows: Token ids and positions, int32 [rows]; positions to guess at, slots and masks, int64 [rows]; changed.
+        below: int64 [levels, rows, 3], slots and masks of the rows at each level, and how many nodes each lane has.
+        rows: Token ids and positions, int32 [rows]; positions to guess at, slots and masks, int64 [rows]; nodes of
+            lanes, int32 [rows]; changed.
     """
     num, _, count = found.shape[1:]
     launch(_go_down, (-(-num // _ROWS),), found, level, below, *rows, num, ROWS=_ROWS, COUNT=count, num_warps=2)
@@ -198,7 +199,7 @@ def go_down(
 
 @partial(kernel, changing=("num",))
 def _go_down(
-    found, level, below, token_ids, positions, asked_positions, slots, node_bits, num,
+    found, level, below, token_ids, positions, asked_positions, slots, node_bits, lane_nodes, num,
     ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -208,5 +209,6 @@ def _go_down(
     tl.store(token_ids + row, tl.maximum(token, 0), mask=there)
     tl.store(positions + row, tl.load(positions + row, mask=there) + 1, mask=there)
     tl.store(asked_positions + row, tl.load(asked_positions + row, mask=there) + 1, mask=there)
-    tl.store(slots + row, tl.load(below + 2 * place, mask=there), mask=there)
-    tl.store(node_bits + row, tl.load(below + 2 * place + 1, mask=there), mask=there)
+    tl.store(slots + row, tl.load(below + 3 * place, mask=there), mask=there)
+    tl.store(node_bits + row, tl.load(below + 3 * place + 1, mask=there), mask=there)
+    tl.store(lane_nodes + row, tl.load(below + 3 * place + 2, mask=there).to(tl.int32), mask=there)

@@ -76,7 +76,7 @@ def field_arrays(batch: Batch, rows: int, kv_heads: int, trash: int) -> dict[str
     Args:
         trash: A slot to which padded rows write.
     """
-    return _fields(batch, rows, kv_heads, trash)[0]
+    return _fields(batch, rows, kv_heads, trash, batch.num_ancestors)[0]
 
 
 def level_arrays(batch: Batch, ranks: Ranks, kv: Ints, rows: int, kv_heads: int, trash: int) -> dict[str, Array]:
@@ -87,13 +87,14 @@ def level_arrays(batch: Batch, ranks: Ranks, kv: Ints, rows: int, kv_heads: int,
         ranks: What is asked of them there; rows that are only padding are asked what the last of them is.
         kv: int32 `[levels, n]`, their slots at each level; NONE behind their last one.
     """
-    fields, masks = _fields(batch, rows, kv_heads, trash)
-    num, above = batch.num_rows, batch.num_ancestors - (kv != NONE).sum(axis=0)
-    below = np.zeros((max(MOST_LEVELS, len(kv)), rows, 2), np.int64)
+    num, above = batch.num_rows, batch.num_ancestors - (kv != NONE).sum(axis=0, dtype=np.int32)
+    fields, masks, (lanes, levels) = _fields(batch, rows, kv_heads, trash, above)
+    below = np.zeros((max(MOST_LEVELS, len(kv)), rows, 3), np.int64)
     below[:, :, 0] = trash
     for level, slots in enumerate(kv):
         below[level, :num, 0] = np.where(slots != NONE, slots, trash)
         below[level, :num, 1] = masks[np.arange(num), np.minimum(above + level + 1, batch.num_ancestors)]
+        below[level, :, 2] = np.bincount(lanes[levels <= level + 1], minlength=rows)
     like = np.minimum(np.arange(rows), num - 1)
     return {
         "level": np.zeros(1, np.int64),
@@ -111,8 +112,16 @@ def choice_words(choices: Array) -> Array:
     return np.ascontiguousarray(choices).view(np.int64).reshape(-1, CHOICE_WORDS)
 
 
-def _fields(batch: Batch, rows: int, kv_heads: int, trash: int) -> tuple[dict[str, Array], Ints]:
-    """`field_arrays`, and masks int64 [n, 1 + depth] over nodes of each row's lane: its first ancestors, by number."""
+def _fields(
+    batch: Batch, rows: int, kv_heads: int, trash: int, above: npt.NDArray[np.int32]
+) -> tuple[dict[str, Array], Ints, tuple[Ints, Ints]]:
+    """`field_arrays`; masks int64 [n, 1 + depth] over nodes of each row's lane, of its first ancestors, by number.
+
+    Then lanes and levels of the nodes. Those of a lane lie level by level, since attention reads the first ones.
+
+    Args:
+        above: [n], ancestors of each row of level 0; those behind are of one level each.
+    """
     slots = np.full(rows, trash, np.int64)
     slots[: batch.num_rows] = batch.slots
     arrays = {
@@ -122,17 +131,19 @@ def _fields(batch: Batch, rows: int, kv_heads: int, trash: int) -> tuple[dict[st
     }
     if batch.features is not None:
         arrays["features"] = _padded(batch.features, rows, np.float32)
-    lanes, masks = _lane_arrays(batch, rows, kv_heads)
-    return {**arrays, **lanes}, masks
+    lanes, masks, nodes = _lane_arrays(batch, rows, kv_heads, above)
+    return {**arrays, **lanes}, masks, nodes
 
 
-def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> tuple[dict[str, Array], Ints]:
+def _lane_arrays(
+    batch: Batch, rows: int, kv_heads: int, above: npt.NDArray[np.int32]
+) -> tuple[dict[str, Array], Ints, tuple[Ints, Ints]]:
     """`Lanes` by name, with room for a lane a row; the tables come last, so that all others have their places.
 
-    And masks, see `_fields`.
+    And masks and nodes, see `_fields`.
     """
     width = lane_width(rows)
-    lane_of, cell_of, masks, (lane, index, node_slots) = _place_rows(batch, width)
+    lane_of, cell_of, masks, (lane, level, index, node_slots) = _place_rows(batch, width, above)
     longest = np.zeros(int(lane_of.max()) + 1, np.int64)
     np.maximum.at(longest, lane_of, batch.context_lens)
     starts, tables = _place_tables(batch)
@@ -154,7 +165,7 @@ def _lane_arrays(batch: Batch, rows: int, kv_heads: int) -> tuple[dict[str, Arra
         "parts": _padded(divided.parts, most_parts(rows, kv_heads), filler=-1),
         "tables": tables,
     }
-    return arrays, masks
+    return arrays, masks, (lane, level)
 
 
 def _padded(values: Array, rows: int, kind: type[np.number[Any]] = np.int32, filler: int = 0) -> Array:
@@ -163,7 +174,9 @@ def _padded(values: Array, rows: int, kind: type[np.number[Any]] = np.int32, fil
     return made
 
 
-def _place_rows(batch: Batch, width: int) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints]]:
+def _place_rows(
+    batch: Batch, width: int, above: npt.NDArray[np.int32]
+) -> tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints, Ints]]:
     """Lane and place there of each row [rows], of up to `width` rows, fewer where they would see too many nodes.
 
     Then, as `_place_nodes`, masks and nodes.
@@ -174,26 +187,34 @@ def _place_rows(batch: Batch, width: int) -> tuple[Ints, Ints, Ints, tuple[Ints,
     lane_of, cell_of = np.empty_like(order), np.empty_like(order)
     while True:
         lane_of[order], cell_of[order] = np.cumsum(cells % width == 0) - 1, cells % width
-        masks, nodes = _place_nodes(batch, lane_of)
-        if nodes[1].max(initial=0) < NODES:
+        masks, nodes = _place_nodes(batch, lane_of, above)
+        if nodes[2].max(initial=0) < NODES:
             return lane_of, cell_of, masks, nodes
         assert width > 1, f"no path is longer than {NODES} nodes"
         width //= 2
 
 
-def _place_nodes(batch: Batch, lane_of: Ints) -> tuple[Ints, tuple[Ints, Ints, Ints]]:
-    """Masks, see `_fields`, and lane, index and slot [n] of the nodes.
+def _place_nodes(
+    batch: Batch, lane_of: Ints, above: npt.NDArray[np.int32]
+) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
+    """Masks, see `_fields`, and lane, level, index and slot [n] of the nodes.
 
     Masks of a lane with too many nodes are nonsense.
     """
-    attended = np.arange(batch.ancestors.shape[1]) < batch.num_ancestors[:, None]
-    keyed = lane_of[:, None] << 32 | batch.ancestors
+    place = np.arange(batch.ancestors.shape[1])
+    attended, level = place < batch.num_ancestors[:, None], np.maximum(place - above[:, None] + 1, 0)
+    keyed = lane_of[:, None] << 48 | level << 32 | batch.ancestors
     nodes, which = np.unique(keyed[attended], return_inverse=True)
-    lanes = nodes >> 32
+    lanes = nodes >> 48
     index = np.arange(len(nodes)) - np.searchsorted(lanes, lanes)
     bits = np.zeros((len(attended), 1 + attended.shape[1]), np.uint64)
     bits[:, 1:][attended] = np.left_shift(np.uint64(1), (index % NODES).astype(np.uint64))[which]
-    return np.bitwise_or.accumulate(bits, axis=1).view(np.int64), (lanes, index, nodes & 0xFFFFFFFF)
+    return np.bitwise_or.accumulate(bits, axis=1).view(np.int64), (
+        lanes,
+        nodes >> 32 & 0xFFFF,
+        index,
+        nodes & 0xFFFFFFFF,
+    )
 
 
 def _place_tables(batch: Batch) -> tuple[Ints, Array]:
