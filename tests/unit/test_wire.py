@@ -189,7 +189,6 @@ def opens(draw: st.DrawFn) -> OpenSession:
         acceptance=draw(st.sampled_from(ACCEPTANCE_RULES)),
         cache_salt=draw(st.sampled_from(("", "a key's"))),
         traceparent=draw(st.sampled_from(("", TRACEPARENT))),
-        takes_chains=draw(st.booleans()),
     )
 
 

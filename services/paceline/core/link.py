@@ -149,7 +149,6 @@ class SessionLink:
             acceptance=self._acceptance,
             cache_salt=request.cache_salt,
             traceparent=request.traceparent,
-            takes_chains=bool(self._links.takes_chains(rows_of([self._row]))[0]),
         )
 
     def close(self) -> CloseSession | None:

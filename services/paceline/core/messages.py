@@ -117,7 +117,7 @@ class OpenSession:
 
     `number` is its name in all other messages, from 1 on and never reused. `acceptance` says how its guesses are chosen
     and judged; cached pages are shared under the same `cache_salt`; `traceparent` is the W3C trace context of a session
-    that is traced; `takes_chains`: a step of its verifier checks one path of the tree.
+    that is traced.
     """
 
     session_id: str
@@ -131,7 +131,6 @@ class OpenSession:
     acceptance: str = COUPLED
     cache_salt: str = ""
     traceparent: str = ""
-    takes_chains: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,6 @@ class DraftSession:
     Attributes:
         link: Number of its verifier's stream.
         row: Of its tree in the forest.
-        chain: A node of its tree has one child.
-        takes_chains: A step of its verifier checks one path of its tree.
         choice: How it ranks guesses, a `CHOICE`.
         by_logits: Whether it ranks them by logits alone; else rows go through `change`, or it draws from them.
         drafts: Distributions that the guesses of a chain were sampled from, by position.
@@ -69,7 +67,7 @@ class DraftSession:
         self.session_id, self.number = opened.session_id, opened.number
         self.tokens = list(opened.token_ids)
         self.sampling = opened.sampling
-        self.chain, self.takes_chains = opened.acceptance == REJECTION, opened.takes_chains
+        self.chain = opened.acceptance == REJECTION
         self.price, self.room = opened.price, opened.room
         self.link, self.row = 0, -1
         self._context_len = identity.context_len

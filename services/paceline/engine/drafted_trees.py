@@ -67,7 +67,6 @@ class DraftedTrees:
             row,
             session.tokens,
             chain=session.chain,
-            takes_chains=session.takes_chains,
             # What was drafted from a head's own features is computed anew from the target's.
             keeps_kv=session.features is None,
             price=session.price,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.forest.records import FULL, NONE, ROOT, Arrays, Floats, Ints, kernel
-from paceline.forest.tree_loops import add_one, best_chain, has_child, insert
+from paceline.forest.tree_loops import add_one, has_child, insert
 
 # Share of the price from which on a node is worth growing.
 AHEAD = 0.1
@@ -26,9 +26,6 @@ MAX_ROOM = 256
 MAX_DEPTH = 64
 # Weight of a new observation of how sure the best guess below a node is.
 SHARE_WEIGHT = 0.1
-# Rows of a step for a session whose verifier checks one path: the best leaf goes on, and the next best is there for a
-# commit that leads elsewhere. More rows would make each level slower.
-CHAIN_ROWS = 2
 # What is drafted ahead takes at most this share of the time between two commits in one call, since a commit that comes
 # meanwhile waits for its end.
 AHEAD_SHARE = 1 / 16
@@ -101,21 +98,6 @@ def grow(f: Arrays, rows: Ints, parents: Ints, tokens: Ints, confidences: Floats
 
 
 @kernel
-def promised(tree: Any, nodes: Any) -> float:
-    """Guesses of a tree that a step of its verifier is expected to accept, where it checks all that it may."""
-    total, weights = 0.0, np.empty(tree.count)
-    if tree.takes_chains:
-        found = best_chain(nodes, tree.count, tree.count, least_weight(tree), np.empty(tree.count, np.int32), weights)
-        for rank in range(found):
-            total += math.exp(weights[rank])
-        return total
-    for slot in range(tree.count):
-        if nodes[slot].id:
-            total += math.exp(nodes[slot].weight)
-    return total
-
-
-@kernel
 def levels(f: Arrays, rows: Ints, slots: Ints, most: int, costs: Floats, context_len: int, counts: Ints) -> None:
     """How many levels of guesses below nodes one call drafts, each below the best of the level before.
 
@@ -140,7 +122,9 @@ def levels(f: Arrays, rows: Ints, slots: Ints, most: int, costs: Floats, context
             # Its verifier has what it waited for.
             cap, cost, least = min(cap, int(AHEAD_SHARE / cost)), 0.0, AHEAD * tree.price
         else:
-            expected += promised(tree, nodes)
+            for each in range(tree.count):
+                if nodes[each].id:
+                    expected += math.exp(nodes[each].weight)
         count = 0
         while count < cap:
             survival *= tree.share
@@ -208,10 +192,9 @@ def frontier(
         if not tree.ready or not wants_nodes(tree):
             continue
         least, end, found = least_weight(tree), computed_to(tree, context_len), 0
-        most = min(limit, CHAIN_ROWS) if tree.takes_chains else limit
         for slot in range(tree.count):
             if grows(nodes, slot, least, end):
-                found = insert(slots, weights, found, most, slot, nodes[slot].weight)
+                found = insert(slots, weights, found, limit, slot, nodes[slot].weight)
         for rank in range(found):
             out_rows[total], out_slots[total], out_weights[total] = row, slots[rank], weights[rank]
             total += 1

@@ -103,7 +103,6 @@ class Forest:
         tokens: Sequence[int],
         *,
         chain: bool = False,
-        takes_chains: bool = False,
         keeps_kv: bool = False,
         price: float = 0.0,
         room: int = 0,
@@ -114,14 +113,13 @@ class Forest:
             row: Of the session.
             tokens: All committed ones.
             chain: A node has one child.
-            takes_chains: Its verifier checks one path from the root in a step.
             keeps_kv: A commit leaves their rows of KV to the nodes that live on.
             price: Least survival worth drafting for.
             room: Nodes that a drafter may have in it.
         """
         tree = self.arrays.trees[row]
         tree["committed_len"], tree["next_id"], tree["push_at"], tree["held"] = len(tokens), 1, 1, 0
-        tree["chain"], tree["takes_chains"], tree["keeps_kv"] = chain, takes_chains, keeps_kv
+        tree["chain"], tree["keeps_kv"] = chain, keeps_kv
         tree["ready"] = tree["lags"] = False
         tree["price"], tree["room"], tree["share"] = price, min(room, drafting.MAX_ROOM), CHILD_SHARE
         tree["offered"] = 0
@@ -338,7 +336,7 @@ class Forest:
 
         Args:
             rows: int32 `[sessions]`.
-            limit: Most nodes of each; of one whose verifier checks one path, at most `drafting.CHAIN_ROWS`.
+            limit: Most nodes of each.
             context_len: Tokens that the draft model takes: children must lie within them.
         """
         size = len(rows) * limit

@@ -47,8 +47,6 @@ TREE = np.dtype(
         ("chain", "i1"),
         # Rows of KV stay with their nodes when a commit comes, as a drafter's do.
         ("keeps_kv", "i1"),
-        # Its verifier checks one path from the root in a step.
-        ("takes_chains", "i1"),
         # Of a drafter's end: whether KV of all committed tokens is there, and whether some is to be computed; draft
         # steps since the last commit, and the one at which new nodes are pushed; the next node's id.
         ("ready", "i1"),

@@ -226,7 +226,6 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         acceptance=acceptance,
         cache_salt=entry.cache_salt,
         traceparent=_trace_context(entry.traceparent),
-        takes_chains=entry.takes_chains,
     )
 
 

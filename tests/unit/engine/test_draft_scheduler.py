@@ -10,11 +10,11 @@ import pytest
 
 from paceline.core.messages import CloseSession, CommittedStates, Drafts
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.params import DRAFT_MODEL, SamplingParams
+from paceline.core.params import SamplingParams
 from paceline.engine.draft_scheduler import QUIET_S
 from paceline.engine.draft_session import Offer
 from paceline.engine.pending import HostPending
-from paceline.forest import NONE, ROOT, Forest, rows_of
+from paceline.forest import NONE, ROOT
 from paceline.forest.drafting import MAX_DEPTH
 from tests.support.counting import VOCAB_SIZE, WRONG, Drafter, text
 
@@ -94,12 +94,6 @@ def test_no_session_has_more_rows_of_a_step_than_its_share() -> None:
     assert [len(drafter.step().growing) for _ in range(4)] == [0, 2, 3, 3]
 
 
-def test_a_session_whose_verifier_takes_chains_has_two_rows_the_best_leaf_and_the_next_best() -> None:
-    drafter = Drafter(width=2, max_rows=16)
-    drafter.open("s", room=100, takes_chains=True)
-    assert [len(drafter.step().growing) for _ in range(4)] == [0, 2, 2, 2]
-
-
 # Levels
 
 
@@ -148,18 +142,6 @@ def test_a_price_bounds_the_levels() -> None:
     loop.open("s", room=64, price=0.2)
     loop.scheduler.trees.forest.arrays.trees["share"][loop.session("s").row] = 0.5
     assert loop.step(0.0).num_levels == 2, "a half to the third is not worth it"
-
-
-@pytest.mark.parametrize(("takes_chains", "levels"), [(False, 1), (True, 2)])
-def test_where_a_step_checks_one_path_only_that_counts_against_further_levels(takes_chains: bool, levels: int) -> None:
-    forest = Forest((DRAFT_MODEL,))
-    row = forest.take_row()
-    forest.open(row, [0], room=16, takes_chains=takes_chains)
-    forest.grow(rows_of([row]), rows_of([ROOT]), np.array([[[1, 2, 3]]], np.int32), np.array([[[0.4, 0.3, 0.25]]]))
-    forest.arrays.trees["share"][row] = 0.5
-    # A step accepts 1.95 tokens of the whole tree and 1.4 of a path; 0.1 is more than 0.055 of the second alone.
-    counts = forest.levels(rows_of([row]), rows_of([0]), most=16, costs=np.array([0.055]), context_len=100)
-    assert counts.tolist() == [levels]
 
 
 def test_where_several_verifiers_are_served_no_call_keeps_the_others_waiting_for_long() -> None:

@@ -85,7 +85,6 @@ class OpenSession(google.protobuf.message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
-    TAKES_CHAINS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
     epoch: builtins.int
@@ -106,8 +105,6 @@ class OpenSession(google.protobuf.message.Message):
     """Sessions share cached pages only with those of the same salt."""
     number: builtins.int
     """Its name in all other messages, from 1 on; unique among the verifier's sessions, and never reused."""
-    takes_chains: builtins.bool
-    """A step of its verifier checks one path of the tree, so siblings are of use only after a commit."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and committed tokens so far."""
@@ -130,10 +127,9 @@ class OpenSession(google.protobuf.message.Message):
         traceparent: builtins.str = ...,
         cache_salt: builtins.str = ...,
         number: builtins.int = ...,
-        takes_chains: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "cache_salt", b"cache_salt", "epoch", b"epoch", "number", b"number", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "takes_chains", b"takes_chains", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "cache_salt", b"cache_salt", "epoch", b"epoch", "number", b"number", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
