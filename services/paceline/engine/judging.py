@@ -18,7 +18,7 @@ from paceline.core.messages import TokenOrigin
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
 from paceline.engine.pending import Longs, Walks, choices_of
-from paceline.engine.planned_step import StepPlan
+from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.sampler import Logits, working_space
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE, ROOT, Floats, Guesses
@@ -50,27 +50,28 @@ class Judging:
         firsts: Of each part of the plan, the row of its last committed token; those of its guesses follow.
 
     Attributes:
+        parts: Those of the plan, of sessions that have left since as well.
         walks: Guesses of the sessions that choose by logits alone.
     """
 
     def __init__(self, plan: StepPlan, firsts: Sequence[int]) -> None:
-        self._parts, self._plan, self.firsts = plan.parts, plan, firsts
-        committing = [place for place, part in enumerate(self._parts) if part.commits]
-        self._plain = [place for place in committing if self._parts[place].session.by_logits]
-        self._others = [place for place in committing if not self._parts[place].session.by_logits]
-        self.walks = self._walks_of([self._parts[place].session for place in self._plain])
+        self.parts, self._plan, self.firsts = plan.parts, plan, firsts
+        committing = [place for place, part in enumerate(self.parts) if part.commits]
+        self._plain = [place for place in committing if self.parts[place].session.by_logits]
+        self._others = [place for place in committing if not self.parts[place].session.by_logits]
+        self.walks = self._walks_of([self.parts[place] for place in self._plain])
         # By place in the plan's parts.
         self._rounds: dict[int, Round | Exception] = {}
         # Logits that log probabilities are read from, of a few sessions at a time.
         self._read: dict[int, Logits] = {}
 
-    def _walks_of(self, sessions: Sequence[TargetSession]) -> Walks:
-        sizes = np.array([part.num_guesses for part in self._parts], np.int64)
+    def _walks_of(self, parts: Sequence[Part]) -> Walks:
+        sizes = np.array([part.num_guesses for part in self.parts], np.int64)
         stops = np.cumsum(sizes)
         return Walks(
             rows=np.array(self.firsts, np.int64)[self._plain],
-            positions=np.array([session.committed_len for session in sessions], np.int64),
-            choices=choices_of([session.choice for session in sessions]),
+            positions=np.array([part.stop for part in parts], np.int64),
+            choices=choices_of([part.session.choice for part in parts]),
             starts=(stops - sizes)[self._plain],
             stops=stops[self._plain],
             tokens=self._plan.guesses.tokens,
@@ -80,7 +81,7 @@ class Judging:
 
     def _rows_of(self, place: int) -> range:
         first = self.firsts[place]
-        return range(first, first + 1 + self._parts[place].num_guesses)
+        return range(first, first + 1 + self.parts[place].num_guesses)
 
     def follow(self, pending: Pending) -> None:
         """Chooses the tokens of all sessions."""
@@ -90,7 +91,7 @@ class Judging:
 
     def verdict(self, place: int) -> Verdict:
         """What the session of a part of the plan commits; or raises why it cannot."""
-        session, found = self._parts[place].session, self._rounds[place]
+        session, found = self.parts[place].session, self._rounds[place]
         if isinstance(found, Exception):
             raise found
         verdict = session.accept(*found)
@@ -103,7 +104,7 @@ class Judging:
         tokens = walked.tokens.tolist()
         columns = (self.walks.rows.tolist(), walked.counts.tolist(), walked.rivals.tolist())
         for place, row, count, has_rivals in zip(self._plain, *columns, strict=True):
-            part = self._parts[place]
+            part = self.parts[place]
             if count:
                 self._rounds[place] = Round(tokens[row : row + count], _last_origin(part.num_guesses, has_rivals))
             else:
@@ -112,7 +113,7 @@ class Judging:
     def _why_nothing(self, place: int) -> Exception:
         """Why there is nothing to choose at one of a session's rows, or why that cannot be told."""
         try:
-            return _unusable(self._parts[place].session, self._pending.logits(self._rows_of(place)))
+            return _unusable(self.parts[place].session, self._pending.logits(self._rows_of(place)))
         except Exception as error:  # noqa: BLE001 - what one session lacks must not end the others
             return error
 
@@ -131,14 +132,14 @@ class Judging:
         self._rounds |= {place: each.error or each.round for place, each in descents.items()}
 
     def _descent(self, place: int) -> _Descent:
-        return _Descent(self._parts[place].session, self._plan.guesses_of(place), self.firsts[place])
+        return _Descent(self.parts[place].session, self._plan.guesses_of(place), self.firsts[place])
 
     def _read_at(self, place: int) -> Logits:
         """The rows, as the model gave them, that a session's tokens were chosen from; some more come with them."""
         if place not in self._read:
             wanted, left = dict[int, list[int]](), READ_ROWS
             for each, found in sorted(self._rounds.items()):
-                reads = self._parts[each].session.request.sampling.logprobs is not None
+                reads = self.parts[each].session.request.sampling.logprobs is not None
                 if each >= place and reads and isinstance(found, Round):
                     left -= len(found.token_ids)
                     if wanted and left < 0:

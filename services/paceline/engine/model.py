@@ -39,6 +39,11 @@ class Pending(Protocol):
     All raise MemoryError where the device has no room, as `Model.launch` does.
     """
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the next step may be launched before this one is read; see `Batch.above`."""
+        ...
+
     def follow(self, walks: Walks) -> Walked:
         """Follows the target's tokens down guesses of each session until it chooses one that was not guessed."""
         ...

@@ -28,8 +28,8 @@ class Part:
 
     @property
     def commits(self) -> bool:
-        """Whether the step gives the session a token: its last committed token is among the rows."""
-        return self.stop == self.session.committed_len
+        """Whether the step gives the session a token: its last committed token, known or not, is among the rows."""
+        return self.decodes or self.stop == self.session.committed_len
 
     @property
     def num_rows(self) -> int:
@@ -84,8 +84,3 @@ class StepPlan:
     def is_mostly_prefill(self) -> bool:
         """Whether most rows are those of prompts."""
         return 2 * self.num_prefill_rows > self.num_rows
-
-    @property
-    def batch_size(self) -> int:
-        """Sessions that get tokens."""
-        return len(self.decoding) + sum(part.commits for part in self.reading)

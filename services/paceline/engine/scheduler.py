@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
+import numpy as np
+
 from paceline.core.acceptance import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
@@ -22,7 +24,7 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, Ste
 from paceline.engine.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
 from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.target_session import TargetSession
-from paceline.forest import Calls, Guesses, Ints, rows_of
+from paceline.forest import NO_GUESSES, Calls, Guesses, Ints, rows_of
 
 _ORDER = attrgetter("order")
 NO_ROWS = rows_of(())
@@ -85,6 +87,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while sessions wait or run, or messages are left to send."""
         return bool(self._sessions or self.outcomes) or self.tier.has_work
+
+    def holds(self, session: TargetSession) -> bool:
+        """Whether a session still waits or runs."""
+        return session.number in self._sessions
 
     def session(self, number: int) -> TargetSession | None:
         """The session of that number, unless it has ended."""
@@ -163,6 +169,37 @@ class Scheduler:
         plan = StepPlan(now_s, drafters_work, decoding, reading, guesses)
         self._announce(plan)
         return plan
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one whose tokens nobody has read yet; None where it takes more than these tokens.
+
+        Where such a token ends its session the row is wasted. Its pages are given back at once all the same: whoever
+        gets them writes later than that row does.
+        """
+        alone = not self._waiting and not len(plan.guesses.tokens) and not self._may_guess()
+        if not alone or not all(each.is_decoding and each.runs_ahead for each in self._running):
+            return None
+        sessions = [part.session for part in plan.decoding if not part.session.ends_next]
+        if not sessions or not all(each.pages.reserve(each.committed_len + 1) for each in sessions):
+            return None
+        decoding = [Part(each, each.committed_len, each.committed_len + 1, 0, decodes=True) for each in sessions]
+        guesses = NO_GUESSES._replace(counts=np.zeros(len(decoding), np.int32))
+        return StepPlan(plan.started_s, False, decoding, [], guesses)
+
+    def take_up(self, plan: StepPlan, now_s: float) -> bool:
+        """Goes on with a step that was planned ahead; False: its sessions have all ended."""
+        plan.decoding = [part for part in plan.decoding if self.holds(part.session)]
+        if plan.decoding:
+            # Modes and prices go on as in any step.
+            self._drafts.choose(rows_of(part.session.tree.row for part in plan.decoding), NO_ROWS)
+            self._drafts.describe(self.report)
+            plan.started_s = now_s
+        return bool(plan.decoding)
+
+    def _may_guess(self) -> bool:
+        """Whether a drafter, or a source inside the verifier, may come up with guesses."""
+        links, rows = self.forest.links, self._rows
+        return self._policy.drafts and bool((links.drafted(rows) | links.has_sources(rows)).any())
 
     def _announce(self, plan: StepPlan) -> None:
         announced = [(part.session.number, part.session.announce()) for part in plan.parts]
@@ -268,7 +305,7 @@ class Scheduler:
         Returns:
             What goes to their clients.
         """
-        batch_size = plan.batch_size
+        batch_size = len(judged)
         done = commit(
             self.forest, [NewTokens(part.session.link, verdict.token_ids, verdict.chances) for part, verdict in judged]
         )

@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from paceline.core.acceptance import Verdict, rule_of
 from paceline.core.calibration import CalibrationStore
@@ -34,6 +37,7 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
+from paceline.engine.batch import Batch
 from paceline.engine.judging import READ_ROWS, Judging
 from paceline.engine.loop import Compute, here
 from paceline.engine.model import Model, Pending
@@ -111,6 +115,8 @@ class TargetEngine:
         )
         self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
+        # A step on the device before the tokens of the one before are read.
+        self._ahead: _Launched | None = None
         # Numbers of the sessions that the step under way computes.
         self._in_step: tuple[int, ...] | None = None
 
@@ -226,11 +232,11 @@ class TargetEngine:
         """Seconds for which the next drafts are worth waiting for; 0: step now."""
         now_s = self._clock()
         self.scheduler.mark_silent_drafters(now_s)
-        return self.scheduler.patience_s(now_s)
+        return 0.0 if self._ahead is not None else self.scheduler.patience_s(now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
-        return self.scheduler.drafts_pay(draft_s, self._clock())
+        return self._ahead is None and self.scheduler.drafts_pay(draft_s, self._clock())
 
     async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Runs a step over all sessions that have something to compute.
@@ -238,7 +244,7 @@ class TargetEngine:
         Messages to drafters, new prompts above all, and which sessions are computed for the first time are told before
         the device begins; what it has committed is told to drafters before anything else happens.
         """
-        plan = self.scheduler.plan(self._clock())
+        plan = self._plan_step()
         self._in_step = tuple(part.session.number for part in plan.parts)
         if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
             tell(await self._output(StepReport(), compute))
@@ -254,29 +260,53 @@ class TargetEngine:
         self._in_step = None
         return await self._output(self.scheduler.take_report(plan), compute)
 
+    def _plan_step(self) -> StepPlan:
+        """Plans a step, unless one was launched ahead that is still of use."""
+        now_s = self._clock()
+        if self._ahead is not None and not self.scheduler.take_up(self._ahead.plan, now_s):
+            self._ahead = None
+        return self.scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
+
     def _run(self, plan: StepPlan) -> list[Outcome]:
-        """Computes a step; returns what goes to clients."""
+        """Computes a step, and has the device go on with the next one; returns what goes to clients."""
         try:
-            judging, pending = self._launch(plan)
-            judging.follow(pending)
+            launched = self._ahead or self._launch(plan)
+            self._ahead = self._launch_ahead(launched)
+            launched.judging.follow(launched.pending)
         except MemoryError as error:
+            self._ahead = None
             return [self._refuse_largest(plan, error)]
-        outcomes = self._commit(plan, judging, pending)
+        outcomes = self._commit(*launched)
         # Accepted nodes go to their places before anything else is written to scratch slots.
         self._cache.apply_moves(self.scheduler.moves)
         return outcomes
 
-    def _launch(self, plan: StepPlan) -> tuple[Judging, Pending]:
+    def _launch(self, plan: StepPlan) -> _Launched:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
         judging = Judging(plan, _pack(builder, plan))
-        return judging, self._decoder.launch(builder.build(), self._cache, judging.walks)
+        return _Launched(plan, judging, self._decoder.launch(builder.build(), self._cache, judging.walks))
+
+    def _launch_ahead(self, launched: _Launched) -> _Launched | None:
+        """Launches the step after one that is not read yet; None: it has to wait, or the device."""
+        plan = self.scheduler.plan_ahead(launched.plan) if launched.pending.runs_ahead else None
+        if plan is None:
+            return None
+        judging = Judging(plan, range(len(plan.decoding)))
+        try:
+            pending = self._decoder.launch(_pack_ahead(plan, launched), self._cache, judging.walks)
+        except MemoryError:
+            # It comes again once there is nothing else that needs room.
+            return None
+        return _Launched(plan, judging, pending)
 
     def _commit(self, plan: StepPlan, judging: Judging, pending: Pending) -> list[Outcome]:
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part, Verdict]] = []
-        for place, part in enumerate(plan.parts):
+        for place, part in enumerate(judging.parts):
+            if not self.scheduler.holds(part.session):
+                continue
             try:
                 if part.judged:
                     outcomes.append((part.session.number, _prompt_judged(part, judging.firsts[place], pending)))
@@ -341,6 +371,29 @@ class TargetEngine:
             broken_links=news.broken_links,
             report=report,
         )
+
+
+class _Launched(NamedTuple):
+    """A step on the device."""
+
+    plan: StepPlan
+    judging: Judging
+    pending: Pending
+
+
+def _pack_ahead(plan: StepPlan, above: _Launched) -> Batch:
+    """The rows of a step's tokens to come: those behind the last ones that are known."""
+    builder = BatchBuilder()
+    builder.add_trees([part.session.pages for part in plan.decoding], plan.guesses)
+    known, places = builder.build(), {part.session.number: place for place, part in enumerate(above.judging.parts)}
+    return replace(
+        known,
+        token_ids=np.array([places[part.session.number] for part in plan.decoding]),
+        positions=known.positions + 1,
+        slots=np.array([part.session.pages.slot(part.start) for part in plan.decoding]),
+        context_lens=known.context_lens + 1,
+        above=above.pending,
+    )
 
 
 def _pack(builder: BatchBuilder, plan: StepPlan) -> list[int]:

@@ -169,6 +169,16 @@ class TargetSession:
         return self.request.sampling.temperature == 0.0
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether the row of its next token needs nothing of the host but a page, whichever token that is."""
+        return self.by_logits and self.request.sampling.logprobs is None
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether its next token is its last, whichever it is."""
+        return self._num_chosen + 1 >= self._last_len
+
+    @property
     def ended(self) -> bool:
         """Whether its last token has been chosen."""
         return self._finish is not None

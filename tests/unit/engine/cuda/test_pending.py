@@ -11,17 +11,24 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.core.draft_policy import FixedGamma
+from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.noise import split_uint64
 from paceline.core.pages import BLOCK_SIZE
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.target_events import Submit, TargetLimits
 from paceline.engine.backends.cpu.step_kernels import CHOICE
 from paceline.engine.backends.cuda.kv import CudaKVCache
+from paceline.engine.backends.cuda.pending import CudaPending
 from paceline.engine.backends.cuda.platform import CudaPlatform
 from paceline.engine.backends.interface import Backend
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.eagle3 import read_eagle3
+from paceline.engine.loop import finished
 from paceline.engine.model import Burst
 from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.target import TargetEngine
 from paceline.forest import NONE
 from tests.support.eagle import save_eagle3
 from tests.unit.engine.cuda.interpreted import DEVICE
@@ -231,6 +238,54 @@ def poison(cache: CudaKVCache, slots: np.ndarray) -> None:
     blocks, offsets = torch.from_numpy(slots // BLOCK_SIZE), torch.from_numpy(slots % BLOCK_SIZE)
     cache.keys[:, blocks, :, :, offsets] = torch.nan
     cache.values[:, blocks, :, offsets] = torch.nan
+
+
+def texts_of(decoder: Decoder, stop: int) -> list[list[int]]:
+    """Of three sessions, the second of which may end by a token; all that a verifier does for them."""
+    identity = ModelIdentity(name="one", vocab_hash="", vocab_size=VOCAB, context_len=64)
+    engine = TargetEngine(
+        decoder=decoder,
+        identity=identity,
+        num_blocks=8,
+        limits=TargetLimits(max_num_seqs=4, max_num_batched_tokens=16),
+        policy=FixedGamma(gamma=0),
+        clock=lambda: 0.0,
+    )
+    ways = ({"temperature": 0.0}, {"temperature": 0.9, "stop_token_ids": (stop,)}, {"temperature": 0.7, "top_p": 0.9})
+    for number, way in enumerate(ways):
+        sampling = SamplingParams(max_tokens=4 + number, seed=number, ignore_eos=True, **way)
+        request = GenerateRequest(
+            session_id=str(number),
+            epoch=1,
+            prompt_token_ids=tuple(PROMPT[number : number + 4]),
+            sampling=sampling,
+            speculation=SpeculationParams(),
+        )
+        engine.handle(Submit(request=request, number=number))
+    texts: list[list[int]] = [[], [], []]
+    while engine.num_sessions:
+        for number, committed in finished(engine.step()).committed:
+            texts[number] += committed.token_ids
+    return texts
+
+
+def test_the_next_step_is_launched_before_the_tokens_of_this_one_are_read(prepared, monkeypatch):
+    decoder, stream = prepared
+    stream.work_until(stream.num_launched)
+    stream.forget()
+    texts = texts_of(decoder, stop=VOCAB)
+    # The prompts' step is followed by one that is planned by what it brought, and nothing comes behind the last one.
+    assert [lead > 0 for lead in stream.leads] == [False, True, True, True, True, False]
+    assert stream.fetched == [4 * 3] * 4 + [4 * 2, 4]
+    assert len(stream.sent) == 6
+    # A stop token ends a text whose next row is on its way.
+    stop = texts[1][2]
+    kept = texts[1][: texts[1].index(stop) + 1]
+    assert texts_of(decoder, stop) == [texts[0], kept, texts[2]]
+    monkeypatch.setattr(CudaPending, "runs_ahead", False)
+    stream.forget()
+    assert texts_of(decoder, stop) == [texts[0], kept, texts[2]]
+    assert stream.leads == [0] * 6
 
 
 def test_a_heads_burst_takes_the_states_of_the_rows_above_on_the_device(tiny, tmp_path):
