@@ -236,7 +236,11 @@ class _Steps:
         rows = padded(batch.num_rows)
         sent, fits = self._send(level_arrays(batch, ranks, kv, rows, self._kv_heads, self.cache.trash))
         found = self._found_by(len(kv), rows)
-        self._stream.run(lambda: torch.index_select(above(), 0, sent["entries"], out=found[0]))
+
+        def begin() -> None:
+            torch.index_select(above(), 0, sent["entries"], out=found[0])
+
+        self._stream.run(begin)
         known = self._levels.get(rows) if fits and len(kv) <= MOST_LEVELS and kept is self._kept else None
         for _ in kv:
             self._stream.run(known or partial(self._level, sent, found, kept))
