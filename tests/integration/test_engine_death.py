@@ -355,7 +355,7 @@ async def test_a_verifier_that_vanished_before_it_said_anything_may_have_compute
     await server.start()
     request, client = ask("s"), VerifierClient(60, clock=clock)
     with DelayProxy(("127.0.0.1", port)) as proxy:
-        running = client.running(proxy.address, request, vocab_size=256)
+        running = client.running(proxy.address, request, 256, lambda _: False)
         losing = asyncio.create_task(lost(client, running))
         await until(lambda: running.taken_s is not None)
         if life_after_s is not None:

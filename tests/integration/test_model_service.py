@@ -17,6 +17,7 @@ from paceline.cluster.health import grpc_health
 from paceline.cluster.valkey import free_port
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.drafter.config import DrafterConfig
+from paceline.engine.loop import Device
 from paceline.model_service import serve_model
 from paceline.service.credentials import PROBE, FleetTls, channel
 from paceline.service.dev_ca import make_certificates
@@ -34,7 +35,7 @@ class IdleHost:
     def engine(self) -> IdleHost:
         return self
 
-    at_work = None
+    device = Device("idle")
 
     def engine_died(self, problem: str) -> None: ...
 
