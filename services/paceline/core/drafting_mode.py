@@ -316,5 +316,7 @@ class DraftingMode:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
-            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= self._most_on_loan, rates=rates)
+            # What did not pay on a busy machine or with another drafter is tried anew, as if it were not known.
+            on_loan = mode is Mode.PLAIN and 2**at <= self._most_on_loan
+            loads[int(at)] = Load(mode, on_loan=on_loan, rates=rates)
         self.loads = loads

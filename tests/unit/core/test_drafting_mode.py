@@ -255,6 +255,12 @@ def test_a_successor_begins_in_the_mode_that_was_better() -> None:
     assert switch.learned() == pytest.approx(verifier.switch.learned())
 
 
+def test_a_successor_tries_anew_what_did_not_pay_its_predecessor() -> None:
+    verifier = Verifier(lambda _: 2.0)
+    verifier.switch.resume([1.0, 1.0, 0.5])
+    assert verifier.steps(30, 2)[-1] is DRAFTING
+
+
 @pytest.mark.parametrize("learned", [[3.0, 1.0], [3.0, 1.0, -1.0], [3.0, float("nan"), 1.0], [-1.0, 1.0, 1.0]])
 def test_what_was_not_learned_by_such_a_switch_is_refused(learned: list[float]) -> None:
     with pytest.raises(ValueError, match=r"needs loads and rates|shorter"):
