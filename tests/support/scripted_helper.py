@@ -61,7 +61,6 @@ def shows_trees(stream: socket.socket, board: TreeBoard) -> None:
                     least=0.1,
                     price=0.1,
                     child_share=0.5,
-                    levels=1.0,
                     wait_share=math.nan,
                     weights=[-0.01 * (place + 1) for place in range(NUM_GUESSES)],
                     token_ids=chain,

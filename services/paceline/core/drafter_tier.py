@@ -137,7 +137,9 @@ class DrafterTier:
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
         merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
-        report.round_trips_s += self._links.drafts_arrived(rows, drafts.base_lens, drafts.sizes, merged, arrived_s)
+        report.round_trips_s += self._links.drafts_arrived(
+            rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s
+        )
         num_lost += int(merged.counts[:, 1:].sum())
         if num_lost:
             report.late_by[drafter.source] += num_lost

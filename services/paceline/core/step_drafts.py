@@ -13,7 +13,7 @@ import numpy as np
 from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import MovingAverage
 from paceline.core.target_events import StepReport
-from paceline.forest import Coming, Floats, Forest, Gathered, Ints, rows_of
+from paceline.forest import Floats, Forest, Gathered, Ints, rows_of
 
 # Seconds of a step before one was seen.
 FIRST_STEP_S = 0.01
@@ -125,37 +125,35 @@ class StepDrafts:
         return np.where(links.may_wait(rows), links.waits(rows, now_s), np.nan)
 
     def pays(self, rows: Ints, draft_s: float, *, idle_s: float) -> bool:
-        """Whether a draft step for all sessions is worth waiting for, of `draft_s` seconds a level of guesses.
-
-        It drafts as many levels as pay, so it is worth it if the first one is.
-        """
+        """Whether a draft step of `draft_s` seconds a level for all sessions is worth waiting for."""
         links = self._forest.links
         waits = np.where(links.drafted(rows) & links.may_wait(rows), draft_s, np.nan)
-        coming = links.coming(rows)._replace(levels=np.ones(len(rows)))
-        return self._worth_waiting(rows, waits, coming, idle_s) > 0.0
+        return self.worth_waiting(rows, waits, idle_s=idle_s) > 0.0
 
     def lag_tokens(self, rows: Ints) -> int:
         """Most committed tokens of a session that its drafter has not answered; none while drafters idle."""
         return self._forest.links.lag_tokens(rows)
 
     def worth_waiting(self, rows: Ints, waits: Floats, *, idle_s: float) -> float:
-        """Seconds for which the next messages of drafters are worth waiting for, at most a step in all.
+        """Seconds for which the next nodes are worth waiting for, at most a step in all.
 
         Args:
             rows: Of the sessions that decode.
             waits: See `waits`.
             idle_s: For how long the engine has been waiting.
         """
-        return self._worth_waiting(rows, waits, self._forest.links.coming(rows), idle_s)
-
-    def _worth_waiting(self, rows: Ints, waits: Floats, coming: Coming, idle_s: float) -> float:
         left_s = self.step_s - idle_s
         never = np.isnan(waits)
         if left_s <= LEAST_WAIT_S or never.all():
             return 0.0
         links = self._forest.links
-        prices = np.where(never, 1.0, links.prices(rows))
-        expected, gains = self._forest.expected_gains(rows, self.caps(rows), prices, coming, links.takes_chains(rows))
+        expected, gains = self._forest.expected_gains(
+            rows,
+            self.caps(rows),
+            np.where(never, 1.0, links.prices(rows)),
+            links.child_shares(rows),
+            links.takes_chains(rows),
+        )
         gainful = waits[~never & (gains != 0.0)]
         if not len(gainful) or not self._policy.waits(expected, gains, wait_s=float(gainful.min()), step_s=self.step_s):
             return 0.0

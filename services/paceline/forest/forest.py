@@ -32,7 +32,6 @@ from paceline.forest.records import (
     Arrays,
     Bools,
     Calls,
-    Coming,
     Committed,
     Floats,
     Gathered,
@@ -235,7 +234,7 @@ class Forest:
             tokens: int32 `[guesses]`.
             confidences: float64 `[guesses]`, from 0 to 1.
         """
-        merged = Merged(np.empty((len(rows), 3), np.int32), np.empty(len(rows)), np.empty(len(rows), np.int32))
+        merged = Merged(np.empty((len(rows), 3), np.int32), np.empty(len(rows)))
         tree_loops.merge(self.arrays, source, rows, bases, ends, ids, parent_ids, tokens, confidences, *merged)
         return merged
 
@@ -292,15 +291,15 @@ class Forest:
         return [self.sources[first] for first in nodes["first"][nodes["weight"] > -math.inf].tolist()]
 
     def expected_gains(
-        self, rows: Ints, caps: Ints, prices: Floats, coming: Coming, chains: Bools | None = None
+        self, rows: Ints, caps: Ints, prices: Floats, child_shares: Floats, chains: Bools | None = None
     ) -> tuple[Floats, Floats]:
-        """What sessions have in hand, and what drafters add below the best leaves, which they are extending right now.
+        """What sessions have in hand, and the best leaf that a drafter is extending right now.
 
         Args:
             rows: int32 `[sessions]`.
             caps: int32 `[sessions]`, most nodes of each.
             prices: float64 `[sessions]`, least survival worth verifying; 1: it must not be delayed.
-            coming: Of their drafters.
+            child_shares: float64 `[sessions]`, survival of a node's best child over that of the node.
             chains: As in `best`.
 
         Returns:
@@ -308,7 +307,7 @@ class Forest:
         """
         picked = self.best(rows, caps, chains)
         expected, gains = np.empty(len(rows)), np.empty(len(rows))
-        tree_loops.promise(self.arrays, rows, caps, prices, *coming, *picked, expected, gains)
+        tree_loops.promise(self.arrays, rows, caps, prices, child_shares, *picked, expected, gains)
         return expected, gains
 
     def paths(self, rows: Ints, slots: Ints) -> tuple[Ints, Ints, Ints]:
@@ -455,7 +454,7 @@ def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None
     picked = forest.best(rows, one)
     taken = forest.gather(rows, picked.slots, one)
     forest.set_kv(Calls(rows, taken.slots), one)
-    forest.expected_gains(rows, one, sure, Coming(sure, sure))
+    forest.expected_gains(rows, one, sure, sure)
     forest.commit(rows, one, one)
 
 
@@ -473,6 +472,6 @@ def _link(forest: Forest, row: int) -> None:
     links.answered(rows)
     links.waits(rows, 0.0)
     links.mark_silent(rows, 0.0)
-    links.drafts_arrived(rows, one, one, Merged(np.zeros((1, 3), np.int32), np.array([0.5]), one), 1.0)
+    links.drafts_arrived(rows, one, one, np.array([0.5]), 1.0)
     links.lag_tokens(rows)
     links.drop_drafter(drafter)

@@ -33,28 +33,20 @@ LEAST_LEFT = 0.25
 def stop(link: Any) -> None:
     """The drafter idles, or starts anew: no answers are expected."""
     link.num_unanswered = 0
-    link.received_s, link.deepened = math.nan, False
+    link.received_s = math.nan
 
 
 @kernel
 def drafts_arrived(
-    a: LinkArrays,
-    rows: Ints,
-    bases: Ints,
-    sizes: Ints,
-    firsts: Floats,
-    levels: Ints,
-    now_s: float,
-    round_trips_s: Floats,
+    a: LinkArrays, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float, round_trips_s: Floats
 ) -> int:
-    """Guesses of sessions have come, and are in their trees; learns how long they took, and what they brought.
+    """Guesses of sessions have come, and are in their trees; learns how long they took.
 
     Args:
         rows: int32 `[messages]`.
         bases: int32 `[messages]`, committed tokens that the drafter knew.
         sizes: int32 `[messages]`, guesses; of a message without any nothing is learned.
         firsts: float64 `[messages]`, best survival of a guess below the root; below 0: they know other tokens.
-        levels: int32 `[messages]`, by how many they have deepened the trees; 0 of those that know other tokens.
         now_s: When they came.
         round_trips_s: Filled with the seconds since the commits that they answer, of the first that do.
 
@@ -76,9 +68,6 @@ def drafts_arrived(
             sent_len, sent_s = a.sent_lens[row, link.oldest], a.sent_s[row, link.oldest]
             link.oldest = (link.oldest + 1) % TRACKED
             link.num_unanswered -= 1
-        if levels[index] and not link.deepened:
-            drafter.levels += SMOOTHING * (levels[index] - drafter.levels)
-            link.deepened = True
         received_s = link.received_s
         if not link.num_unanswered:
             link.received_s = now_s
@@ -186,7 +175,7 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> in
             last = (link.oldest + link.num_unanswered) % TRACKED
             a.sent_lens[row, last], a.sent_s[row, last] = committed_len, now_s
             link.num_unanswered += 1
-            link.received_s, link.deepened = math.nan, False
+            link.received_s = math.nan
         if not link.sent_len:
             opens[index] = True
         else:

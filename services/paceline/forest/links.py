@@ -19,11 +19,9 @@ from paceline.forest.records import (
     NONE,
     TRACKED,
     Bools,
-    Coming,
     Floats,
     Ints,
     LinkArrays,
-    Merged,
     grown,
     records,
 )
@@ -69,7 +67,7 @@ class Links:
             self.arrays = self.arrays._replace(drafters=grown(self.arrays.drafters, more))
             self._free += range(first + more - 1, first - 1, -1)
         number = self._free.pop()
-        self.arrays.drafters[number] = (response_s, INTERVAL_S, CHILD_SHARE, 1.0, False)
+        self.arrays.drafters[number] = (response_s, INTERVAL_S, CHILD_SHARE, False)
         return number
 
     def drop_drafter(self, number: int) -> None:
@@ -85,7 +83,7 @@ class Links:
         link["sent_len"], link["unsent_from"] = 0, NONE
         link["answered_len"] = link["activated_len"] = committed_len
         link["price"], link["sent_price"] = price, 1.0
-        link["num_unanswered"], link["oldest"], link["received_s"], link["deepened"] = 0, 0, math.nan, False
+        link["num_unanswered"], link["oldest"], link["received_s"] = 0, 0, math.nan
 
     def bound(
         self, row: int, *, most_guesses: int, last_len: int, waits_up_to: int, takes_chains: bool = False
@@ -182,17 +180,12 @@ class Links:
         linking.answered(self.arrays, self._trees(), rows, have)
         return have
 
-    def coming(self, rows: Ints) -> Coming:
-        """What the drafters of sessions usually bring next.
-
-        One level: with all that a message brings, steps waited too long where rows cost time (6 % slower on one of the
-        controller's bench's devices).
-        """
+    def child_shares(self, rows: Ints) -> Floats:
+        """Survival of the best child over its parent's, as the drafters of sessions guess, `[sessions]`."""
         drafters = self.arrays.links["drafter"][rows]
         if not len(self.arrays.drafters):
-            return Coming(np.full(len(rows), CHILD_SHARE), np.ones(len(rows)))
-        shares = np.where(drafters == NONE, CHILD_SHARE, self.arrays.drafters["child_share"][drafters])
-        return Coming(shares, np.ones(len(rows)))
+            return np.full(len(rows), CHILD_SHARE)
+        return np.where(drafters == NONE, CHILD_SHARE, self.arrays.drafters["child_share"][drafters])
 
     def response_s(self, rows: Ints) -> Floats:
         """Usual seconds from a commit to the first nodes that know it, `[sessions]`; NaN: none are to come."""
@@ -247,12 +240,10 @@ class Links:
         """The first message that cannot be of a drafter that follows its session, or NONE."""
         return int(linking.first_doubtful(self._trees(), rows, bases, has_distributions))
 
-    def drafts_arrived(self, rows: Ints, bases: Ints, sizes: Ints, merged: Merged, now_s: float) -> list[float]:
+    def drafts_arrived(self, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float) -> list[float]:
         """Guesses have come; returns seconds since the commits that they answer, where they are the first that do."""
         round_trips_s = np.empty(len(rows))
-        count = linking.drafts_arrived(
-            self.arrays, rows, bases, sizes, merged.firsts, merged.levels, now_s, round_trips_s
-        )
+        count = linking.drafts_arrived(self.arrays, rows, bases, sizes, firsts, now_s, round_trips_s)
         return [*round_trips_s[:count].tolist()]
 
     def waits(self, rows: Ints, now_s: float) -> Floats:

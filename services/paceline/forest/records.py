@@ -99,8 +99,6 @@ LINK = np.dtype(
         ("sent_price", "f8"),
         # When nodes last came from a drafter that knew of the last commit; NaN: they have not.
         ("received_s", "f8"),
-        # Whether guesses have deepened the tree since the last commit.
-        ("deepened", "i1"),
         # Most guesses of a step; how long the text may become, and up to which length it may wait for drafts.
         ("most_guesses", "i4"),
         ("last_len", "i4"),
@@ -112,11 +110,8 @@ LINK = np.dtype(
     align=True,
 )
 # Expected seconds from a commit to the first nodes of a drafter that knew it, and between two messages with nodes of
-# one session; survival of the best first guess after a commit; levels by which its first guesses deepen a tree; whether
-# an answer was overdue, and nothing came since.
-DRAFTER = np.dtype(
-    [("response_s", "f8"), ("interval_s", "f8"), ("child_share", "f8"), ("levels", "f8"), ("silent", "i1")], align=True
-)
+# one session; survival of the best first guess after a commit; whether an answer was overdue, and nothing came since.
+DRAFTER = np.dtype([("response_s", "f8"), ("interval_s", "f8"), ("child_share", "f8"), ("silent", "i1")], align=True)
 
 
 def node_type(num_sources: int) -> np.dtype[np.void]:
@@ -209,24 +204,10 @@ class Merged(NamedTuple):
     Attributes:
         counts: int32 `[messages, 3]`, guesses added, those that fell off, and those without a parent or a place.
         firsts: float64 `[messages]`, best survival of a first guess, of those that know the last commit; else -1.
-        levels: int32 `[messages]`, by how many they have deepened trees, of those that know the last commit; else 0.
     """
 
     counts: Ints
     firsts: Floats
-    levels: Ints
-
-
-class Coming(NamedTuple):
-    """What the next message of a drafter usually brings to sessions.
-
-    Attributes:
-        child_shares: float64 `[sessions]`, survival of a node's best child over that of the node.
-        levels: float64 `[sessions]`, levels of guesses, each below the best of the one before.
-    """
-
-    child_shares: Floats
-    levels: Floats
 
 
 class Committed(NamedTuple):

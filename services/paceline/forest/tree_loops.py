@@ -195,22 +195,20 @@ def merge(
     confidences: Floats,
     counts: Ints,
     firsts: Floats,
-    levels: Ints,
 ) -> None:
     """Adds the guesses of messages, of each up to `ends`.
 
     A session's guesses beyond as many as there are slots are not looked at until the next commit: each costs a walk
     over the tree, so a drafter that never stops would hold up the steps of all.
 
-    Fills for each message `counts` [messages, 3], how many were added, late and stale; `firsts`: the best survival
-    of a first guess, if it knows the last commit, else -1; and `levels`: by how many it has deepened the tree, else 0.
+    Fills for each message `counts` [messages, 3], how many were added, late and stale, and `firsts`: the best survival
+    of a first guess, if it knows the last commit, else -1.
     """
     start = 0
     for message in range(len(rows)):
         row = rows[message]
         tree, nodes, names, judge = f.trees[row], f.nodes[row], f.names[row], f.judges[row, source]
         counts[message, :] = 0
-        levels[message], end = 0, end_of(tree, nodes)
         count = min(ends[message] - start, len(nodes) - tree.offered)
         tree.offered += count
         counts[message, 2] += ends[message] - start - count
@@ -246,19 +244,7 @@ def merge(
             nodes[slot].id = node_id
             remember(names, node_id, slot)
         start = ends[message]
-        firsts[message] = -1.0
-        if bases[message] == tree.committed_len:
-            firsts[message] = first_survival(tree, nodes)
-            levels[message] = end_of(tree, nodes) - end
-
-
-@kernel
-def end_of(tree: Any, nodes: Any) -> int:
-    """Position beyond the deepest guess."""
-    end: int = tree.committed_len
-    for slot in range(tree.count):
-        end = max(end, nodes[slot].position + 1)
-    return end
+        firsts[message] = first_survival(tree, nodes) if bases[message] == tree.committed_len else -1.0
 
 
 @kernel
@@ -344,7 +330,6 @@ def promise(
     caps: Ints,
     prices: Floats,
     child_shares: Floats,
-    levels: Floats,
     slots: Ints,
     survivals: Floats,
     expected: Floats,
@@ -361,16 +346,11 @@ def promise(
             if survival > leaf and not has_child(nodes, count, slots[index, found]):
                 leaf = survival
             found += 1
-        expected[index], gains[index] = 1.0 + total, 0.0
-        # Each level below the leaf, as far as there is room, or in the place of the weakest guess.
-        level, child = 0, leaf
-        while level < min(levels[index] - 0.5, cap):
-            level += 1
-            child *= child_shares[index]
-            replaced = survivals[index, cap - level] if cap - level < found else 0.0
-            if child <= max(prices[index], replaced):
-                break
-            gains[index] += child - replaced
+        # One level, even if a message brings more: with all of them, steps waited too long where rows cost time.
+        child = child_shares[index] * leaf
+        replaced = survivals[index, cap - 1] if cap and found >= cap else 0.0
+        expected[index] = 1.0 + total
+        gains[index] = max(0.0, child - replaced) if cap and child > prices[index] else 0.0
 
 
 @kernel

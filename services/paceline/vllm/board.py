@@ -27,8 +27,8 @@ MOST_NODES = 256
 # A session has the place of its number, see `SessionNumbers`; vLLM runs up to 1024 at once.
 NUM_RECORDS = 2048
 # Checksum of what follows, nodes, session, committed tokens; and the terms below.
-_HEAD = struct.Struct("=IIqqddddd")
-_TERMS = "least", "price", "child_share", "levels", "wait_share"
+_HEAD = struct.Struct("=IIqqdddd")
+_TERMS = "least", "price", "child_share", "wait_share"
 _NODE = np.dtype([("weight", "f8"), ("token", "i4"), ("parent", "i4")])
 _CHECKSUM_BYTES = 4
 _RECORD_BYTES = _HEAD.size + MOST_NODES * _NODE.itemsize
@@ -61,7 +61,6 @@ class BoardTree:
         least: Least survival worth verifying.
         price: Least survival that the drafter drafts.
         child_share: Survival of a node's best child over its own, as the drafter guesses.
-        levels: Levels of guesses that its next message brings.
         wait_share: Usual time of the drafter's answer, in steps; NaN: none is to come.
         weights: Logarithms of survivals, `[nodes]`; -inf: a node must not be chosen.
         token_ids: `[nodes]`.
@@ -72,7 +71,6 @@ class BoardTree:
     least: float
     price: float
     child_share: float
-    levels: float
     wait_share: float
     weights: Sequence[float]
     token_ids: Sequence[int]
@@ -87,7 +85,7 @@ class BoardTree:
         """
         root = self._followed(new_token_ids)
         if root is None:
-            return self._chain([], [], room=most)
+            return self._chain([], [], is_leaf=most > 0)
         above = self.weights[root] if root != ROOT else 0.0
         token_ids: list[int] = []
         survivals: list[float] = []
@@ -99,17 +97,11 @@ class BoardTree:
             token_ids.append(self.token_ids[node])
             survivals.append(survival)
             node = self._best_child(node)
-        return self._chain(token_ids, survivals, room=most - len(token_ids) if node is None else 0)
+        return self._chain(token_ids, survivals, is_leaf=node is None and len(token_ids) < most)
 
-    def _chain(self, token_ids: list[int], survivals: list[float], *, room: int) -> AtHand:
-        """A chain with room for guesses below it."""
-        levels = 0 if math.isnan(self.wait_share) else min(room, math.ceil(self.levels - 0.5))
-        leaf, gain = survivals[-1] if survivals else 1.0, 0.0
-        for level in range(1, levels + 1):
-            child = leaf * self.child_share**level
-            if child <= self.price:
-                break
-            gain += child
+    def _chain(self, token_ids: list[int], survivals: list[float], *, is_leaf: bool) -> AtHand:
+        child = self.child_share * (survivals[-1] if survivals else 1.0)
+        gain = child if is_leaf and child > self.price and not math.isnan(self.wait_share) else 0.0
         return AtHand(token_ids, 1.0 + sum(survivals), gain, self.wait_share)
 
     def _followed(self, token_ids: Sequence[int]) -> int | None:
@@ -185,7 +177,7 @@ class TreeBoard:
         nodes = np.empty(count, _NODE)
         nodes["weight"], nodes["token"] = tree.weights[:count], tree.token_ids[:count]
         nodes["parent"] = tree.parents[:count]
-        terms = tree.least, tree.price, tree.child_share, tree.levels, tree.wait_share
+        terms = tree.least, tree.price, tree.child_share, tree.wait_share
         content = _HEAD.pack(0, count, session, tree.committed_len, *terms)[_CHECKSUM_BYTES:] + nodes.tobytes()
         place = session % NUM_RECORDS * _RECORD_BYTES
         self._memory[place : place + _CHECKSUM_BYTES + len(content)] = _checksum(content) + content

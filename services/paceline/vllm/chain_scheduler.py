@@ -273,10 +273,9 @@ class ChainScheduler:
             return
         decoding = [session for session in self._rows if not session.reads]
         rows, links = _forest_rows(decoding), self._forest.links
-        waits, coming = links.response_s(rows) / self._drafts.step_s, links.coming(rows)
-        columns = links.prices(rows), *coming, waits
-        terms = zip(*(column.tolist() for column in columns), strict=True)
-        for session, (price, share, levels, wait) in zip(decoding, terms, strict=True):
+        shares, waits = links.child_shares(rows), links.response_s(rows) / self._drafts.step_s
+        terms = zip(links.prices(rows).tolist(), shares.tolist(), waits.tolist(), strict=True)
+        for session, (price, share, wait) in zip(decoding, terms, strict=True):
             tree = self._forest.arrays.trees[session.tree.row]
             version = int(tree["committed_len"]), int(tree["count"]), int(tree["offered"])
             if version == session.shown:
@@ -290,7 +289,6 @@ class ChainScheduler:
                     least=self._policy.price,
                     price=price,
                     child_share=share,
-                    levels=levels,
                     wait_share=wait,
                     weights=nodes["weight"],
                     token_ids=nodes["token"],

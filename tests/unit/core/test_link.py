@@ -7,9 +7,9 @@ import pytest
 
 from paceline.core.link import ConnectedDrafter
 from paceline.core.params import METHODS
-from paceline.forest import NONE, Floats, Forest, rows_of
+from paceline.forest import NONE, Forest, rows_of
 from paceline.forest.linking import MOST_STEPS_AHEAD, OVERDUE, ROOM_PER_NODE
-from paceline.forest.records import TRACKED, Merged
+from paceline.forest.records import TRACKED
 
 
 class Link:
@@ -38,16 +38,10 @@ class Link:
         assert len(unsent_from) == num_told
         return 0 if opens else next(iter(unsent_from.tolist()), NONE)
 
-    def heard(self, base_len: int, now_s: float, first: float = 0.5, *, levels: int = 1) -> float | None:
+    def heard(self, base_len: int, now_s: float, first: float = 0.5) -> float | None:
         """A guess comes from a drafter that knew so many tokens; seconds since the commit that it answers, if any."""
-        merged = Merged(np.array([[1, 0, 0]], np.int32), np.array([first]), rows_of([levels]))
-        times = self.links.drafts_arrived(self.rows, rows_of([base_len]), rows_of([1]), merged, now_s)
+        times = self.links.drafts_arrived(self.rows, rows_of([base_len]), rows_of([1]), np.array([first]), now_s)
         return times[0] if times else None
-
-    @property
-    def coming(self) -> list[Floats]:
-        """What its next message is expected to bring."""
-        return [column.tolist() for column in self.links.coming(self.rows)]
 
     def wait_s(self, now_s: float) -> float | None:
         """Seconds until the next nodes."""
@@ -101,8 +95,7 @@ def test_one_answer_stands_for_the_commits_before_it():
 def test_a_message_without_guesses_teaches_nothing():
     link = Link()
     link.due(10, 1.0)
-    merged = Merged(np.zeros((1, 3), np.int32), np.zeros(1), rows_of([0]))
-    nothing = link.links.drafts_arrived(link.rows, rows_of([10]), rows_of([0]), merged, 1.5)
+    nothing = link.links.drafts_arrived(link.rows, rows_of([10]), rows_of([0]), np.array([0.0]), 1.5)
     assert nothing == []
     assert link.wait_s(1.0) == pytest.approx(0.004)
 
@@ -191,12 +184,12 @@ def test_the_share_of_a_first_guess_follows_what_is_heard_of_the_last_commit():
     for length in range(10, 30):
         link.due(length, float(length))
         link.heard(length, length + 0.001, first=0.01)
-        shares += link.coming[0]
+        shares += link.links.child_shares(link.rows).tolist()
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 0.05
     link.due(40, 40.0)
     link.heard(40, 40.001, first=-1.0)
-    assert link.coming[0] == shares[-1:]
+    assert link.links.child_shares(link.rows).tolist() == shares[-1:]
 
 
 def test_a_drafter_keeps_as_much_ahead_as_steps_go_by_before_it_is_heard():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -88,18 +87,10 @@ class Session:
         return base, guesses
 
 
-def depth(tree: SlowTree) -> int:
-    return max((node.position + 1 - len(tree.tokens) for node in tree.nodes()), default=0)
-
-
 def merge(forest: Forest, sessions: list[Session]) -> None:
     """Messages of several sessions at once, in one call and one by one."""
     batch = [(each, *each.message()) for each in sessions]
-    told, levels = list[Any](), list[int]()
-    for each, base, guesses in batch:
-        before = depth(each.tree)
-        told.append(each.tree.merge(base, guesses))
-        levels.append(depth(each.tree) - before if base == len(each.tree.tokens) else 0)
+    told = [each.tree.merge(base, guesses) for each, base, guesses in batch]
     flat = [guess for _, _, guesses in batch for guess in guesses]
     ids, parents, tokens = (np.array([guess[place] for guess in flat], np.int32) for place in range(3))
     merged = forest.merge(
@@ -113,7 +104,6 @@ def merge(forest: Forest, sessions: list[Session]) -> None:
         np.array([guess[3] for guess in flat]),
     )
     assert merged.counts.tolist() == [list(each) for each in told]
-    assert merged.levels.tolist() == levels
     last = {each.row: (each.tree, base, first) for (each, base, _), first in zip(batch, merged.firsts, strict=True)}
     for tree, base, first in last.values():
         known = base == len(tree.tokens)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import DRAFT_MODEL
-from paceline.forest import ROOT, Coming, Forest, rows_of
+from paceline.forest import ROOT, Forest, rows_of
 from paceline.vllm.board import (
     MOST_NODES,
     NUM_RECORDS,
@@ -33,7 +33,6 @@ TREE = BoardTree(
     least=0.2,
     price=0.2,
     child_share=0.5,
-    levels=1.0,
     wait_share=0.25,
     weights=[math.log(each) for each in (0.9, 0.8, 0.3, 0.7, 0.25)],
     token_ids=[5, 6, 8, 7, 9],
@@ -192,7 +191,6 @@ def test_chain_and_prospects_are_those_of_the_forest_after_the_same_commit(
         least=0.0,
         price=0.0,
         child_share=0.5,
-        levels=3.0,
         wait_share=0.1,
         weights=nodes["weight"].tolist(),
         token_ids=nodes["token"].tolist(),
@@ -202,7 +200,7 @@ def test_chain_and_prospects_are_those_of_the_forest_after_the_same_commit(
         forest.commit(rows_of([row]), rows_of([len(new)]), rows_of(new))
     rows, caps, chains = rows_of([row]), rows_of([most]), np.ones(1, np.bool_)
     picked = forest.best(rows, caps, chains)
-    expected, gains = forest.expected_gains(rows, caps, np.zeros(1), Coming(np.full(1, 0.5), np.full(1, 3.0)), chains)
+    expected, gains = forest.expected_gains(rows, caps, np.zeros(1), np.full(1, 0.5), chains)
     found = tree.at_hand(new, most)
     slots = [slot for slot in picked.slots[0].tolist() if slot >= 0]
     assert found.token_ids == [int(forest.arrays.nodes[row, slot]["token"]) for slot in slots]
