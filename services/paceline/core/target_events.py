@@ -19,7 +19,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, Speculation
 class Submit:
     """A session to run, and who drafts for it (empty: nobody).
 
-    `number` is its name in all that follows, to its drafter too: from 1 on, and never used again. It waits since
+    `number` is its name in all that follows, to its drafter too; no two sessions under way share one. It waits since
     `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled, before the
     first token of the output; it is nobody else's.
     """

@@ -48,7 +48,7 @@ class ColocatedEngine:
         return self._target.has_work()
 
     def patience_s(self) -> float:
-        """None: drafts come while a step runs, never between two."""
+        """0: drafts come while a step runs, never between two."""
         return 0.0
 
     def learned(self) -> Learned:
@@ -65,7 +65,8 @@ class ColocatedEngine:
 
         def hand_on(news: DrafterNews) -> None:
             self._hand_on(news)
-            if tell is not None and (news.to_drafters or (isinstance(news, TargetOutput) and news.committed)):
+            committed = isinstance(news, TargetOutput) and news.committed
+            if tell is not None and (news.to_drafters or news.broken_links or committed):
                 tell(news)
 
         while self._draft.has_work() and self._target.drafts_pay(self._draft_level.value):

@@ -6,7 +6,6 @@ scheduler's.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,8 +140,6 @@ class DraftEngine:
     async def step(self, compute: Compute = here, tell: Callable[[DraftOutput], None] | None = None) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         del tell
-        # What the step before has drafted leaves first.
-        await asyncio.sleep(0)
         started_s = self._clock()
         report = DraftReport(lag_tokens=self.scheduler.lag_tokens)
         plan = self.scheduler.plan(started_s)

@@ -52,9 +52,13 @@ class KVCache:
         return self.states[torch.tensor(slots).to(self.device)]
 
     def apply_moves(self, moves: list[tuple[int, int]]) -> None:
-        """Copies KV and states from slot to slot, by pairs of source and target, and clears the list."""
+        """Copies KV and states from slot to slot, by pairs of source and target, and clears the list.
+
+        Moves of several commits may name one target, whose page was freed and reserved again: the last one counts.
+        """
         if moves:
-            sources, targets = np.array(moves, np.int64).T
+            last = {target: source for source, target in moves}
+            sources, targets = np.array([*last.values()], np.int64), np.array([*last], np.int64)
             self.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
             moves.clear()
 

@@ -32,6 +32,8 @@ _R = TypeVar("_R")
 # Bytes of a peer's messages that wait for the end of a step before its stream is left unread. A drafter that sent
 # messages of 16 MiB while a step ran would fill the memory.
 PEER_BYTES = 8 * 1024 * 1024
+# Time for the step under way when an engine closes. Nobody watches for hangs by then, and the thread is a daemon.
+CLOSE_S = 30.0
 
 
 class Compute(Protocol):
@@ -71,7 +73,7 @@ class Stepper(Protocol[EventT, OutputT]):
         ...
 
     async def step(self, compute: Compute = here, tell: Callable[[OutputT], None] | None = None) -> OutputT:
-        """Runs a step, and lets the event loop have a turn at least once.
+        """Runs a step.
 
         Args:
             compute: Makes calls where the device is.
@@ -117,7 +119,7 @@ class Device:
             try:
                 settle = partial(done.set_result, call(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-                settle = partial(done.set_exception, error)
+                settle = partial(done.set_exception, _as_error(error))
             loop.call_soon_threadsafe(_settle, done, settle)
 
         self._calls.put(answer)
@@ -150,9 +152,22 @@ def _settle(done: asyncio.Future[Any], settle: Callable[[], None]) -> None:
         settle()
 
 
+def _as_error(error: BaseException) -> Exception:
+    """What a future can carry: it takes no StopIteration, and others would end or cancel whoever waits for it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    wrapped = RuntimeError(f"a call in the device's thread raised {type(error).__name__}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 def _make_all(calls: list[Callable[[], None]]) -> None:
     for call in calls:
-        call()
+        try:
+            call()
+        except Exception:
+            # It costs what this call would have told; the others and the engine go on.
+            logger.exception("a call beside the device failed")
 
 
 class EngineLoop(Generic[_Event, _Output]):
@@ -198,6 +213,13 @@ class EngineLoop(Generic[_Event, _Output]):
         self._events.append(event)
         self._arrived.set()
 
+    def withdraw(self, matches: Callable[[_Event], bool]) -> list[_Event]:
+        """Takes back events that still wait for the step's end; returns them."""
+        taken = [event for event in self._events if matches(event)]
+        if taken:
+            self._events = deque(event for event in self._events if not matches(event))
+        return taken
+
     async def post_from(self, peer: Hashable, event: _Event, num_bytes: int) -> None:
         """Hands over what a peer has sent, once no more than `PEER_BYTES` of it wait.
 
@@ -223,7 +245,9 @@ class EngineLoop(Generic[_Event, _Output]):
         self._closing = True
         self._arrived.set()
         if self._running is not None:
-            await asyncio.wait({self._running})
+            _, late = await asyncio.wait({self._running}, timeout=CLOSE_S)
+            if late:
+                logger.error("engine %s is still in a step after %g s; it is left behind", self.device.name, CLOSE_S)
         self.device.stop()
 
     async def _run(self, stepper: Stepper[_Event, _Output]) -> None:
@@ -244,6 +268,8 @@ class EngineLoop(Generic[_Event, _Output]):
         patience_s = stepper.patience_s() if stepper.has_work() else None
         if patience_s is not None and patience_s <= 0.0:
             self._deliver(await stepper.step(self.device.run, self._deliver))
+            # Streams write what was delivered, and what has arrived meanwhile is taken before the next step.
+            await asyncio.sleep(0)
             return
         self.device.rest()
         try:

@@ -249,7 +249,8 @@ class TargetEngine:
         if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
             tell(await self._output(StepReport(), compute))
         if plan.num_rows:
-            self.scheduler.outcomes += await compute(self._run, plan)
+            computed = await compute(self._run, plan)
+            self.scheduler.outcomes += computed
             if tell is not None and self.scheduler.tier.has_work:
                 tell(await self._news(compute))
         # Streams to drafters write now.

@@ -373,10 +373,16 @@ class TargetHost:
         if not self.num_sessions:
             self._empty.set()
         if error is not None:
+            self._withdraw(session.number)
+        session.closing.__exit__(type(error) if error else None, error, None)
+
+    def _withdraw(self, number: int) -> None:
+        """What waits for a long step stays bounded by the sessions under way."""
+        withdrawn = self.engine.withdraw(lambda event: isinstance(event, Submit | Paired) and event.number == number)
+        if not any(isinstance(event, Submit) for event in withdrawn):
             # If the engine has ended it, this does nothing.
             with suppress(UnavailableError):
-                self.engine.post(Cancel(number=session.number))
-        session.closing.__exit__(type(error) if error else None, error, None)
+                self.engine.post(Cancel(number=number))
 
     async def _compile(self, mine: _UnderWay) -> None:
         """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""

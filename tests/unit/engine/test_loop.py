@@ -212,3 +212,27 @@ async def test_a_peer_that_waits_for_an_engine_is_told_that_it_has_ended(monkeyp
         with pytest.raises(UnavailableError):
             await soon(insisting)
         await closing
+
+
+async def test_a_stop_iteration_of_the_device_reaches_whoever_waits() -> None:
+    async with started() as (engine, _):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await soon(engine.device.run(next, iter(())))
+
+
+async def test_a_call_beside_the_device_that_raises_costs_no_other_call_and_not_the_engine() -> None:
+    async with started() as (engine, outputs):
+        done = asyncio.Event()
+        engine.device.meanwhile([].pop)
+        engine.device.meanwhile(done.set)
+        engine.post(1)
+        await soon(done.wait())
+        assert await soon(outputs.get()) == 1
+
+
+async def test_an_event_that_is_withdrawn_is_never_handled() -> None:
+    async with started() as (engine, outputs):
+        engine.post(1)
+        engine.post(2)
+        assert engine.withdraw(lambda event: event == 1) == [1]
+        assert await soon(outputs.get()) == 2

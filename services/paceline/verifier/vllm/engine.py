@@ -135,7 +135,7 @@ class VllmEngine:
         return bool(self._events or self._running or self._outcomes or self._some_left)
 
     def patience_s(self) -> float:
-        """None: vLLM waits for no drafts."""
+        """0: vLLM waits for no drafts."""
         return 0.0
 
     async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
