@@ -128,7 +128,7 @@ async def test_a_response_is_shown_replayed_and_deleted(fleet: ScriptedFleet) ->
     path = f"{RESPONSES}/{response['id']}"
     assert (await fleet.http.get(path)).json() == response
     whole = spread(told)
-    for after in range(-1, whole[-1][0]):
+    for after in range(-1, whole[-1][0] + 1):
         suffix = "" if after < 0 else f"&starting_after={after}"
         assert spread(await events(fleet, f"{path}?stream=true{suffix}")) == whole[after + 1 :]
     # The third audit: it began with the figures of its end.

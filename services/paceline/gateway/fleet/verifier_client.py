@@ -126,19 +126,24 @@ class RunningCall:
             self._put_tokens(outcome)
 
     def _put_tokens(self, outcome: CommittedTokens) -> None:
-        try:
-            has_all = self._context.run(self.take, outcome)
-        except Exception as error:  # noqa: BLE001 - raised again by `run`
-            self.end(error)
-            return
+        has_all = self._taken(outcome)
         self.is_left = has_all and outcome.result is None
         if has_all or outcome.result is not None:
             self._over.set()
 
     def _put_record(self, outcome: CommittedTokens) -> None:
         if outcome.result is not None or not (outcome.token_ids or outcome.prompt_logprobs or outcome.running):
-            self._context.run(self.take, CommittedTokens(token_ids=(), speculation=outcome.speculation))
+            self._taken(CommittedTokens(token_ids=(), speculation=outcome.speculation))
             self._recorded.set()
+
+    def _taken(self, outcome: CommittedTokens) -> bool:
+        """Returns whether the client has all; an error ends this session, and no other of the stream."""
+        try:
+            return self._context.run(self.take, outcome)
+        except Exception as error:  # noqa: BLE001 - raised again by `run`
+            self._error = error
+            self.end(error)
+            return False
 
     def end(self, error: Exception) -> None:
         """The gateway ends it: whoever runs it gets the error."""
@@ -158,12 +163,12 @@ class RunningCall:
             PacelineError: The session has ended early.
         """
         await self._over.wait()
-        if self._error is not None:
-            raise self._error
         if self.is_left:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_TIMEOUT_S):
                     await self._recorded.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class _Stream:

@@ -41,6 +41,10 @@ class BodyEncodingError(InvalidRequestError):
     """The request body is compressed."""
 
 
+class ClientStalledError(UnavailableError):
+    """The client is there and does not read its answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
     """An error as an HTTP client sees it."""

@@ -16,10 +16,10 @@ from itertools import chain, islice
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 
-from paceline.core.errors import UnavailableError
-from paceline.gateway.http.errors import HttpError, to_http
+from paceline.gateway.http.errors import ClientStalledError, HttpError, to_http
 
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
@@ -39,8 +39,7 @@ STREAM_HEADERS = {
 SLICE_S = 0.005
 # Entries of an iterator that are written at once: with 20 alternatives each, 2 ms.
 ENTRIES_AT_ONCE = 32
-LARGE_BYTES = 64 * 1024
-# Of a stream, that may wait for a client that does not read.
+# Of each session of a stream, that may wait for a client that does not read.
 CLIENT_BYTES = 16 * 1024 * 1024
 UNREAD = "the client does not read its tokens"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -74,6 +73,7 @@ class Exchange:
 
     Attributes:
         own_id: Our name of the request; empty: none.
+        num_sessions: Of the request; as many times `CLIENT_BYTES` may wait for the client.
         headers: Sent with whatever it begins with.
     """
 
@@ -107,6 +107,7 @@ class Exchange:
         self._given_id = given_id
         self._form = form
         self.own_id = own_id
+        self.num_sessions = 1
         self.headers: dict[str, str] = {}
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
@@ -136,7 +137,8 @@ class Exchange:
         """Adds a server-sent event to a stream, with an id if it has one; an iterator in its data is a list.
 
         Raises:
-            UnavailableError: The client does not read.
+            ClientStalledError: The client does not read.
+            ClientDisconnect: It has left.
         """
         named = f"event: {data['type']}\n".encode() if self._form.named else b""
         rest = chain([_id_line(event_id) + named + b"data: "], _json_parts(data), [b"\n\n"])
@@ -149,15 +151,18 @@ class Exchange:
 
     def _put(self, part: bytes, rest: Iterator[bytes] | None = None) -> None:
         if self._sending is not None and self._sending.done():
+            if self._sending.cancelled():
+                # Its own error would end whoever writes, and with it the streams of others.
+                raise ClientDisconnect
             # Raises what it has failed with.
             self._sending.result()
             self._sending = None
         if self._sending is None and rest is None and self._write_now(part):
             return
-        if self._num_waiting_bytes and self._num_waiting_bytes + len(part) > CLIENT_BYTES:
+        if self._num_waiting_bytes and self._num_waiting_bytes + len(part) > CLIENT_BYTES * self.num_sessions:
             self._waiting.clear()
             self._num_waiting_bytes = 0
-            raise UnavailableError(UNREAD)
+            raise ClientStalledError(UNREAD)
         self._waiting.append((part, rest or iter(())))
         self._num_waiting_bytes += len(part)
         if self._sending is None:
@@ -174,9 +179,6 @@ class Exchange:
             for pending in rest:
                 await asyncio.sleep(0)
                 await self.write(pending + _some(rest))
-            if len(part) > LARGE_BYTES:
-                # Large ones come one after another: a response repeats its tools in three.
-                await asyncio.sleep(0)
 
     async def flushed(self) -> None:
         """Returns when nothing waits for the client any more."""
@@ -184,8 +186,10 @@ class Exchange:
             await self._sending
 
     async def end(self, last: bytes = b"") -> None:
-        """Ends a stream that has events."""
+        """Ends a stream; one without events has a head alone."""
         await self.flushed()
+        if not self._begun:
+            await self.begin(200, STREAM_HEADERS)
         await self.write(last, last=True)
 
     def close(self) -> None:

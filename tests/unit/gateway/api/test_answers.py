@@ -39,12 +39,15 @@ def test_offsets_of_tokens_that_share_a_character_point_to_its_beginning(tmp_pat
     answer = CompletionAnswer(
         chat=False, request_id="r", created_s=0, model_name="m", requests=[request], samples_per_prompt=1
     )
-    offsets: list[int] = []
+    chunks, offsets = [], list[int]()
     for at in range(0, len(ids), step_len):
         logprobs = tuple(PositionLogprobs(token_id=each, logprob=-1.0, top=()) for each in ids[at : at + step_len])
         chunk = answer.piece_chunk(0, Piece(token_ids=tuple(ids[at : at + step_len]), logprobs=logprobs))
         assert chunk is not None
-        offsets += chunk["choices"][0]["logprobs"]["text_offset"]
+        chunks.append(chunk)
+    # A long chunk is written late.
+    for chunk in reversed(chunks):
+        offsets[:0] = chunk["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 1, 1, 1, 1, 2, 2, 3, 3]
     assert [text[offset] for offset in offsets] == list("a😀😀😀😀bbéé")
 

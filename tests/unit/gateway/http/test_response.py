@@ -7,10 +7,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from paceline.core.errors import UnavailableError
 from paceline.gateway.api.openai.endpoint import together
 from paceline.gateway.http import response
+from paceline.gateway.http.errors import ClientStalledError
 from paceline.gateway.http.response import Exchange, until_disconnect
 
 
@@ -80,13 +82,35 @@ async def test_a_client_that_does_not_read_is_left_a_bounded_number_of_bytes(
     client.keeps_up = False
     exchange.json_event(bytes(5000))
     await asyncio.sleep(0)
-    with pytest.raises(UnavailableError, match="does not read"):
+    with pytest.raises(ClientStalledError, match="does not read"):
         for _ in range(20):
             exchange.json_event(bytes(100))
     client.read_on()
     await exchange.fail(UnavailableError("told"))
     assert b"told" in client.got
     assert len(client.got) < 6500
+
+
+async def test_as_much_may_wait_for_a_client_as_its_sessions_are_allowed(
+    client: Client, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response, "CLIENT_BYTES", 1000)
+    client.keeps_up, exchange.num_sessions = False, 3
+    for _ in range(25):
+        exchange.json_event(bytes(100))
+    with pytest.raises(ClientStalledError):
+        for _ in range(5):
+            exchange.json_event(bytes(100))
+
+
+async def test_whoever_writes_for_a_client_that_has_left_is_not_cancelled(client: Client, exchange: Exchange) -> None:
+    client.keeps_up = False
+    exchange.event(1)
+    await asyncio.sleep(0)
+    exchange.close()
+    await asyncio.sleep(0)
+    with pytest.raises(ClientDisconnect):
+        exchange.event(2)
 
 
 async def test_an_error_comes_after_the_events_before_it(client: Client, exchange: Exchange) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.core.errors import InvalidRequestError, OverloadedError
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares, current_caller
 from paceline.gateway.api.grpc.messages import FIELD, check_message
 from paceline.gateway.http.connection import SEND_TIMEOUT_S
+from paceline.gateway.http.errors import ClientStalledError
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -212,7 +213,7 @@ async def _answer(handler: Any, request: Any, context: Any, held: Held | None = 
     """Serves a call; the room of its message is freed with the first answer.
 
     Raises:
-        UnavailableError: The client is there but reads nothing.
+        ClientStalledError: The client is there but reads nothing.
     """
     serving = behaviour_of(handler)(request, context)
     # Otherwise a stream would hold its request to its end.
@@ -228,5 +229,5 @@ async def _answer(handler: Any, request: Any, context: Any, held: Held | None = 
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await context.write(response)
             except TimeoutError:
-                raise UnavailableError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None
+                raise ClientStalledError(f"the client has read nothing for {SEND_TIMEOUT_S:g} s") from None
     return None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.access.fair_shares import current_caller
@@ -19,6 +19,7 @@ from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_re
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars.formats import grammar_of_lark
+from paceline.gateway.http.errors import ClientStalledError
 from paceline.gateway.http.response import CLIENT_BYTES, UNREAD
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import (
@@ -124,12 +125,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             try:
                 unsent.put([(piece, _num_bytes(piece))])
             except asyncio.QueueFull:
-                raise UnavailableError(UNREAD) from None
+                raise ClientStalledError(UNREAD) from None
 
         try:
             ending = await self._sessions.run(session, trace.noting(take))
             trace.ended(ending)
             unsent.put([(ending, 0)])
+        except PacelineError as error:
+            if isinstance(error, ClientStalledError) or self._sessions.stopping:
+                # Otherwise the client keeps its place until it has read what waits.
+                unsent.fail(error)
+            else:
+                unsent.put([(error, 0)])
         except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
             unsent.put([(error, 0)])
 

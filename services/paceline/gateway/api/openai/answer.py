@@ -173,6 +173,9 @@ class CompletionAnswer:
         first = not choice.begun
         echo, judged = choice.begin(piece)
         text, logprobs = echo + piece.text, self._logprobs(choice, judged + _judged(piece))
+        if logprobs is not None and "text_offset" in logprobs:
+            # Counted now: the chunk may be written in slices, after later ones.
+            logprobs["text_offset"] = iter(list(logprobs["text_offset"]))
         delta = {"content": text} if text else {}
         if choice.message is not None:
             delta = choice.message.delta(choice.read(piece))

@@ -159,6 +159,7 @@ class CompletionEndpoint:
     async def _run(self, parsed: _ParsedRequest, call: Call) -> None:
         answer, exchange = parsed.answer, call.exchange
         if parsed.stream:
+            exchange.num_sessions = len(parsed.requests)
             stream = _Stream(parsed, exchange)
             await together(self._runs(parsed, call.trace, stream.piece, stream.ending))
             await stream.end()
