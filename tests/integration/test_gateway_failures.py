@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,8 +32,13 @@ PAUSED = Script(pause_after=6)
 async def connected(fleet: ScriptedFleet) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to the gateway's HTTP door while a block runs, which must not take long."""
     host, port = fleet.addresses.http.split(":")
+    with socket.socket() as client:
+        # The kernel would keep some megabytes for one that does not read.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * 1024)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=client.dup())
     async with asyncio.timeout(20):
-        reader, writer = await asyncio.open_connection(host, int(port))
         try:
             yield reader, writer
         finally:
