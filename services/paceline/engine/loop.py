@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable
@@ -273,7 +274,8 @@ class EngineLoop(Generic[_Event, _Output]):
             return
         self.device.rest()
         try:
-            async with asyncio.timeout(patience_s):
+            # Timers of uvloop count whole milliseconds, and one of none would keep the loop spinning.
+            async with asyncio.timeout(None if patience_s is None else math.ceil(1e3 * patience_s) / 1e3):
                 await self._arrived.wait()
         except TimeoutError:
             return
