@@ -11,7 +11,7 @@ BENCHES = {
     "cold": "the first load of a fresh fleet, with the drafter tier and without it",
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
     "core": "bookkeeping of verifier and drafter beside their models, by part, at 1 to 256 sessions",
-    "controller": "the controller on twenty random devices against each fixed gamma, after a rehearsal and without",
+    "controller": "the controller on twenty random devices beside each fixed gamma",
     "disruption": "kills and a rolling restart under 64 streams on simulated devices: tokens/s, pauses, whole texts",
     "engines": "vLLM plain, with its own draft model and with the drafter tier, at 1 to 32 streams",
     "failover": "pauses when a verifier or a drafter dies, or an engine hangs",

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import sys
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +23,7 @@ from paceline.core.addresses import check_address, check_host, host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES
-from paceline.engine.bridge import EngineThread
+from paceline.engine.loop import EngineLoop
 from paceline.engine.watch import stacks, until_hung
 from paceline.obs.metrics import metrics_server, stalls_watched, tell_replica
 from paceline.obs.tracing import ENDPOINT_HELP, Tracer, open_tracing
@@ -43,6 +44,8 @@ FAREWELL_S = 1.0
 HOST_PAGES: Mapping[str, int] = {VERIFIER: 2048, DRAFTER: 4096}
 # Exit status of a process whose engine hung; "internal software error" in sysexits.h.
 EXIT_HUNG = 70
+# The event loop and the device's thread share one interpreter; the default of 5 ms is half a step.
+SWITCH_INTERVAL_S = 0.0005
 
 
 class ModelHost(Protocol):
@@ -55,7 +58,7 @@ class ModelHost(Protocol):
     def num_sessions(self) -> int: ...
 
     @property
-    def engine(self) -> EngineThread[Any, Any]:
+    def engine(self) -> EngineLoop[Any, Any]:
         """The engine; it loads the model when it is started."""
         ...
 
@@ -184,7 +187,6 @@ async def serve_model(
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
     background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
-    prepared: Callable[[], Awaitable[None]] | None = None,
     tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
@@ -195,7 +197,6 @@ async def serve_model(
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
         background: Names the tasks that are kept running while the service runs.
-        prepared: Awaited before the service says that it is ready.
         tls: Own certificate, with which only the tier that this one serves may call; None: plain text, open to all.
 
     Raises:
@@ -205,6 +206,7 @@ async def serve_model(
     # While it loads, there is nothing to finish. The first process of a container ignores signals without a handler,
     # and would otherwise finish loading after SIGTERM.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     show_days_left(registry, {} if tls is None else tls.files)
     async with open_store(config.redis_url) as store:
         await require(store)
@@ -224,8 +226,6 @@ async def serve_model(
                 supervisor = Supervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
-                        if prepared is not None:
-                            await prepared()
                         await _unless_it_hangs(
                             _serve_announced(host, config, role, server, store, registry, metrics_port, supervisor),
                             host,
@@ -252,16 +252,14 @@ async def _unless_it_hangs(
     """Serves to the end. If the engine hangs, ends the process with `EXIT_HUNG`, as no thread can be ended alone."""
     tasks = (
         asyncio.create_task(serving, name="serve"),
-        asyncio.create_task(until_hung(host.engine, bound_s), name="watch the engine"),
+        asyncio.create_task(until_hung(host.engine.device, bound_s, _end_stalled), name="watch the device"),
     )
     served, watching = tasks
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not served.done():
             stuck_s = watching.result()
-            logger.critical(
-                "the engine hangs; the process ends", extra={"stuck_s": round(stuck_s, 1), "stacks": stacks()}
-            )
+            _log_hang("the engine", stuck_s)
             try:
                 await _shutdown_notice(host, role, served, server)
             finally:
@@ -271,6 +269,16 @@ async def _unless_it_hangs(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_hang(what: str, stuck_s: float) -> None:
+    logger.critical("%s hangs; the process ends", what, extra={"stuck_s": round(stuck_s, 1), "stacks": stacks()})
+
+
+def _end_stalled(stuck_s: float) -> None:
+    """The event loop hangs: nobody can be told, and connections that end tell everybody."""
+    _log_hang("the event loop", stuck_s)
+    os._exit(EXIT_HUNG)
 
 
 async def _shutdown_notice(host: ModelHost, role: str, serving: asyncio.Task[None], server: GrpcServer) -> None:

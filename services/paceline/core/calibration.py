@@ -12,8 +12,6 @@ from paceline.forest import UNLEARNED, Bools, Floats, Forest
 
 # Sources whose calibration an engine keeps; addresses of drafters come and go.
 MAX_CALIBRATIONS = 256
-# The kind of calibrations that no successor takes over.
-NOT_KEPT = ""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -22,8 +20,7 @@ class CalibrationStore(Generic[Key]):
     """The calibrations of an engine; its sessions share them.
 
     Args:
-        kind_of: From a key to the kind that a calibration is kept as for a successor, which has other keys; `NOT_KEPT`:
-            it is not.
+        kind_of: From a key to the kind that a calibration is kept as for a successor, which has other keys.
     """
 
     def __init__(self, forest: Forest, kind_of: Callable[[Key], str]) -> None:
@@ -48,8 +45,7 @@ class CalibrationStore(Generic[Key]):
 
     def learned(self) -> dict[str, list[float]]:
         """By kind what was learned, of several the latest; may be called from another thread."""
-        kinds = {self._kind_of(key): number for key, number in dict(self._known).items()}
-        return {kind: self._forest.calibration(number) for kind, number in kinds.items() if kind != NOT_KEPT}
+        return {self._kind_of(key): self._forest.calibration(number) for key, number in dict(self._known).items()}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Begins with what a predecessor has learned, before the first session.

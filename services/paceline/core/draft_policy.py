@@ -22,10 +22,6 @@ from paceline.forest import Bools, Ints, Picked
 
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
 MOST_PRICE = 0.99
-# Rows of prompts over a step's others up to which what they take can be left out of its time.
-MOST_PROMPT = 0.25
-# In what is learned.
-REHEARSED = "rehearsed"
 
 
 class Goodput:
@@ -41,7 +37,6 @@ class Goodput:
         times: Of steps that draft.
         mode: Whether steps draft.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
-        rehearsed: Whether a rehearsal has shown what both modes are worth at all loads.
     """
 
     def __init__(
@@ -50,7 +45,6 @@ class Goodput:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
         self.mode = DraftingMode(most_on_loan)
-        self.rehearsed = False
         self._price: MovingAverage | None = None
         self._answered = True
         self.start_from(cost)
@@ -71,16 +65,6 @@ class Goodput:
     def reason(self) -> Reason:
         """Why that step drafts, or does not."""
         return self.mode.reason
-
-    def rehearse(self, drafts: bool | None, *, over: bool = False) -> None:
-        """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
-
-        Args:
-            drafts: Whether they draft; None: as pays.
-            over: Whether all that was to be rehearsed has been.
-        """
-        self.mode.rehearse(None if drafts is None else Mode.DRAFTING if drafts else Mode.PLAIN)
-        self.rehearsed |= over
 
     def start_from(
         self,
@@ -103,12 +87,8 @@ class Goodput:
             self.times.observe(rows=rows, guesses=0, seconds=seconds)
 
     def learned(self) -> dict[str, list[float]]:
-        """What a successor may begin with: step times, the rates of both modes, and whether these were rehearsed."""
-        return {
-            "step_times": self.times.learned(),
-            "rates": self.mode.learned(),
-            REHEARSED: [float(self.rehearsed)],
-        }
+        """What a successor may begin with: step times, and the rates of both modes."""
+        return {"step_times": self.times.learned(), "rates": self.mode.learned()}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
@@ -118,7 +98,6 @@ class Goodput:
         """
         self.times.resume(learned["step_times"])
         self.mode.resume(learned["rates"])
-        self.rehearsed = bool(learned[REHEARSED][0])
 
     def enter(self, num_sessions: int) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
@@ -171,22 +150,16 @@ class Goodput:
             guesses: Of theirs that it verified.
             tokens: What these sessions committed.
             seconds: From the end of the step before it.
-            other_rows: Its rows of prompts; a step with many teaches neither.
+            other_rows: Its rows of prompts; a step with some teaches neither.
         """
-        rows = roots + guesses
-        reads = other_rows > MOST_PROMPT * rows
-        if other_rows and not reads:
-            # Under load, nearly every step reads a few rows of some prompt.
-            cost = self.times.table if self.drafts else self._plain
-            seconds *= cost.at(rows) / cost.at(rows + other_rows)
-        if self.drafts and not reads:
-            self.times.observe(rows=rows, guesses=guesses, seconds=seconds)
+        if self.drafts and not other_rows:
+            self.times.observe(rows=roots + guesses, guesses=guesses, seconds=seconds)
         self.mode.observe(
             num_sessions=roots,
             tokens=tokens,
             seconds=seconds,
             plain_s=self._plain.at(roots),
-            reads=reads,
+            reads=other_rows > 0,
             answered=self._answered,
         )
 

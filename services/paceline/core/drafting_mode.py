@@ -154,7 +154,7 @@ class Load:
         if not reads:
             self.saved += EXPLORATION * time
             if answered:
-                self.count(self.at_work, tokens, time)
+                self._count(tokens, time)
         if self.trial is not None:
             self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
         elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
@@ -164,13 +164,12 @@ class Load:
                 # The machine and the texts may have changed since.
                 other.keep(LEAST_STEPS / other.steps)
 
-    def count(self, mode: Mode, tokens: float, time: float) -> None:
-        """Takes a step of a mode into its rate."""
+    def _count(self, tokens: float, time: float) -> None:
         for rate in self.rates.values():
             # What little is left is kept: better than nothing.
             if rate.steps > 1.0:
                 rate.keep(0.5 ** (1.0 / HALF_LIFE))
-        self.rates[mode].add(tokens, time)
+        self.rates[self.at_work].add(tokens, time)
 
     def _go_on(self, trial: Trial, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
         ours, other = self.rates[self.mode], self.rates[self.mode.other]
@@ -227,26 +226,11 @@ class DraftingMode:
         self.loads: dict[int, Load] = {}
         self._at = 0
         self._load: Load | None = None
-        self._rehearsing: Mode | None = None
 
     @property
     def mode(self) -> Mode:
         """That of the next step."""
-        if self._load is None:
-            return Mode.PLAIN
-        return self._rehearsing or self._load.at_work
-
-    @property
-    def rehearsing(self) -> Mode | None:
-        """The mode of all steps at present, whatever is better; None: there is no rehearsal."""
-        return self._rehearsing
-
-    def rehearse(self, mode: Mode | None) -> None:
-        """Steps are of one mode from now on, and show what it is worth; None: what they have shown decides again."""
-        self._leave(None)
-        if mode is None:
-            self.resume(self.learned())
-        self._rehearsing = mode
+        return Mode.PLAIN if self._load is None else self._load.at_work
 
     @property
     def reason(self) -> Reason:
@@ -287,12 +271,8 @@ class DraftingMode:
             reads: Whether it read prompts: such a step counts for neither mode.
             answered: Whether drafters have answered, if they are to: before, a step does not show what they are worth.
         """
-        if self._load is None or not num_sessions:
-            return
-        if self._rehearsing is None:
+        if self._load is not None and num_sessions:
             self._load.observe(tokens / num_sessions, seconds / plain_s, reads=reads, answered=answered)
-        elif answered and not reads:
-            self._load.count(self._rehearsing, tokens / num_sessions, seconds / plain_s)
 
     def _leave(self, load: Load | None) -> None:
         if self._load is not None and self._load is not load:
@@ -336,5 +316,7 @@ class DraftingMode:
                 raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
-            loads[int(at)] = Load(mode, on_loan=not values[1] and 2**at <= self._most_on_loan, rates=rates)
-        self.loads, self._load = loads, None
+            # What did not pay on a busy machine or with another drafter is tried anew, as if it were not known.
+            on_loan = mode is Mode.PLAIN and 2**at <= self._most_on_loan
+            loads[int(at)] = Load(mode, on_loan=on_loan, rates=rates)
+        self.loads = loads

@@ -17,14 +17,15 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, Speculation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A session to run, and who drafts for it (empty: nobody); its outputs carry the serial.
+    """A session to run, and who drafts for it (empty: nobody).
 
-    It waits since `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled,
-    before the first token of the output; it is nobody else's.
+    `number` is its name in all that follows, to its drafter too; no two sessions under way share one. It waits since
+    `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled, before the
+    first token of the output; it is nobody else's.
     """
 
     request: GenerateRequest
-    serial: int
+    number: int
     drafter_address: str = ""
     arrived_s: float | None = None
     grammar: GrammarState | None = None
@@ -34,8 +35,7 @@ class Submit:
 class Cancel:
     """The client of a session left."""
 
-    session_id: str
-    serial: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,32 +60,11 @@ class LinkChanged:
 class Paired:
     """A session is drafted by another drafter from now on."""
 
-    session_id: str
-    serial: int
+    number: int
     address: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearse:
-    """Nobody is to see the steps from now on.
-
-    Attributes:
-        drafts: Whether they draft, whatever pays; None: they are as usual again.
-        over: Whether all that was to be rehearsed has been.
-    """
-
-    drafts: bool | None
-    over: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
-    """What another engine of the same kind has learned, JSON."""
-
-    learned: bytes
-
-
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | Rehearse | Taught
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +101,7 @@ class TracedStart:
         num_cached_tokens: Tokens of its prompt that the prefix cache had.
     """
 
-    serial: int
+    number: int
     submitted_s: float
     admitted_s: float
     at_s: float
@@ -141,7 +120,7 @@ class TracedRound:
         price: Of the step.
     """
 
-    serial: int
+    number: int
     at_s: float
     gamma: int
     num_accepted: int
@@ -242,8 +221,6 @@ class StepReport:
     asked_s: dict[str, float] = field(default_factory=dict)
     num_hits: int = 0
     num_misses: int = 0
-    # Whether it was for a rehearsal, so that nobody is to see it.
-    rehearsed: bool = False
     # Nodes that fell off or went with their session before a step verified them, by the source that guessed them first.
     unverified_by: Counter[str] = field(default_factory=Counter)
     # Guesses that came when other tokens were committed, or that are below none we know.
@@ -279,7 +256,7 @@ class StepReport:
             self.num_misses += not hit
 
 
-# Serial of a session, and what goes to its client: tokens, that it runs now, or why it ended.
+# Number of a session, and what goes to its client: tokens, that it runs now, or why it ended.
 Outcome = tuple[int, CommittedTokens | PacelineError]
 
 

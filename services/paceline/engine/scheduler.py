@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
+import numpy as np
+
 from paceline.core.acceptance import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
@@ -22,7 +24,7 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, Ste
 from paceline.engine.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
 from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.target_session import TargetSession
-from paceline.forest import Calls, Guesses, Ints, rows_of
+from paceline.forest import NO_GUESSES, Calls, Guesses, Ints, rows_of
 
 _ORDER = attrgetter("order")
 NO_ROWS = rows_of(())
@@ -64,7 +66,8 @@ class Scheduler:
         # By tenant, in their order; a tenant that waits for nothing is left out.
         self._waiting: dict[str, list[TargetSession]] = {}
         self._running: list[TargetSession] = []
-        self._sessions: dict[str, TargetSession] = {}
+        # By number: the id of one that is cancelled may come back before that is known.
+        self._sessions: dict[int, TargetSession] = {}
         self._drafts = StepDrafts(policy, tier.forest)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
@@ -85,25 +88,25 @@ class Scheduler:
         """True while sessions wait or run, or messages are left to send."""
         return bool(self._sessions or self.outcomes) or self.tier.has_work
 
-    def session(self, session_id: str, serial: int) -> TargetSession | None:
-        """The session of that id, unless that is a later one."""
-        session = self._sessions.get(session_id)
-        return session if session is not None and session.serial == serial else None
+    def holds(self, session: TargetSession) -> bool:
+        """Whether a session still waits or runs."""
+        return session.number in self._sessions
+
+    def session(self, number: int) -> TargetSession | None:
+        """The session of that number, unless it has ended."""
+        return self._sessions.get(number)
 
     # Events
 
     def submit(self, session: TargetSession) -> None:
         """Adds a session; it waits for a place behind those of its tenant that come before it."""
-        self._sessions[session.session_id] = session
+        self._sessions[session.number] = session
         self._wait(session)
         self.tier.connect(session.link)
 
     def drop(self, session: TargetSession) -> None:
         """A session has ended, or its client has left."""
-        del self._sessions[session.session_id]
-        if session.serial < 0:
-            # A rehearsal's: no prompt of anybody is to find its pages.
-            session.pages.forget()
+        del self._sessions[session.number]
         self.report.unverified_by.update(self.forest.unverified_sources(session.tree.row))
         # Its row is another session's once it is closed.
         self.tier.part(session.link)
@@ -167,9 +170,40 @@ class Scheduler:
         self._announce(plan)
         return plan
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one whose tokens nobody has read yet; None where it takes more than these tokens.
+
+        Where such a token ends its session the row is wasted. Its pages are given back at once all the same: whoever
+        gets them writes later than that row does.
+        """
+        alone = not self._waiting and not len(plan.guesses.tokens) and not self._may_guess()
+        if not alone or not all(each.is_decoding and each.runs_ahead for each in self._running):
+            return None
+        sessions = [part.session for part in plan.decoding if not part.session.ends_next]
+        if not sessions or not all(each.pages.reserve(each.committed_len + 1) for each in sessions):
+            return None
+        decoding = [Part(each, each.committed_len, each.committed_len + 1, 0, decodes=True) for each in sessions]
+        guesses = NO_GUESSES._replace(counts=np.zeros(len(decoding), np.int32))
+        return StepPlan(plan.started_s, False, decoding, [], guesses)
+
+    def take_up(self, plan: StepPlan, now_s: float) -> bool:
+        """Goes on with a step that was planned ahead; False: its sessions have all ended."""
+        plan.decoding = [part for part in plan.decoding if self.holds(part.session)]
+        if plan.decoding:
+            # Modes and prices go on as in any step.
+            self._drafts.choose(rows_of(part.session.tree.row for part in plan.decoding), NO_ROWS)
+            self._drafts.describe(self.report)
+            plan.started_s = now_s
+        return bool(plan.decoding)
+
+    def _may_guess(self) -> bool:
+        """Whether a drafter, or a source inside the verifier, may come up with guesses."""
+        links, rows = self.forest.links, self._rows
+        return self._policy.drafts and bool((links.drafted(rows) | links.has_sources(rows)).any())
+
     def _announce(self, plan: StepPlan) -> None:
-        announced = [(part.session.serial, part.session.announce()) for part in plan.parts]
-        self.outcomes += [(serial, each) for serial, each in announced if each is not None]
+        announced = [(part.session.number, part.session.announce()) for part in plan.parts]
+        self.outcomes += [(number, each) for number, each in announced if each is not None]
 
     def _admit(self, now_s: float) -> None:
         """Gives places and pages; a tenant below its share takes them from prompts of one above."""
@@ -195,12 +229,12 @@ class Scheduler:
             (decoding if session.is_decoding else joining).append(session)
         lost = set[int]()
         for session in decoding:
-            while session.serial not in lost and not session.pages.reserve(session.committed_len):
+            while session.number not in lost and not session.pages.reserve(session.committed_len):
                 loser = last_in_turn(self._running, Counter(each.tenant for each in self._running))
                 self._preempt(loser)
-                lost.add(loser.serial)
+                lost.add(loser.number)
         if lost:
-            decoding, joining = ([each for each in part if each.serial not in lost] for part in (decoding, joining))
+            decoding, joining = ([each for each in part if each.number not in lost] for part in (decoding, joining))
         return decoding, joining
 
     def _preempt(self, session: TargetSession) -> None:
@@ -253,7 +287,7 @@ class Scheduler:
         reading: list[Part] = []
         rows = prompt_rows(sessions, max(0, self._limits.max_num_batched_tokens - num_rows))
         for session in sessions:
-            if count := rows[session.serial]:
+            if count := rows[session.number]:
                 start = session.pages.num_computed
                 session.prefilled_to = start + count
                 reading.append(Part(session, start, start + count, 0, decodes=False))
@@ -271,7 +305,7 @@ class Scheduler:
         Returns:
             What goes to their clients.
         """
-        batch_size = plan.batch_size
+        batch_size = len(judged)
         done = commit(
             self.forest, [NewTokens(part.session.link, verdict.token_ids, verdict.chances) for part, verdict in judged]
         )
@@ -290,7 +324,7 @@ class Scheduler:
             )
             if part.decodes:
                 self.report.count_round(num_verified, num_accepted, hit=hit)
-            outcomes.append((session.serial, self._hand_out(session, base_len, now_s)))
+            outcomes.append((session.number, self._hand_out(session, base_len, now_s)))
             if session.traced:
                 round_ = session.round(num_verified, num_accepted, batch_size) if part.decodes else session.start()
                 self.report.traced.append(round_)

@@ -1,17 +1,22 @@
 """The verifier's engine: one step at a time, plan -> pack -> forward -> judge -> commit.
 
-It runs in the engine thread and owns the target model. What a step computes is the scheduler's (`engine.scheduler`). It
-knows sessions and messages as plain values, never a socket; time comes from the clock it is given.
+It owns the target model, which it has computed where the device is (`engine.loop`). What a step computes is the
+scheduler's (`engine.scheduler`). It knows sessions and messages as plain values, never a socket; time comes from the
+clock it is given.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from paceline.core.acceptance import Verdict, rule_of
-from paceline.core.calibration import NOT_KEPT, CalibrationStore
+from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, OverloadedError, PacelineError
@@ -26,15 +31,15 @@ from paceline.core.target_events import (
     LinkChanged,
     Outcome,
     Paired,
-    Rehearse,
     StepReport,
     Submit,
     TargetEvent,
     TargetLimits,
     TargetOutput,
-    Taught,
 )
-from paceline.engine.judging import Judging
+from paceline.engine.batch import Batch
+from paceline.engine.judging import READ_ROWS, Judging
+from paceline.engine.loop import Compute, here
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.planned_step import Part, StepPlan
@@ -44,7 +49,7 @@ from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
 from paceline.forest import Forest, warm_up
-from paceline.service.learned import Learned, resume
+from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +57,6 @@ logger = logging.getLogger(__name__)
 STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
-# Logits of a prompt that are taken from a step at a time: at 150,000 ids those of a whole step are 300 MB.
-PROMPT_ROWS = 64
 # What calibrations of drafters are kept as, whatever their addresses were.
 TIER = "tier"
 
@@ -69,7 +72,7 @@ class TargetEngine:
         clock: Seconds, monotonic.
         sources: Sources of guesses inside the verifier, beside the drafters.
         default_rule: Acceptance rule of requests that name none.
-        use_threads: Sets this thread up for steps while drafters work, or idle; called before every forward.
+        use_threads: Sets the device's thread up for steps while drafters work, or idle; called before every forward.
     """
 
     def __init__(
@@ -110,11 +113,11 @@ class TargetEngine:
             policy=policy,
             tier=DrafterTier(identity.vocab_size, self._forest),
         )
-        self._calibrations: CalibrationStore[tuple[str, bool, str, bool]] = CalibrationStore(self._forest, self._kind)
+        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
-        # Of a step that was begun and has not run yet.
-        self._plan: StepPlan | None = None
-        # Serials of the sessions that the step under way computes.
+        # A step on the device before the tokens of the one before are read.
+        self._ahead: _Launched | None = None
+        # Numbers of the sessions that the step under way computes.
         self._in_step: tuple[int, ...] | None = None
 
     @property
@@ -129,12 +132,9 @@ class TargetEngine:
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is attributed to: those of the step under way, or all that run.
-
-        May be read from another thread, once the engine's does not return.
-        """
+        """Numbers of the sessions that a failure now is attributed to: those of the step under way, or all that run."""
         in_step = self._in_step
-        return tuple(session.serial for session in self.scheduler.running) if in_step is None else in_step
+        return tuple(session.number for session in self.scheduler.running) if in_step is None else in_step
 
     # Events
 
@@ -146,14 +146,8 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
-            case Rehearse():
-                self._policy.rehearse(event.drafts, over=event.over)
-                # What the steps before have left behind is not the next one's.
-                self.scheduler.report = StepReport()
-            case Taught():
-                resume(self, event.learned, "another verifier")
             case Cancel() | Paired():
-                session = self.scheduler.session(event.session_id, event.serial)
+                session = self.scheduler.session(event.number)
                 if session is not None:
                     self._handle_of(session, event)
 
@@ -163,15 +157,14 @@ class TargetEngine:
                 self.scheduler.drop(session)
             case Paired():
                 sources = self._sources.sources_of(session.request)
-                known = self._calibrations_for(session.request, event.address, sources, session.serial)
-                session.link.calibrations = known
+                session.link.calibrations = self._calibrations_for(session.request, event.address, sources)
                 self.scheduler.tier.pair(session.link, event.address, self._clock())
 
     def _submit(self, event: Submit) -> None:
         try:
             session = self._new_session(event)
         except Exception as error:  # noqa: BLE001 - what one request holds must not end the others
-            self.scheduler.outcomes.append((event.serial, _shown_error(event.request.session_id, error)))
+            self.scheduler.outcomes.append((event.number, _shown_error(event.request.session_id, error)))
             return
         self.scheduler.submit(session)
 
@@ -179,13 +172,13 @@ class TargetEngine:
         sources = self._sources.sources_of(event.request)
         return TargetSession(
             event.request,
-            event.serial,
+            event.number,
             self._identity,
             drafter_address=event.drafter_address,
             max_model_len=self._identity.context_len,
             pool=self.pool,
             forest=self._forest,
-            calibrations=self._calibrations_for(event.request, event.drafter_address, sources, event.serial),
+            calibrations=self._calibrations_for(event.request, event.drafter_address, sources),
             sources=sources,
             acceptance=rule_of(event.request.speculation, self._default_rule),
             # Steps are not interrupted, so it may have come one ago.
@@ -195,25 +188,23 @@ class TargetEngine:
         )
 
     def _calibrations_for(
-        self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource], serial: int
+        self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> dict[str, int]:
-        """Keeps apart drafters by address, acceptance rules, greedy sessions from others, and those of a rehearsal."""
+        """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
-        rule, rehearsed = rule_of(request.speculation, self._default_rule), serial < 0
-        known = {source.name: self._calibrations.of((source.name, greedy, rule, rehearsed)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule, rehearsed)))
+        rule = rule_of(request.speculation, self._default_rule)
+        known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
         return {**tier, **known}
 
-    def _kind(self, key: tuple[str, bool, str, bool]) -> str:
+    def _kind(self, key: tuple[str, bool, str]) -> str:
         """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
-        source, greedy, rule, rehearsed = key
-        if rehearsed:
-            return NOT_KEPT
+        source, greedy, rule = key
         own = source in self._sources.names
         return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
 
     def learned(self) -> Learned:
-        """What a successor may begin with; may be called from another thread."""
+        """What a successor may begin with."""
         return {"policy": self._policy.learned(), "calibrations": self._calibrations.learned()}
 
     def resume(self, learned: Learned) -> None:
@@ -241,68 +232,90 @@ class TargetEngine:
         """Seconds for which the next drafts are worth waiting for; 0: step now."""
         now_s = self._clock()
         self.scheduler.mark_silent_drafters(now_s)
-        return self.scheduler.patience_s(now_s)
+        return 0.0 if self._ahead is not None else self.scheduler.patience_s(now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
-        return self.scheduler.drafts_pay(draft_s, self._clock())
+        return self._ahead is None and self.scheduler.drafts_pay(draft_s, self._clock())
 
-    def begin(self) -> TargetOutput | None:
-        """Plans the next step; what is known before it runs goes out while it does, not after.
+    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+        """Runs a step over all sessions that have something to compute.
 
-        These are messages to drafters, new prompts above all, and which sessions are computed for the first time.
+        Messages to drafters, new prompts above all, and which sessions are computed for the first time are told before
+        the device begins; what it has committed is told to drafters before anything else happens.
         """
-        self._plan = self._plan_step()
-        outcomes = self.scheduler.take_outcomes()
-        return self._output(outcomes, StepReport()) if outcomes or self.scheduler.tier.has_work else None
-
-    def step(self, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
-        """Runs the step that was begun, or one planned now, over all sessions that have something to compute.
-
-        Args:
-            tell: Hands commits on to drafters before anything else happens; None: they are in what is returned.
-        """
-        plan, self._plan = self._plan or self._plan_step(), None
-        outcomes = self.scheduler.take_outcomes()
+        plan = self._plan_step()
+        self._in_step = tuple(part.session.number for part in plan.parts)
+        if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
+            tell(await self._output(StepReport(), compute))
         if plan.num_rows:
-            outcomes += self._run(plan)
-            # Accepted nodes go to their places before anything else is written to scratch slots.
-            self._cache.apply_moves(self.scheduler.moves)
+            computed = await compute(self._run, plan)
+            self.scheduler.outcomes += computed
             if tell is not None and self.scheduler.tier.has_work:
-                tell(self._news())
-            self._sources.grow(self.scheduler.report)
+                tell(await self._news(compute))
+        # Streams to drafters write now.
+        await asyncio.sleep(0)
+        if self._sources.has_work:
+            await compute(self._sources.grow, self.scheduler.report)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
-        return self._output(outcomes, self.scheduler.take_report(plan))
+        return await self._output(self.scheduler.take_report(plan), compute)
 
     def _plan_step(self) -> StepPlan:
-        plan = self.scheduler.plan(self._clock())
-        self._in_step = tuple(part.session.serial for part in plan.parts)
-        return plan
+        """Plans a step, unless one was launched ahead that is still of use."""
+        now_s = self._clock()
+        if self._ahead is not None and not self.scheduler.take_up(self._ahead.plan, now_s):
+            self._ahead = None
+        return self.scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
 
     def _run(self, plan: StepPlan) -> list[Outcome]:
-        """Computes a step; returns what goes to clients."""
+        """Computes a step, and has the device go on with the next one; returns what goes to clients."""
+        try:
+            launched = self._ahead or self._launch(plan)
+            self._ahead = self._launch_ahead(launched)
+            launched.judging.follow(launched.pending)
+        except MemoryError as error:
+            self._ahead = None
+            return [self._refuse_largest(plan, error)]
+        outcomes = self._commit(*launched)
+        # Accepted nodes go to their places before anything else is written to scratch slots.
+        self._cache.apply_moves(self.scheduler.moves)
+        return outcomes
+
+    def _launch(self, plan: StepPlan) -> _Launched:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
-        firsts = _pack(builder, plan)
-        judging = Judging(plan, firsts)
+        judging = Judging(plan, _pack(builder, plan))
+        return _Launched(plan, judging, self._decoder.launch(builder.build(), self._cache, judging.walks))
+
+    def _launch_ahead(self, launched: _Launched) -> _Launched | None:
+        """Launches the step after one that is not read yet; None: it has to wait, or the device."""
+        plan = self.scheduler.plan_ahead(launched.plan) if launched.pending.runs_ahead else None
+        if plan is None:
+            return None
+        judging = Judging(plan, range(len(plan.decoding)))
         try:
-            pending = self._decoder.launch(builder.build(), self._cache, judging.walks)
-        except MemoryError as error:
-            return [self._refuse_largest(plan, error)]
-        judging.follow(pending)
+            pending = self._decoder.launch(_pack_ahead(plan, launched), self._cache, judging.walks)
+        except MemoryError:
+            # It comes again once there is nothing else that needs room.
+            return None
+        return _Launched(plan, judging, pending)
+
+    def _commit(self, plan: StepPlan, judging: Judging, pending: Pending) -> list[Outcome]:
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part, Verdict]] = []
-        for place, part in enumerate(plan.parts):
+        for place, part in enumerate(judging.parts):
+            if not self.scheduler.holds(part.session):
+                continue
             try:
                 if part.judged:
-                    outcomes.append((part.session.serial, _prompt_judged(part, firsts[place], pending)))
+                    outcomes.append((part.session.number, _prompt_judged(part, judging.firsts[place], pending)))
                 if part.commits:
                     verdicts.append((part, judging.verdict(place)))
             except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
                 self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
-                outcomes.append((part.session.serial, _shown_error(part.session.session_id, error)))
+                outcomes.append((part.session.number, _shown_error(part.session.session_id, error)))
         outcomes += self.scheduler.commit(plan, verdicts, self._clock())
         for part, _ in verdicts:
             if not part.session.ended:
@@ -320,7 +333,7 @@ class TargetEngine:
             f"of which this session had {part.num_rows}",
             retry_after_s=1.0,
         )
-        return part.session.serial, refused
+        return part.session.number, refused
 
     def _send_states(self) -> None:
         """Queues hidden states for drafters that draft from them; at most `STATE_BYTES` a step."""
@@ -337,24 +350,51 @@ class TargetEngine:
     def _states(self, session: TargetSession, positions: range) -> CommittedStates:
         slots = [session.pages.slot(position) for position in positions]
         return CommittedStates(
-            number=session.link.number,
+            number=session.number,
             start=positions.start,
             width=self._state_width,
             values=self._cache.state_bytes(slots, self._state_width),
         )
 
-    def _news(self) -> DrafterNews:
-        self._send_states()
+    async def _news(self, compute: Compute) -> DrafterNews:
+        drafters = (each.link.drafter for each in self.scheduler.running if self._state_width)
+        if any(each is not None and each.wants_states for each in drafters):
+            await compute(self._send_states)
         to_drafters, broken = self.scheduler.tier.take()
         return DrafterNews(to_drafters=to_drafters, broken_links=broken)
 
-    def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
+    async def _output(self, report: StepReport, compute: Compute) -> TargetOutput:
         self._num_reported = self.num_sessions
-        news, report = self._news(), self.scheduler.describe(report)
-        report.rehearsed = self._policy.mode.rehearsing is not None
+        news, report = await self._news(compute), self.scheduler.describe(report)
         return TargetOutput(
-            committed=outcomes, to_drafters=news.to_drafters, broken_links=news.broken_links, report=report
+            committed=self.scheduler.take_outcomes(),
+            to_drafters=news.to_drafters,
+            broken_links=news.broken_links,
+            report=report,
         )
+
+
+class _Launched(NamedTuple):
+    """A step on the device."""
+
+    plan: StepPlan
+    judging: Judging
+    pending: Pending
+
+
+def _pack_ahead(plan: StepPlan, above: _Launched) -> Batch:
+    """The rows of a step's tokens to come: those behind the last ones that are known."""
+    builder = BatchBuilder()
+    builder.add_trees([part.session.pages for part in plan.decoding], plan.guesses)
+    known, places = builder.build(), {part.session.number: place for place, part in enumerate(above.judging.parts)}
+    return replace(
+        known,
+        token_ids=np.array([places[part.session.number] for part in plan.decoding]),
+        positions=known.positions + 1,
+        slots=np.array([part.session.pages.slot(part.start) for part in plan.decoding]),
+        context_lens=known.context_lens + 1,
+        above=above.pending,
+    )
 
 
 def _pack(builder: BatchBuilder, plan: StepPlan) -> list[int]:
@@ -371,8 +411,8 @@ def _prompt_judged(part: Part, first: int, pending: Pending) -> CommittedTokens:
     """Log probabilities of tokens of the prompt; `first` is the row of the last committed token, if it has one."""
     stop, logprobs = first if part.commits else first + 1, list[PositionLogprobs]()
     rows = range(stop - len(part.judged), stop)
-    for start in range(0, len(rows), PROMPT_ROWS):
-        some = slice(start, start + PROMPT_ROWS)
+    for start in range(0, len(rows), READ_ROWS):
+        some = slice(start, start + READ_ROWS)
         logprobs += part.session.judge_prompt(part.judged[some], pending.logits(rows[some]))
     return part.session.hand_out_prompt(logprobs)
 

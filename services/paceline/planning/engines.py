@@ -6,8 +6,7 @@ import asyncio
 import math
 import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -27,20 +26,18 @@ from paceline.core.messages import (
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.rehearsal import Rehearsal
 from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
     LinkChanged,
     Submit,
     TargetEvent,
-    TargetLimits,
     TargetOutput,
 )
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.bridge import Stepper
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
+from paceline.engine.loop import Device, EngineLoop, Stepper
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace
 from paceline.simulated.model import SimulatedPair, guesses_of
@@ -56,8 +53,6 @@ IDENTITY = ModelIdentity(name="simulated", vocab_hash="", vocab_size=VOCAB_SIZE,
 # Drafters' devices have other seeds than verifiers'.
 OF_DRAFTERS = 1 << 16
 
-_Event = TypeVar("_Event")
-_Output = TypeVar("_Output")
 _Messages = TypeVar("_Messages")
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -121,11 +116,15 @@ class Request:
         return max(0, self.record.num_steps - 1)
 
 
-class DeviceAtWork:
+class DeviceAtWork(Device):
     """Makes calls at once, on a clock of its own that moves on as they sleep; they come back at that time."""
 
     def __init__(self, loop: JumpingLoop) -> None:
+        super().__init__("simulated")
         self._loop, self._ahead_s = loop, 0.0
+
+    def start(self) -> None:
+        """There is no thread."""
 
     def now_s(self) -> float:
         return self._loop.time() + self._ahead_s
@@ -134,7 +133,6 @@ class DeviceAtWork:
         return Pace(facts, seed=seed, overhead=overhead, clock=self.now_s, sleep=self._sleep)
 
     async def run(self, call: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
-        """Makes a call."""
         result = call(*args, **kwargs)
         taken_s, self._ahead_s = self._ahead_s, 0.0
         await asyncio.sleep(taken_s)
@@ -144,43 +142,9 @@ class DeviceAtWork:
         self._ahead_s += seconds
 
 
-class EngineAtWork(Generic[_Event, _Output]):
-    """Drives an engine as its process does (`paceline.engine.bridge`).
-
-    Args:
-        deliver: Called with every output.
-    """
-
-    def __init__(
-        self, device: DeviceAtWork, stepper: Stepper[_Event, _Output], deliver: Callable[[_Output], None]
-    ) -> None:
-        self._device, self._stepper, self._deliver = device, stepper, deliver
-        self._inbox: list[_Event] = []
-        self._arrived = asyncio.Event()
-
-    def post(self, event: _Event) -> None:
-        """Hands the engine an event, once its step has ended."""
-        self._inbox.append(event)
-        self._arrived.set()
-
-    async def run(self) -> None:
-        """Steps for as long as there is work, and waits for more; never returns."""
-        stepper = self._stepper
-        while True:
-            inbox, self._inbox = self._inbox, []
-            self._arrived.clear()
-            for event in inbox:
-                stepper.handle(event)
-            patience_s = stepper.patience_s() if stepper.has_work() else None
-            if patience_s is None or patience_s > 0.0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(patience_s):
-                        await self._arrived.wait()
-                continue
-            early = await self._device.run(stepper.begin)
-            if early is not None:
-                self._deliver(early)
-            self._deliver(await self._device.run(stepper.step))
+async def _run(engine: EngineLoop[Any, Any]) -> None:
+    await engine.start()
+    await engine.ended()
 
 
 class Link(Generic[_Messages]):
@@ -212,8 +176,8 @@ class DrafterAtWork:
         self._verifiers: list[Link[Sequence[ToVerifier]]] = []
         device = DeviceAtWork(loop)
         engine = draft_engine(device, profile, profile.drafter, seed)
-        self._engine: EngineAtWork[DraftEvent, DraftOutput] = EngineAtWork(device, engine, self._deliver)
-        self.run = self._engine.run
+        self._engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(lambda: engine, self._deliver, device)
+        self.run = partial(_run, self._engine)
 
     def connect(self, receive: Callable[[Sequence[ToVerifier]], None]) -> Link[Sequence[ToDrafter]]:
         """Opens a verifier's stream, of which it gets the drafter's messages."""
@@ -261,7 +225,6 @@ class VerifierAtWork:
         self._links = {
             drafter.address: drafter.connect(partial(self._receive, drafter.address)) for drafter in drafters
         }
-        self._rehearsal: Rehearsal | None = None
         # By number, with what learns of their ends.
         self._requests: dict[int, tuple[Request, asyncio.Future[None]]] = {}
         self.policy = policy or Goodput(
@@ -275,8 +238,8 @@ class VerifierAtWork:
         if colocated:
             draft = draft_engine(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._engine = EngineAtWork(device, stepper, self._deliver)
-        self.run = self._engine.run
+        self._engine = EngineLoop(lambda: stepper, self._deliver, device)
+        self.run = partial(_run, self._engine)
 
     @property
     def num_sessions(self) -> int:
@@ -304,7 +267,7 @@ class VerifierAtWork:
         self._requests[asked.number] = asked, ended
         self._count(address, +1)
         self._engine.post(
-            Submit(request=request, serial=asked.number, drafter_address=address, arrived_s=self._loop.time())
+            Submit(request=request, number=asked.number, drafter_address=address, arrived_s=self._loop.time())
         )
         try:
             await ended
@@ -312,40 +275,14 @@ class VerifierAtWork:
             del self._requests[asked.number]
             self._count(address, -1)
 
-    def rehearse(self, max_sessions: int) -> None:
-        """Finds out what drafting is worth with up to so many sessions, as verifiers do while nobody waits."""
-        self._rehearsal = Rehearsal(
-            drafter=self._own or next(iter(self._drafters)),
-            max_sessions=max_sessions,
-            vocab_size=VOCAB_SIZE,
-            context_len=CONTEXT_LEN,
-            temperatures=(0.0,),
-        )
-        self._post_all(self._rehearsal.go_on())
-
-    @property
-    def rehearses(self) -> bool:
-        return self._rehearsal is not None
-
-    def _post_all(self, events: Iterable[TargetEvent]) -> None:
-        for event in events:
-            self._engine.post(event)
-
     def _receive(self, address: str, messages: Sequence[ToVerifier]) -> None:
         self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=self._loop.time()))
 
     def _deliver(self, output: DrafterNews) -> None:
         for address, messages in output.to_drafters.items():
             self._links[address].send(messages)
-        if not isinstance(output, TargetOutput):
-            return
-        if output.report.rehearsed:
-            if self._rehearsal is not None:
-                self._post_all(self._rehearsal.saw(output))
-                self._rehearsal = None if self._rehearsal.is_over else self._rehearsal
-            return
-        for serial, committed in output.committed:
-            self._hand_on(*self._requests[serial], committed)
+        for number, committed in output.committed if isinstance(output, TargetOutput) else ():
+            self._hand_on(*self._requests[number], committed)
 
     def _hand_on(self, asked: Request, ended: asyncio.Future[None], committed: CommittedTokens | PacelineError) -> None:
         if isinstance(committed, PacelineError):
@@ -379,7 +316,7 @@ def target_engine(
         decoder=_pair(profile).target(pace),
         identity=IDENTITY,
         num_blocks=facts.kv_tokens // BLOCK_SIZE,
-        limits=TargetLimits(max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows),
+        limits=facts.target_limits,
         policy=policy,
         clock=device.now_s,
         use_threads=pace.beside_drafters,

@@ -46,38 +46,36 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TunedState:
-    """The file of what a verifier has learned, JSON; without a path nothing is kept.
-
-    Attributes:
-        kind: Names everything that the content depends on.
-    """
+    """The file of what a verifier has learned, JSON; without a path nothing is kept."""
 
     path: Path | None
-    kind: str = ""
 
     def load_into(self, learner: Learner) -> None:
         """Lets a learner start with the content, if it exists and is usable."""
         if self.path is None:
             return
+        before = learner.learned()
         try:
-            content = self.path.read_bytes()
+            learner.resume(json.loads(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
-        except OSError as error:
-            logger.warning("what was learned cannot be read", extra={"path": str(self.path), "error": str(error)})
-            return
-        resume(learner, content, str(self.path))
+        # Nothing that a file may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
+        except Exception as error:  # noqa: BLE001
+            learner.resume(before)
+            logger.warning("what was learned cannot be used", extra={"path": str(self.path), "error": repr(error)})
+        else:
+            logger.info("begins with what was learned", extra={"path": str(self.path)})
 
     async def keep(self, learned: Callable[[], Learned]) -> None:
         """Writes what is learned every minute, and at the end."""
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
-                await asyncio.to_thread(self.write, learned())
+                await asyncio.to_thread(self._write, learned())
         finally:
-            self.write(learned())
+            self._write(learned())
 
-    def write(self, learned: Learned) -> None:
+    def _write(self, learned: Learned) -> None:
         """Writes atomically: a reader sees the old content or the new one."""
         if self.path is None:
             return
@@ -93,23 +91,6 @@ class TunedState:
 NO_STATE = TunedState(None)
 
 
-def resume(learner: Learner, content: bytes, origin: str) -> None:
-    """Lets a learner start with JSON of a predecessor's or another's, if it is usable.
-
-    Args:
-        origin: Where that comes from, for the log.
-    """
-    before = learner.learned()
-    try:
-        learner.resume(json.loads(content))
-    # Nothing that it may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
-    except Exception as error:  # noqa: BLE001
-        learner.resume(before)
-        logger.warning("what was learned cannot be used", extra={"origin": origin, "error": repr(error)})
-    else:
-        logger.info("begins with what was learned", extra={"origin": origin})
-
-
 def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedState:
     """Returns the file of a learner on this machine.
 
@@ -118,17 +99,21 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
         facts: Everything else that the content depends on.
     """
-    kind = hashlib.sha256(repr((__version__, _machine(), *facts)).encode()).hexdigest()[:16]
     if learned_dir == KEEP_NOTHING:
-        return TunedState(None, kind)
+        return NO_STATE
     if learned_dir:
         with named("--learned-dir", learned_dir):
-            return TunedState(Path(learned_dir).expanduser() / f"{kind}.json", kind)
+            return _file_in(Path(learned_dir).expanduser(), facts)
     try:
-        return TunedState(user_cache(environ) / "learned" / f"{kind}.json", kind)
+        return _file_in(user_cache(environ) / "learned", facts)
     except NothingWritableError as error:
         logger.warning("what is learned is not kept: %s", error)
-        return TunedState(None, kind)
+        return NO_STATE
+
+
+def _file_in(folder: Path, facts: tuple[Any, ...]) -> TunedState:
+    key = repr((__version__, _machine(), *facts))
+    return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
 
 def _machine() -> str:

@@ -22,6 +22,7 @@ from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint, states_hash
 from paceline.engine.grammar import Grammars
+from paceline.engine.judging import READ_ROWS
 from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import StepThreads, prepare_process
@@ -69,7 +70,6 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         max_num_seqs=limits_of(config).max_num_seqs,
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
-        rehearsal=speculation.rehearsal(config.rehearse),
     )
 
 
@@ -112,8 +112,8 @@ def _num_pages(config: VerifierConfig, context_len: int, speculation: Speculatio
         models,
         page_bytes=page_bytes,
         scratch_bytes=target_scratch_blocks(config.max_num_batched_tokens) * target.page_bytes,
-        # All may be changed, or read for log probabilities.
-        copied_rows=config.max_num_batched_tokens,
+        # A row of each session is changed at a time, and few are read for log probabilities.
+        copied_rows=min(config.max_num_batched_tokens, max(config.max_num_seqs, 2 * READ_ROWS)),
         context_len=longest,
         host_pages=HOST_PAGES[VERIFIER],
         least_pages=-(-longest // BLOCK_SIZE) + 1 if config.max_model_len else LEAST_PAGES,
@@ -149,7 +149,7 @@ def make_engine(
         limits=DraftLimits(max_num_seqs=config.max_num_seqs),
         clock=time.monotonic,
     )
-    decoder.prepare(config.max_num_batched_tokens, draft.cache)
+    decoder.prepare(config.max_num_batched_tokens, draft.cache, drafts=True)
     draft.warm_up()
     wants_states = draft_identity.draft_method == EAGLE3
     return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)

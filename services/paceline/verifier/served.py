@@ -12,10 +12,9 @@ from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.pages import longest_session
 from paceline.core.params import COUPLED, REJECTION, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
 from paceline.core.target_events import DrafterNews, Submit, TargetEvent
-from paceline.engine.bridge import Stepper
 from paceline.engine.grammar import Grammars
+from paceline.engine.loop import Stepper, finished
 from paceline.service.learned import NO_STATE, Learned, TunedState
-from paceline.verifier.config import OFF
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
@@ -34,7 +33,7 @@ class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is blamed on; read from the event loop once the engine is dead."""
+        """Numbers of the sessions that a failure now is blamed on."""
         ...
 
 
@@ -48,9 +47,8 @@ class ServedEngine:
         default_rule: Acceptance rule of requests that name none.
         grammars: Compiles the grammars of requests; None: none are served.
         max_num_seqs: Most sessions that run at once.
-        make: Loads the model; called in the engine thread.
+        make: Loads the model; called in the device's thread.
         learned: Where the engine keeps what it learns.
-        rehearsal: When it rehearses, as in `--rehearse`.
     """
 
     identity: ModelIdentity
@@ -60,7 +58,6 @@ class ServedEngine:
     max_num_seqs: int
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
-    rehearsal: str = OFF
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.
@@ -139,6 +136,6 @@ def warm_up(engine: TargetStepper, samplings: Sequence[SamplingParams], speculat
             sampling=sampling,
             speculation=speculation,
         )
-        engine.handle(Submit(request=request, serial=index))
+        engine.handle(Submit(request=request, number=index))
     while engine.has_work():
-        engine.step()
+        finished(engine.step())

@@ -12,7 +12,7 @@ from paceline.core.acceptance import served_rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import GRAMMAR, NGRAM, TIER_METHODS, SpeculationParams
-from paceline.core.target_events import Submit, TargetEvent, TargetLimits
+from paceline.core.target_events import Submit, TargetEvent
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.model_free import GrammarSource, NgramSource
 from paceline.engine.grammar import Grammars
@@ -20,9 +20,7 @@ from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.model_service import refuse_settings
 from paceline.service.config import named
-from paceline.service.learned import TunedState
 from paceline.simulated.model import Simulation, find_profile, num_pages
-from paceline.simulated.profile import DeviceFacts
 from paceline.verifier.config import NAME, SIMULATED, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, longest_served, warm_up
 
@@ -81,16 +79,9 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         own_drafter=LOCAL if inside else "",
         default_rule=speculation.acceptance,
         grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
-        max_num_seqs=limits_of(facts).max_num_seqs,
+        max_num_seqs=facts.max_sessions,
         make=lambda: _make(pages, simulation, identity, speculation),
-        learned=TunedState(None, repr((identity.weights_hash, config.acceptance, config.speculative_config))),
-        rehearsal=speculation.rehearsal(config.rehearse),
     )
-
-
-def limits_of(facts: DeviceFacts) -> TargetLimits:
-    """Bounds of an engine on a device."""
-    return TargetLimits(max_num_seqs=facts.max_sessions, max_num_batched_tokens=facts.max_rows)
 
 
 def _make(
@@ -101,7 +92,7 @@ def _make(
         decoder=simulation.target(),
         identity=identity,
         num_blocks=num_blocks,
-        limits=limits_of(facts),
+        limits=facts.target_limits,
         policy=policy,
         clock=time.monotonic,
         sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],

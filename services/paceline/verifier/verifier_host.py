@@ -1,4 +1,4 @@
-"""Joins the engine thread, the drafters' streams and the requests under way, in the event loop."""
+"""Joins the engine, the drafters' streams and the requests under way, in the event loop."""
 
 from __future__ import annotations
 
@@ -34,21 +34,18 @@ from paceline.core.target_events import (
     TargetOutput,
 )
 from paceline.engine.admission import QueueClock, check_wait, num_ahead
-from paceline.engine.bridge import EngineThread
 from paceline.engine.grammar import NICENESS
+from paceline.engine.loop import Device, EngineLoop
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import verifier_pb2
 from paceline.service.credentials import FleetTls
 from paceline.service.fair_threads import FairThreads
-from paceline.service.learned import Learned
 from paceline.service.supervision import Work
 from paceline.store.base import Store
 from paceline.tier.drafters import Drafters
 from paceline.verifier.commit_log import GatewayLog, Gathering, SessionLog
-from paceline.verifier.config import BEFORE_READY
-from paceline.verifier.rehearsing import READY_S, Rehearser
 from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
 from paceline.wire import LogPart, log_to_pb, size_of
@@ -71,7 +68,7 @@ class _UnderWay:
     `begun` is False while `compiling` its grammar. `closing` ends its trace.
     """
 
-    serial: int
+    number: int
     request: GenerateRequest
     log: SessionLog
     methods: frozenset[str]
@@ -128,7 +125,9 @@ class TargetHost:
         self._grace_s = grace_s
         self._metrics = metrics
         self._tracer = tracer
-        self.engine: EngineThread[TargetEvent, DrafterNews] = EngineThread(self._make_stepper, self._deliver, "target")
+        self.engine: EngineLoop[TargetEvent, DrafterNews] = EngineLoop(
+            self._make_stepper, self._deliver, Device("target")
+        )
         self.drafters = Drafters(
             self.identity,
             own=served.own_drafter,
@@ -139,20 +138,18 @@ class TargetHost:
             tls=tls,
         )
         self._stepper: TargetStepper | None = None
-        # By serial: a session id may come back while outputs of its cancelled namesake are under way.
+        # By number: an id may come back while outputs of its cancelled namesake are under way.
         self._sessions: dict[int, _UnderWay] = {}
         self._under_way: dict[str, _UnderWay] = {}
         # Sessions of each gateway by the numbers that it has given them.
         self._gateways: dict[GatewayLog, dict[int, _UnderWay]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
-        self._serials = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._draining = False
         # Why it takes no streams any more.
         self._over: PacelineError | None = None
         self._empty = asyncio.Event()
         self._empty.set()
-        post = partial(self.engine.post, always=True)
-        self._rehearser = Rehearser(served, post=post, learned=self._learned, empty=self._empty)
 
     @property
     def num_sessions(self) -> int:
@@ -165,16 +162,10 @@ class TargetHost:
     def engine_died(self, problem: str) -> None:
         """Ends every session and takes no new one; those of the last step end as its possible cause."""
         self._draining = True
-        for serial in () if self._stepper is None else self._stepper.at_stake:
-            if serial in self._sessions:
-                self._end(self._sessions[serial], EngineDiedError(f"{problem}, in a step of this session"))
+        for number in () if self._stepper is None else self._stepper.at_stake:
+            if number in self._sessions:
+                self._end(self._sessions[number], EngineDiedError(f"{problem}, in a step of this session"))
         self._end_all(UnavailableError(problem))
-
-    async def prepared(self) -> None:
-        """Returns once a rehearsal that readiness waits for is over, or has taken too long."""
-        if self._served.rehearsal == BEFORE_READY:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._rehearser.done.wait(), READY_S)
 
     async def wind_down(self) -> None:
         """Refuses new sessions, waits `grace_s` seconds for those under way, then ends the rest with a status."""
@@ -202,19 +193,12 @@ class TargetHost:
 
     def background(self, store: Store) -> Mapping[str, Work]:
         """Names the tasks that show life to gateways, keep what is learned and look after drafters."""
-        own: dict[str, Work] = {
-            "life": self._show_life,
-            "learned": self._keep_learned,
-            "rehearsal": partial(self._rehearser.run, store),
-        }
+        own = {"life": self._show_life, "learned": self._keep_learned}
         return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
-        await self._served.learned.keep(self._learned)
-
-    def _learned(self) -> Learned:
         assert self._stepper is not None, "tasks begin once the engine is loaded"
-        return self._stepper.learned()
+        await self._served.learned.keep(self._stepper.learned)
 
     def _pair_all(self) -> None:
         for each in self._under_way.values():
@@ -232,8 +216,7 @@ class TargetHost:
             self._metrics.fallbacks.labels("drafter_changed").inc()
         session.trace.paired(address)
         with suppress(UnavailableError):
-            session_id = session.request.session_id
-            self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
+            self.engine.post(Paired(number=session.number, address=address))
 
     async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[verifier_pb2.VerifyResponse, None]:
         """One gateway's stream: it starts sessions and leaves them, and is told what becomes of them.
@@ -331,11 +314,10 @@ class TargetHost:
             self._served.check(request)
             self._admit(request)
             request = trace.hand_on(request)
-            self._rehearser.interrupt()
             self._fence(request)
             methods = self._methods(request)
             mine = _UnderWay(
-                serial=next(self._serials),
+                number=next(self._numbers),
                 request=request,
                 log=SessionLog(
                     gateway,
@@ -349,7 +331,7 @@ class TargetHost:
                 trace=trace,
                 closing=closing.pop_all(),
             )
-        self._sessions[mine.serial] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
+        self._sessions[mine.number] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
         self.drafters.count(mine.drafter_address, +1)
         trace.paired(mine.drafter_address)
         self._empty.clear()
@@ -383,7 +365,7 @@ class TargetHost:
         if session.compiling is not None and session.compiling is not asyncio.current_task():
             session.compiling.cancel()
         self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
-        del self._sessions[session.serial], self._gateways[log.gateway][log.number]
+        del self._sessions[session.number], self._gateways[log.gateway][log.number]
         if self._under_way.get(request.session_id) is session:
             del self._under_way[request.session_id]
         self.drafters.count(session.drafter_address, -1)
@@ -391,10 +373,16 @@ class TargetHost:
         if not self.num_sessions:
             self._empty.set()
         if error is not None:
+            self._withdraw(session.number)
+        session.closing.__exit__(type(error) if error else None, error, None)
+
+    def _withdraw(self, number: int) -> None:
+        """What waits for a long step stays bounded by the sessions under way."""
+        withdrawn = self.engine.withdraw(lambda event: isinstance(event, Submit | Paired) and event.number == number)
+        if not any(isinstance(event, Submit) for event in withdrawn):
             # If the engine has ended it, this does nothing.
             with suppress(UnavailableError):
-                self.engine.post(Cancel(session_id=request.session_id, serial=session.serial), always=True)
-        session.closing.__exit__(type(error) if error else None, error, None)
+                self.engine.post(Cancel(number=number))
 
     async def _compile(self, mine: _UnderWay) -> None:
         """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""
@@ -417,7 +405,7 @@ class TargetHost:
         self.engine.post(
             Submit(
                 request=mine.request,
-                serial=mine.serial,
+                number=mine.number,
                 drafter_address=mine.drafter_address,
                 arrived_s=time.monotonic(),
                 grammar=grammar,
@@ -453,11 +441,12 @@ class TargetHost:
 
         The engine is alive while it makes progress, or has no session: those that wait for their grammars wait for it.
         """
-        num_calls, loop = self.engine.num_calls, asyncio.get_running_loop()
+        device, loop = self.engine.device, asyncio.get_running_loop()
+        num_calls = device.num_calls
         while True:
             await asyncio.sleep(LIFE_S)
-            works = self.engine.num_calls != num_calls
-            num_calls = self.engine.num_calls
+            works = device.num_calls != num_calls
+            num_calls = device.num_calls
             if works or not any(each.begun for each in self._sessions.values()):
                 for gateway, sessions in self._gateways.items():
                     if sessions:
@@ -465,51 +454,51 @@ class TargetHost:
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
-        self._rehearser.linked(address, draft)
         change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):
-            self.engine.post(change, always=True)
+            self.engine.post(change)
 
     async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         arrived = DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic())
-        # Drafts that find no room are dropped; the next commit brings new ones.
-        with suppress(UnavailableError, OverloadedError):
+        with suppress(UnavailableError):
             await self.engine.post_from(address, arrived, size_of(*messages))
 
     def _deliver(self, output: DrafterNews) -> None:
+        """Drafters are told at once: they have nothing to do until they get the commit; clients, beside the device."""
+        for address, to_drafter in output.to_drafters.items():
+            try:
+                self.drafters.say(address, to_drafter)
+            except Exception:
+                # A new stream opens its sessions anew.
+                logger.exception("a drafter could not be told of a step")
+                self.drafters.reset(address, "a step could not be told")
+        for address, error in output.broken_links.items():
+            self.drafters.reset(address, str(error))
+        if isinstance(output, TargetOutput):
+            self.engine.device.meanwhile(partial(self._tell_clients, output))
+
+    def _tell_clients(self, output: TargetOutput) -> None:
         try:
-            # Drafters first: they have nothing to do until they get the commit.
-            self._tell_drafters(output)
-            if isinstance(output, TargetOutput):
-                self._hand_on(output)
+            self._hand_on(output)
         except Exception:
             # What did not reach the logs is lost; gateways place these sessions anew.
             logger.exception("a step could not be handed on")
-            for serial, _ in output.committed if isinstance(output, TargetOutput) else ():
-                if serial in self._sessions:
+            for number, _ in output.committed:
+                if number in self._sessions:
                     error = UnavailableError("tokens of the session could not be handed on")
-                    self._end(self._sessions[serial], error)
-
-    def _tell_drafters(self, news: DrafterNews) -> None:
-        for address, to_drafter in news.to_drafters.items():
-            self.drafters.say(address, to_drafter)
-        for address, error in news.broken_links.items():
-            self.drafters.reset(address, str(error))
+                    self._end(self._sessions[number], error)
 
     def _hand_on(self, output: TargetOutput) -> None:
         report = output.report
-        if report.rehearsed:
-            self._rehearser.saw(output)
-            return
         self._num_places = report.num_running if report.num_waiting else self.max_sessions
         for seen in report.traced:
-            if seen.serial in self._sessions:
-                self._sessions[seen.serial].trace.saw(seen)
+            if seen.number in self._sessions:
+                self._sessions[seen.number].trace.saw(seen)
         now_s = asyncio.get_running_loop().time()
-        for serial, outcome in output.committed:
+        for number, outcome in output.committed:
             # It may have left meanwhile.
-            if serial in self._sessions:
-                self._tell(self._sessions[serial], outcome, now_s)
+            if number in self._sessions:
+                self._tell(self._sessions[number], outcome, now_s)
         self._gathering.after_step()
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)
 

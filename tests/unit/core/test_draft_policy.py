@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.goodput import LEAST_SURVIVAL
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost
 from paceline.core.tree import DraftTree
-from paceline.forest import ROOT, Coming, rows_of
+from paceline.forest import ROOT, rows_of
 from paceline.forest.linking import CHILD_SHARE
 from tests.support.guesses import NodeGuess
 from tests.support.trees import allot, merge_into, new_tree, nodes_of
@@ -46,10 +46,10 @@ def allocate(policy, demands, **options) -> list[list[int]]:
     return allot(policy, [each.tree for each in demands], [each.cap for each in demands], answered=answered, **options)
 
 
-def prospect(tree, cap, *, price, child_share=CHILD_SHARE, levels=1) -> tuple[float, float]:
+def prospect(tree, cap, *, price, child_share=CHILD_SHARE) -> tuple[float, float]:
     """Expected tokens, and the gain of the next nodes."""
-    coming = Coming(np.array([child_share]), np.array([float(levels)]))
-    expected, gains = tree.forest.expected_gains(rows_of([tree.row]), rows_of([cap]), np.array([price]), coming)
+    shares = np.array([child_share])
+    expected, gains = tree.forest.expected_gains(rows_of([tree.row]), rows_of([cap]), np.array([price]), shares)
     return float(expected[0]), float(gains[0])
 
 
@@ -178,20 +178,9 @@ def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_
     assert gains[-1] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("rows", "cap", "price", "gain"),
-    [
-        # Below the root, below the leaf of 0.9 * 0.8 * 0.7 * 0.6, and of these what is worth a row.
-        ([], 8, 0.0, 0.5 + 0.25 + 0.125),
-        (CHAIN, 8, 0.0, 0.3024 * (0.5 + 0.25 + 0.125)),
-        ([], 8, 0.2, 0.5 + 0.25),
-        # As far as there is room, and then in the place of what is likelier by less.
-        ([], 2, 0.0, 0.5 + 0.25),
-        ([(0, 1, 0.9), (0, 2, 0.1)], 2, 0.0, 0.9 * 0.5 - 0.1),
-    ],
-)
-def test_a_message_gains_what_all_its_levels_add(rows, cap, price, gain):
-    assert prospect(tree_of(rows), cap, price=price, child_share=0.5, levels=3)[1] == pytest.approx(gain, rel=0.02)
+def test_a_node_in_the_place_of_a_weaker_one_gains_what_it_is_likelier_by():
+    full = tree_of([(0, 1, 0.9), (0, 2, 0.1)])
+    assert prospect(full, 2, price=0.0, child_share=0.5)[1] == pytest.approx(0.9 * 0.5 - 0.1, rel=0.02)
 
 
 STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
@@ -272,22 +261,10 @@ def test_steps_show_nothing_of_drafting_before_drafters_have_answered():
     assert policy.mode.learned()[2] == 0.0
 
 
-def test_a_few_rows_of_a_prompt_count_as_if_they_were_not_there():
-    policies = drafting(STEEP, 8), drafting(STEEP, 8)
-    for policy, other_rows in zip(policies, (0, 5), strict=True):
-        seconds = STEEP.at(20) * (STEEP.at(20 + other_rows) / STEEP.at(20))
-        for _ in range(20):
-            policy.enter(8)
-            policy.observe(roots=8, guesses=12, tokens=14, seconds=seconds, other_rows=other_rows)
-    alone, beside = (policy.mode.learned() for policy in policies)
-    assert beside == pytest.approx(alone, rel=0.1)
-    assert alone[2] != 2.0, "they were counted"
-
-
 def test_times_are_learned_from_steps_that_draft_and_not_from_those_that_read_prompts():
     policy = drafting(STEEP)
     before = policy.times.learned()
-    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0, other_rows=8)
+    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0, other_rows=1)
     assert policy.times.learned() == before
     policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0)
     assert policy.times.learned() != before
