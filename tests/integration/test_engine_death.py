@@ -368,6 +368,26 @@ async def test_a_verifier_that_vanished_before_it_said_anything_may_have_compute
     await server.stop(None)
 
 
+async def test_an_error_in_taking_what_a_verifier_tells_ends_that_session_and_no_other_of_its_stream(tiny_pair) -> None:
+    def fail(_: CommittedTokens) -> bool:
+        raise ValueError("cannot be taken")
+
+    heard: list[CommittedTokens] = []
+
+    def hear(told: CommittedTokens) -> bool:
+        heard.append(told)
+        return False
+
+    client = VerifierClient(60)
+    async with verifier_at(tiny_pair[0]) as (address, _):
+        other = asyncio.create_task(client.run(client.running(address, ask("other"), 4096, hear)))
+        with pytest.raises(ValueError, match="cannot be taken"):
+            await client.run(client.running(address, ask("s"), 4096, fail))
+        await other
+    assert heard[-1].result is not None
+    await client.close()
+
+
 async def test_a_stream_without_a_number_left_ends_and_the_next_session_dials_anew(tiny_pair) -> None:
     async with running_verifier(tiny_pair[0]) as (calls, _):
         stream = Stream(calls, ask("s"))
