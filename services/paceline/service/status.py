@@ -46,6 +46,8 @@ MAX_FIELD_CHARS = 64
 MAX_RETRY_AFTER_S = 3600.0
 # In gRPC's status of a call whose answer is above the caller's limit.
 _ITS_MESSAGE = "CLIENT: Received message larger than max"
+# What gRPC's client says, now and then, of a stream that is refused while it still writes: the status itself is lost.
+_STATUS_LOST = "Internal error from Core"
 
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -130,6 +132,8 @@ def _error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
         return RemoteProtocolError(message) if _ITS_MESSAGE in message else InvalidRequestError("request", message)
     if code in _TYPES:
         return _TYPES[code](message)
+    if message == _STATUS_LOST:
+        return PeerLostError("the stream was refused, and gRPC has lost the reason")
     return PacelineError(f"{code.name}: {message}")
 
 

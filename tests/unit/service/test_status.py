@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, RemoteProtocolError
+from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, PeerLostError, RemoteProtocolError
 from paceline.service.status import DETAILS_KEY, MAX_RETRY_AFTER_S, error_from_rpc
 
 EXHAUSTED, INVALID = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
@@ -53,6 +53,12 @@ def test_a_status_that_cannot_be_read_breaks_the_protocol(code: grpc.StatusCode,
     error = error_from_rpc(status(code, details))
     assert isinstance(error, RemoteProtocolError)
     assert str(error).startswith(f"{code.name}: its details cannot be read")
+
+
+def test_a_stream_whose_status_is_lost_is_lost_itself_so_that_it_is_dialled_anew() -> None:
+    error = error_from_rpc(status(grpc.StatusCode.INTERNAL, message="Internal error from Core"))
+    assert isinstance(error, PeerLostError)
+    assert not isinstance(error_from_rpc(status(grpc.StatusCode.INTERNAL)), PeerLostError)
 
 
 @pytest.mark.parametrize(
