@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -187,6 +187,7 @@ async def serve_model(
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
     background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
+    prepared: Callable[[], Awaitable[None]] | None = None,
     tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
@@ -197,6 +198,7 @@ async def serve_model(
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
         background: Names the tasks that are kept running while the service runs.
+        prepared: Awaited before the service says that it is ready.
         tls: Own certificate, with which only the tier that this one serves may call; None: plain text, open to all.
 
     Raises:
@@ -226,6 +228,8 @@ async def serve_model(
                 supervisor = Supervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
+                        if prepared is not None:
+                            await prepared()
                         await _unless_it_hangs(
                             _serve_announced(host, config, role, server, store, registry, metrics_port, supervisor),
                             host,

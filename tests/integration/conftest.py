@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from paceline.core.draft_policy import FixedGamma
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM
 from paceline.core.target_events import TargetLimits
@@ -31,8 +31,10 @@ from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, folder_of, load_tls, only_for
+from paceline.service.learned import NO_STATE, TunedState
 from paceline.service.process import start_grpc_server
 from paceline.store.base import Replica
+from paceline.verifier import config
 from paceline.verifier.served import ServedEngine
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.verifier_host import TargetHost
@@ -110,8 +112,14 @@ async def verifier_at(
     tracer: Tracer = OFF,
     poison: Poison | None = None,
     grammars: Grammars | None = None,
+    policy: Goodput | None = None,
+    learned: TunedState | None = None,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
-    """A verifier service, whose engine some prompts may poison; yields its address."""
+    """A verifier service, whose engine some prompts may poison; yields its address.
+
+    Args:
+        learned: Where it keeps what it learns; it rehearses then.
+    """
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     handed_out = "" if eagle3_model is None else states_hash(eagle3_model)
     identity = replace(
@@ -128,12 +136,14 @@ async def verifier_at(
         identity=identity,
         grammars=grammars,
         max_num_seqs=max_num_seqs,
+        learned=learned or NO_STATE,
+        rehearsal=config.NEVER if learned is None else config.IDLE,
         make=lambda: TargetEngine(
             decoder=target_decoder(),
             identity=identity,
             num_blocks=128,
             limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
-            policy=FixedGamma(gamma=4),
+            policy=policy or FixedGamma(gamma=4),
             clock=time.monotonic,
             sources=[NgramSource()] if NGRAM in methods else [],
         ),

@@ -25,8 +25,8 @@ POLL_S = 0.1
 NUM_LOG_LINES_SHOWN = 5
 # What a process gets after the common deadline has passed, before it is killed.
 LEAST_GRACE_S = 1.0
-# The one setting that a child inherits; see `child_environment`.
-LEARNED_DIR = "PACELINE_LEARNED_DIR"
+# The settings that a child inherits; see `child_environment`.
+KEPT = "PACELINE_LEARNED_DIR", "PACELINE_REHEARSE"
 # A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
 # wake on a virtual machine as a layer does. So OpenMP's threads sleep, but after a gap longer than a step has any.
 THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
@@ -256,9 +256,9 @@ def child_environment(environ: Mapping[str, str], *, num_threads: int | None = N
     """Returns the environment of a child: ours without our settings, able to import this very package.
 
     Settings travel as flags; a `PACELINE_PORT` meant for one process must not reach the others. Where a host keeps what
-    is learned holds for all that run on it.
+    is learned, and when it rehearses, holds for all that run on it.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith("PACELINE_") or name == LEARNED_DIR}
+    kept = {name: value for name, value in environ.items() if not name.startswith("PACELINE_") or name in KEPT}
     source_root = str(Path(paceline.__file__).parents[1])
     path = [source_root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))

@@ -20,6 +20,8 @@ from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCo
 from paceline.core.target_events import Reason
 from paceline.forest import Bools, Ints, Picked
 
+# In what is learned.
+REHEARSED = "rehearsed"
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
 MOST_PRICE = 0.99
 
@@ -37,6 +39,8 @@ class Goodput:
         times: Of steps that draft.
         mode: Whether steps draft.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
+        answered: Whether the time of the step that `allocate` was for shows what its mode is worth.
+        rehearsed: Whether a rehearsal has shown what both modes are worth at all loads.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Goodput:
         self.least_survival = 0.0
         self.mode = DraftingMode(most_on_loan)
         self._price: MovingAverage | None = None
-        self._answered = True
+        self.answered, self.rehearsed = True, False
         self.start_from(cost)
 
     @property
@@ -65,6 +69,16 @@ class Goodput:
     def reason(self) -> Reason:
         """Why that step drafts, or does not."""
         return self.mode.reason
+
+    def rehearse(self, drafts: bool | None, *, over: bool = False) -> None:
+        """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
+
+        Args:
+            drafts: Whether they draft; None: as pays.
+            over: Whether all that was to be rehearsed has been.
+        """
+        self.mode.rehearse(None if drafts is None else Mode.DRAFTING if drafts else Mode.PLAIN)
+        self.rehearsed |= over
 
     def start_from(
         self,
@@ -87,8 +101,9 @@ class Goodput:
             self.times.observe(rows=rows, guesses=0, seconds=seconds)
 
     def learned(self) -> dict[str, list[float]]:
-        """What a successor may begin with: step times, and the rates of both modes."""
-        return {"step_times": self.times.learned(), "rates": self.mode.learned()}
+        """What a successor may begin with: step times, the rates of both modes, and whether these were rehearsed."""
+        rates = self.mode.learned()
+        return {"step_times": self.times.learned(), "rates": rates, REHEARSED: [float(self.rehearsed)]}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
@@ -98,6 +113,7 @@ class Goodput:
         """
         self.times.resume(learned["step_times"])
         self.mode.resume(learned["rates"])
+        self.rehearsed = bool(learned[REHEARSED][0])
 
     def enter(self, num_sessions: int) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
@@ -107,7 +123,7 @@ class Goodput:
         """
         drafts = self.mode.enter(num_sessions) is Mode.DRAFTING
         if not drafts:
-            self._price, self._answered = None, True
+            self._price, self.answered = None, True
         return drafts
 
     def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
@@ -132,7 +148,7 @@ class Goodput:
             best = step.best(ranked)
             self._set_prices(step.price(best), reads=other_rows > 0)
             count = best.count
-        self._answered = answered is None or bool(2 * answered.sum() >= len(answered))
+        self.answered = answered is None or bool(2 * answered.sum() >= len(answered))
         return best_each(held, count)
 
     def _set_prices(self, price: float, *, reads: bool) -> None:
@@ -160,7 +176,7 @@ class Goodput:
             seconds=seconds,
             plain_s=self._plain.at(roots),
             reads=other_rows > 0,
-            answered=self._answered,
+            answered=self.answered,
         )
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:

@@ -154,7 +154,7 @@ class Load:
         if not reads:
             self.saved += EXPLORATION * time
             if answered:
-                self._count(tokens, time)
+                self.count(self.at_work, tokens, time)
         if self.trial is not None:
             self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
         elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
@@ -164,12 +164,20 @@ class Load:
                 # The machine and the texts may have changed since.
                 other.keep(LEAST_STEPS / other.steps)
 
-    def _count(self, tokens: float, time: float) -> None:
+    def count(self, mode: Mode, tokens: float, time: float) -> None:
+        """Takes a step of a mode into its rate."""
         for rate in self.rates.values():
             # What little is left is kept: better than nothing.
             if rate.steps > 1.0:
                 rate.keep(0.5 ** (1.0 / HALF_LIFE))
-        self.rates[self.at_work].add(tokens, time)
+        self.rates[mode].add(tokens, time)
+
+    def begin_again(self) -> None:
+        """Decides by what is known of both modes, which a few steps are enough to change."""
+        for rate in self.rates.values():
+            rate.keep(min(1.0, LEAST_STEPS / max(rate.steps, 1.0)))
+        if all(map(self.tried, Mode)):
+            self.mode, self.on_loan = max(Mode, key=lambda mode: self.rates[mode].value), False
 
     def _go_on(self, trial: Trial, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
         ours, other = self.rates[self.mode], self.rates[self.mode.other]
@@ -219,18 +227,27 @@ class DraftingMode:
 
     Attributes:
         loads: By the logarithm of their sessions to the base 2.
+        rehearsing: The mode of all steps at present, whatever pays; None: there is no rehearsal.
     """
 
     def __init__(self, most_on_loan: float = MOST_ON_LOAN) -> None:
         self._most_on_loan = most_on_loan
         self.loads: dict[int, Load] = {}
+        self.rehearsing: Mode | None = None
         self._at = 0
         self._load: Load | None = None
 
     @property
     def mode(self) -> Mode:
         """That of the next step."""
-        return Mode.PLAIN if self._load is None else self._load.at_work
+        return Mode.PLAIN if self._load is None else self.rehearsing or self._load.at_work
+
+    def rehearse(self, mode: Mode | None) -> None:
+        """Steps are of one mode from now on, and show what it is worth; None: what they have shown decides again."""
+        if self.rehearsing is not None and self._load is not None:
+            self._load.begin_again()
+        self._leave(None)
+        self.rehearsing = mode
 
     @property
     def reason(self) -> Reason:
@@ -271,8 +288,12 @@ class DraftingMode:
             reads: Whether it read prompts: such a step counts for neither mode.
             answered: Whether drafters have answered, if they are to: before, a step does not show what they are worth.
         """
-        if self._load is not None and num_sessions:
+        if self._load is None or not num_sessions:
+            return
+        if self.rehearsing is None:
             self._load.observe(tokens / num_sessions, seconds / plain_s, reads=reads, answered=answered)
+        elif answered and not reads:
+            self._load.count(self.rehearsing, tokens / num_sessions, seconds / plain_s)
 
     def _leave(self, load: Load | None) -> None:
         if self._load is not None and self._load is not load:

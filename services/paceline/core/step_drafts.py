@@ -111,6 +111,7 @@ class StepDrafts:
     def describe(self, report: StepReport) -> None:
         """Adds to a report whether its step drafts, at which price, and why."""
         report.price, report.drafts, report.reason = self._policy.price, self._policy.drafts, self._policy.reason
+        report.answered = self._policy.answered
 
     def num_silenced(self, rows: Ints, now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""

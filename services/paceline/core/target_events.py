@@ -64,7 +64,27 @@ class Paired:
     address: str
 
 
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearse:
+    """Nobody asked for the sessions from now on, and nobody is to see what becomes of them.
+
+    Attributes:
+        drafts: Whether steps draft, whatever pays; None: the rehearsal stops, and steps are as usual again.
+        over: Whether all that was to be rehearsed has been.
+    """
+
+    drafts: bool | None
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """What another engine of the same kind has learned, JSON; None: nobody has, and this one is to rehearse."""
+
+    learned: bytes | None
+
+
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | Rehearse | Taught
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +231,8 @@ class StepReport:
     # Whether it drafts, and why or why not; None: that is decided elsewhere.
     drafts: bool = False
     reason: Reason | None = None
+    # Whether its time shows what its mode is worth: drafters have answered, if they were to.
+    answered: bool = True
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     # Nodes that were judged, and those of them that matched, by the source that guessed them first.

@@ -107,6 +107,9 @@ class Scheduler:
     def drop(self, session: TargetSession) -> None:
         """A session has ended, or its client has left."""
         del self._sessions[session.number]
+        if self._policy.mode.rehearsing is not None:
+            # No prompt of anybody is to find its pages.
+            session.pages.forget()
         self.report.unverified_by.update(self.forest.unverified_sources(session.tree.row))
         # Its row is another session's once it is closed.
         self.tier.part(session.link)

@@ -31,11 +31,13 @@ from paceline.core.target_events import (
     LinkChanged,
     Outcome,
     Paired,
+    Rehearse,
     StepReport,
     Submit,
     TargetEvent,
     TargetLimits,
     TargetOutput,
+    Taught,
 )
 from paceline.engine.batch import Batch
 from paceline.engine.judging import READ_ROWS, Judging
@@ -49,7 +51,7 @@ from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
 from paceline.forest import Forest, warm_up
-from paceline.service.learned import Learned
+from paceline.service.learned import Learned, resume
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
 # What calibrations of drafters are kept as, whatever their addresses were.
-TIER = "tier"
+TIER, REHEARSAL = "tier", "rehearsal "
 
 
 class TargetEngine:
@@ -113,7 +115,7 @@ class TargetEngine:
             policy=policy,
             tier=DrafterTier(identity.vocab_size, self._forest),
         )
-        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
+        self._calibrations: CalibrationStore[tuple[str, bool, str, bool]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
         # A step on the device before the tokens of the one before are read.
         self._ahead: _Launched | None = None
@@ -146,6 +148,12 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
+            case Rehearse():
+                self._policy.rehearse(event.drafts, over=event.over)
+                # What the steps before have left behind is not the next one's.
+                self.scheduler.report = StepReport()
+            case Taught(learned=bytes(learned)):
+                resume(self, learned, "another verifier")
             case Cancel() | Paired():
                 session = self.scheduler.session(event.number)
                 if session is not None:
@@ -190,18 +198,18 @@ class TargetEngine:
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> dict[str, int]:
-        """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
+        """Keeps apart drafters by address, greedy sessions from others, acceptance rules, and users from rehearsals."""
         greedy = request.sampling.temperature == 0.0
-        rule = rule_of(request.speculation, self._default_rule)
-        known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
+        rule, rehearsed = rule_of(request.speculation, self._default_rule), self._policy.mode.rehearsing is not None
+        known = {source.name: self._calibrations.of((source.name, greedy, rule, rehearsed)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule, rehearsed)))
         return {**tier, **known}
 
-    def _kind(self, key: tuple[str, bool, str]) -> str:
+    def _kind(self, key: tuple[str, bool, str, bool]) -> str:
         """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
-        source, greedy, rule = key
-        own = source in self._sources.names
-        return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
+        source, greedy, rule, rehearsed = key
+        kept_as = source if source in self._sources.names else TIER
+        return f"{REHEARSAL * rehearsed}{kept_as} {'greedy' if greedy else 'sampled'} {rule}"
 
     def learned(self) -> Learned:
         """What a successor may begin with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import selectors
 from collections import deque
@@ -16,6 +17,7 @@ import numpy as np
 from paceline.core.draft_policy import Goodput
 from paceline.core.errors import PacelineError
 from paceline.core.messages import (
+    SIMULATED,
     CommittedTokens,
     GenerateRequest,
     ModelIdentity,
@@ -33,11 +35,13 @@ from paceline.core.target_events import (
     Submit,
     TargetEvent,
     TargetOutput,
+    Taught,
 )
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop, Stepper
+from paceline.engine.rehearsing import RehearsingEngine
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace
 from paceline.simulated.model import SimulatedPair, guesses_of
@@ -49,9 +53,11 @@ VOCAB_SIZE = 256
 LAW = TextLaw(words=np.arange(VOCAB_SIZE), eos_token_id=None, mean_length=0.0)
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
-IDENTITY = ModelIdentity(name="simulated", vocab_hash="", vocab_size=VOCAB_SIZE, context_len=CONTEXT_LEN)
-# Drafters' devices have other seeds than verifiers'.
-OF_DRAFTERS = 1 << 16
+IDENTITY = ModelIdentity(
+    name="simulated", vocab_hash="", vocab_size=VOCAB_SIZE, context_len=CONTEXT_LEN, arithmetic=SIMULATED
+)
+# Drafters' devices have other seeds than verifiers'; and no request has such a number.
+OF_DRAFTERS, OF_REHEARSALS = 1 << 16, 1 << 30
 
 _Messages = TypeVar("_Messages")
 _P = ParamSpec("_P")
@@ -238,13 +244,28 @@ class VerifierAtWork:
         if colocated:
             draft = draft_engine(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._engine = EngineLoop(lambda: stepper, self._deliver, device)
+        self._rehearsed = asyncio.Event()
+        rehearsing = RehearsingEngine(
+            stepper,
+            IDENTITY,
+            max_sessions=profile.target.max_sessions,
+            numbers=itertools.count(OF_REHEARSALS),
+            clock=device.now_s,
+            over=self._rehearsed.set,
+            drafter=self._own or next(iter(self._drafters), ""),
+        )
+        self._engine = EngineLoop(lambda: rehearsing, self._deliver, device)
         self.run = partial(_run, self._engine)
 
     @property
     def num_sessions(self) -> int:
         """Requests under way."""
         return len(self._requests)
+
+    async def rehearse(self) -> None:
+        """Finds out what drafting is worth at each load, as verifiers do while nobody waits."""
+        self._engine.post(Taught(learned=None))
+        await self._rehearsed.wait()
 
     async def serve(self, asked: Request) -> None:
         """Serves a request to its end, with a drafter if there is one.

@@ -46,36 +46,38 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TunedState:
-    """The file of what a verifier has learned, JSON; without a path nothing is kept."""
+    """The file of what a verifier has learned, JSON; without a path nothing is kept.
+
+    Attributes:
+        kind: Names everything that the content depends on.
+    """
 
     path: Path | None
+    kind: str = ""
 
     def load_into(self, learner: Learner) -> None:
         """Lets a learner start with the content, if it exists and is usable."""
         if self.path is None:
             return
-        before = learner.learned()
         try:
-            learner.resume(json.loads(self.path.read_text(encoding="utf-8")))
+            content = self.path.read_bytes()
         except FileNotFoundError:
             return
-        # Nothing that a file may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
-        except Exception as error:  # noqa: BLE001
-            learner.resume(before)
-            logger.warning("what was learned cannot be used", extra={"path": str(self.path), "error": repr(error)})
-        else:
-            logger.info("begins with what was learned", extra={"path": str(self.path)})
+        except OSError as error:
+            logger.warning("what was learned cannot be read", extra={"path": str(self.path), "error": str(error)})
+            return
+        resume(learner, content, str(self.path))
 
     async def keep(self, learned: Callable[[], Learned]) -> None:
         """Writes what is learned every minute, and at the end."""
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
-                await asyncio.to_thread(self._write, learned())
+                await asyncio.to_thread(self.write, learned())
         finally:
-            self._write(learned())
+            self.write(learned())
 
-    def _write(self, learned: Learned) -> None:
+    def write(self, learned: Learned) -> None:
         """Writes atomically: a reader sees the old content or the new one."""
         if self.path is None:
             return
@@ -91,6 +93,23 @@ class TunedState:
 NO_STATE = TunedState(None)
 
 
+def resume(learner: Learner, content: bytes, origin: str) -> None:
+    """Lets a learner start with JSON of a predecessor's or another's, if it is usable.
+
+    Args:
+        origin: Where that comes from, for the log.
+    """
+    before = learner.learned()
+    try:
+        learner.resume(json.loads(content))
+    # Nothing that it may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
+    except Exception as error:  # noqa: BLE001
+        learner.resume(before)
+        logger.warning("what was learned cannot be used", extra={"origin": origin, "error": repr(error)})
+    else:
+        logger.info("begins with what was learned", extra={"origin": origin})
+
+
 def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedState:
     """Returns the file of a learner on this machine.
 
@@ -99,21 +118,22 @@ def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> TunedS
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
         facts: Everything else that the content depends on.
     """
+    kind = hashlib.sha256(repr((__version__, _machine(), *facts)).encode()).hexdigest()[:16]
+    folder = _folder(learned_dir, environ)
+    return TunedState(None if folder is None else folder / f"{kind}.json", kind)
+
+
+def _folder(learned_dir: str, environ: Mapping[str, str]) -> Path | None:
     if learned_dir == KEEP_NOTHING:
-        return NO_STATE
+        return None
     if learned_dir:
         with named("--learned-dir", learned_dir):
-            return _file_in(Path(learned_dir).expanduser(), facts)
+            return Path(learned_dir).expanduser()
     try:
-        return _file_in(user_cache(environ) / "learned", facts)
+        return user_cache(environ) / "learned"
     except NothingWritableError as error:
         logger.warning("what is learned is not kept: %s", error)
-        return NO_STATE
-
-
-def _file_in(folder: Path, facts: tuple[Any, ...]) -> TunedState:
-    key = repr((__version__, _machine(), *facts))
-    return TunedState(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
+        return None
 
 
 def _machine() -> str:

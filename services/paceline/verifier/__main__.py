@@ -72,6 +72,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server),
             registry=registry,
             background=host.background,
+            prepared=host.prepared,
             tls=tls,
         )
 

@@ -29,6 +29,7 @@ from paceline.service.learned import KEEP_NOTHING
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
+IDLE, BEFORE_READY, NEVER = "idle", "before-ready", "off"
 TIER, IN_VERIFIER = "tier", "verifier"
 PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 DEFAULT_DRAFT_TOKENS = 12
@@ -101,6 +102,13 @@ class VerifierConfig(ModelServiceConfig):
         low=0,
         high=10,
     )
+    rehearse: str = setting(
+        IDLE,
+        help="When sessions that nobody asked for show whether drafting pays at each load: while nobody waits, until a "
+        "session comes (idle), before the verifier says that it is ready, for up to a minute (before-ready), or never. "
+        "Under vLLM there is none.",
+        choices=(IDLE, BEFORE_READY, NEVER),
+    )
     learned_dir: str = setting(
         "",
         help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
@@ -170,6 +178,10 @@ class Speculation:
     def first_layers(self) -> tuple[int, ...]:
         """Layers of the target that draft, ascending; empty: the default number of first ones."""
         return tuple(range(self.exit_layer or 0)) or self.layers or ()
+
+    def rehearsal(self, when: str) -> str:
+        """When an engine rehearses of which `--rehearse` says this: never, if there is nothing to find out."""
+        return when if self.policy == GOODPUT and set(self.methods) & set(TIER_METHODS) else NEVER
 
     def draft_policy(self, *, shares_cores: bool) -> Goodput:
         """Makes a policy that has learned nothing yet.

@@ -70,6 +70,7 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         max_num_seqs=limits_of(config).max_num_seqs,
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
+        rehearsal=speculation.rehearsal(config.rehearse),
     )
 
 

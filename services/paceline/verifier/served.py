@@ -15,6 +15,7 @@ from paceline.core.target_events import DrafterNews, Submit, TargetEvent
 from paceline.engine.grammar import Grammars
 from paceline.engine.loop import Stepper, finished
 from paceline.service.learned import NO_STATE, Learned, TunedState
+from paceline.verifier.config import NEVER
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
@@ -49,6 +50,7 @@ class ServedEngine:
         max_num_seqs: Most sessions that run at once.
         make: Loads the model; called in the device's thread.
         learned: Where the engine keeps what it learns.
+        rehearsal: When it rehearses, as `--rehearse` says.
     """
 
     identity: ModelIdentity
@@ -58,6 +60,7 @@ class ServedEngine:
     max_num_seqs: int
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
+    rehearsal: str = NEVER
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.

@@ -20,6 +20,7 @@ from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.model_service import refuse_settings
 from paceline.service.config import named
+from paceline.service.learned import TunedState
 from paceline.simulated.model import Simulation, find_profile, num_pages
 from paceline.verifier.config import NAME, SIMULATED, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, longest_served, warm_up
@@ -81,6 +82,8 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         grammars=Grammars(config.model, identity.vocab_size, identity.eos_token_ids),
         max_num_seqs=facts.max_sessions,
         make=lambda: _make(pages, simulation, identity, speculation),
+        learned=TunedState(None, repr((identity.weights_hash, config.acceptance, config.speculative_config))),
+        rehearsal=speculation.rehearsal(config.rehearse),
     )
 
 

@@ -35,17 +35,21 @@ from paceline.core.target_events import (
 )
 from paceline.engine.admission import QueueClock, check_wait, num_ahead
 from paceline.engine.grammar import NICENESS
-from paceline.engine.loop import Device, EngineLoop
+from paceline.engine.loop import Device, EngineLoop, Stepper
+from paceline.engine.rehearsing import RehearsingEngine
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import verifier_pb2
 from paceline.service.credentials import FleetTls
 from paceline.service.fair_threads import FairThreads
+from paceline.service.learned import Learned
 from paceline.service.supervision import Work
 from paceline.store.base import Store
 from paceline.tier.drafters import Drafters
 from paceline.verifier.commit_log import GatewayLog, Gathering, SessionLog
+from paceline.verifier.config import BEFORE_READY, NEVER
+from paceline.verifier.rehearsing import READY_S, Rehearser
 from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
 from paceline.wire import LogPart, log_to_pb, size_of
@@ -145,6 +149,7 @@ class TargetHost:
         self._gateways: dict[GatewayLog, dict[int, _UnderWay]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
+        self._rehearser = Rehearser(served, post=self._post, learned=self._learned)
         self._draining = False
         # Why it takes no streams any more.
         self._over: PacelineError | None = None
@@ -155,9 +160,25 @@ class TargetHost:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def _make_stepper(self) -> TargetStepper:
+    def _make_stepper(self) -> Stepper[TargetEvent, DrafterNews]:
         self._stepper = self._served.make()
-        return self._stepper
+        if self._served.rehearsal == NEVER:
+            return self._stepper
+        return RehearsingEngine(
+            self._stepper,
+            self.identity,
+            max_sessions=self._served.max_num_seqs,
+            numbers=self._numbers,
+            clock=time.monotonic,
+            over=self._rehearser.over.set,
+            drafter=self._served.own_drafter,
+        )
+
+    async def prepared(self) -> None:
+        """Returns once a rehearsal that readiness waits for is over, or has taken too long."""
+        if self._served.rehearsal == BEFORE_READY:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._rehearser.done.wait(), READY_S)
 
     def engine_died(self, problem: str) -> None:
         """Ends every session and takes no new one; those of the last step end as its possible cause."""
@@ -193,12 +214,22 @@ class TargetHost:
 
     def background(self, store: Store) -> Mapping[str, Work]:
         """Names the tasks that show life to gateways, keep what is learned and look after drafters."""
-        own = {"life": self._show_life, "learned": self._keep_learned}
+        own: dict[str, Work] = {"life": self._show_life, "learned": self._keep_learned}
+        if self._served.rehearsal != NEVER:
+            own["rehearsal"] = partial(self._rehearser.run, store)
         return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
+        await self._served.learned.keep(self._learned)
+
+    def _learned(self) -> Learned:
         assert self._stepper is not None, "tasks begin once the engine is loaded"
-        await self._served.learned.keep(self._stepper.learned)
+        return self._stepper.learned()
+
+    def _post(self, event: TargetEvent) -> None:
+        """Hands the engine an event; one that has ended needs none."""
+        with suppress(UnavailableError):
+            self.engine.post(event)
 
     def _pair_all(self) -> None:
         for each in self._under_way.values():
@@ -215,8 +246,7 @@ class TargetHost:
         if before:
             self._metrics.fallbacks.labels("drafter_changed").inc()
         session.trace.paired(address)
-        with suppress(UnavailableError):
-            self.engine.post(Paired(number=session.number, address=address))
+        self._post(Paired(number=session.number, address=address))
 
     async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[verifier_pb2.VerifyResponse, None]:
         """One gateway's stream: it starts sessions and leaves them, and is told what becomes of them.
@@ -381,8 +411,7 @@ class TargetHost:
         withdrawn = self.engine.withdraw(lambda event: isinstance(event, Submit | Paired) and event.number == number)
         if not any(isinstance(event, Submit) for event in withdrawn):
             # If the engine has ended it, this does nothing.
-            with suppress(UnavailableError):
-                self.engine.post(Cancel(number=number))
+            self._post(Cancel(number=number))
 
     async def _compile(self, mine: _UnderWay) -> None:
         """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""
@@ -454,9 +483,9 @@ class TargetHost:
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
-        change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
-        with suppress(UnavailableError):
-            self.engine.post(change)
+        if draft is not None:
+            self._rehearser.linked(draft)
+        self._post(LinkChanged(address=address, up=draft is not None, wants_states=wants_states))
 
     async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         arrived = DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic())

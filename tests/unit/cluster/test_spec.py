@@ -226,13 +226,14 @@ def test_the_stores_password_stands_in_no_command_line() -> None:
         assert child.env["PACELINE_REDIS_URL"] == "redis://:secret@r"
 
 
-def test_children_inherit_the_environment_but_of_our_settings_only_where_to_keep_what_is_learned() -> None:
+def test_children_inherit_the_environment_but_of_our_settings_only_those_of_the_host() -> None:
     environ = {"HOME": "/h", "PACELINE_PORT": "1", "PACELINE_LEARNED_DIR": "none", "PYTHONPATH": "/x"}
+    environ["PACELINE_REHEARSE"] = "off"
     env = child_environment(environ, num_threads=3)
     root = str(Path(paceline.__file__).parents[1])
     assert env["HOME"] == "/h"
     assert "PACELINE_PORT" not in env
-    assert env["PACELINE_LEARNED_DIR"] == "none"
+    assert (env["PACELINE_LEARNED_DIR"], env["PACELINE_REHEARSE"]) == ("none", "off")
     assert env["PYTHONPATH"].split(":") == [root, "/x"]
     assert (env["OMP_WAIT_POLICY"], env["OMP_NUM_THREADS"]) == ("PASSIVE", "3")
     assert 0 < int(env["GOMP_SPINCOUNT"]) < 100_000

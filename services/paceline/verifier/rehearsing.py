@@ -1,0 +1,133 @@
+"""Who rehearses: one verifier of a kind does, and the others read what it has learned.
+
+That lies in the learned directory, and in the store for verifiers on other machines of the same kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from paceline.core.draft_policy import REHEARSED
+from paceline.core.errors import UnavailableError
+from paceline.core.messages import ModelIdentity
+from paceline.core.target_events import TargetEvent, Taught
+from paceline.service.learned import Learned
+from paceline.store.base import FINAL, Document, Documents, Keeping, Store
+from paceline.verifier.served import ServedEngine
+
+logger = logging.getLogger(__name__)
+
+# Pause between two looks for what another verifier has learned.
+LOOK_S = 2.0
+# Longest time that `before-ready` delays readiness, as where no drafter comes.
+READY_S = 60.0
+# In the store: whom documents are kept for, how long they live, and how long the mark of one that rehearses lasts. A
+# document has some thousand bytes: no response of a user is to make room for it.
+KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 50
+
+
+def is_taught(learned: Learned) -> bool:
+    """Whether that comes of a rehearsal that was not cut off."""
+    return bool(learned["policy"][REHEARSED][0])
+
+
+class Rehearser:
+    """Has one verifier's engine rehearse if nobody of its kind has.
+
+    Args:
+        served: The engine, and where what it learns is kept.
+        post: Hands the engine an event.
+        learned: What the engine has learned up to now.
+
+    Attributes:
+        over: Set once the engine has rehearsed.
+        done: Set once both modes are known, or nobody will find out.
+    """
+
+    def __init__(
+        self, served: ServedEngine, *, post: Callable[[TargetEvent], None], learned: Callable[[], Learned]
+    ) -> None:
+        self._served, self._post, self._learned = served, post, learned
+        self.over, self.done = asyncio.Event(), asyncio.Event()
+        self._draft: ModelIdentity | None = None
+        self._linked = asyncio.Event()
+        if served.own_drafter:
+            self.linked(served.identity)
+
+    def linked(self, draft: ModelIdentity) -> None:
+        """A drafter was reached."""
+        self._draft = self._draft or draft
+        self._linked.set()
+
+    async def run(self, store: Store) -> None:
+        """Has the engine know what both modes are worth, by a rehearsal if need be; never returns."""
+        await self._linked.wait()
+        assert self._draft is not None, "a drafter is linked with its identity"
+        kind = f"{self._served.learned.kind} {self._served.max_num_seqs} {self._draft.weights_hash}"
+        shelf = Shelf(store.documents, hashlib.sha256(kind.encode()).hexdigest())
+        while not is_taught(self._learned()):
+            if known := await shelf.learned():
+                self._post(Taught(learned=known))
+                break
+            if await shelf.claim():
+                await self._rehearse(shelf)
+                break
+            await asyncio.sleep(LOOK_S)
+        self.done.set()
+        await asyncio.Event().wait()
+
+    async def _rehearse(self, shelf: Shelf) -> None:
+        logger.info("rehearses while nobody waits", extra={"sessions": self._served.max_num_seqs})
+        self._post(Taught(learned=None))
+        await self.over.wait()
+        learned = self._learned()
+        if is_taught(learned):
+            logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
+            await asyncio.to_thread(self._served.learned.write, learned)
+            await shelf.put(learned)
+
+
+class Shelf:
+    """What one kind of verifiers has learned, in the store; where that does not answer, everyone rehearses.
+
+    Args:
+        kind: What such verifiers have in common.
+    """
+
+    def __init__(self, documents: Documents, kind: str) -> None:
+        self._documents, self._kind = documents, kind
+
+    async def learned(self) -> bytes:
+        """What another one has learned, JSON; empty: nothing yet."""
+        with suppress(UnavailableError):
+            known = await self._documents.kept(KEEPER, self._kind)
+            if known is not None:
+                return known.body
+        return b""
+
+    async def claim(self) -> bool:
+        """Whether this verifier is to rehearse: nobody of its kind has, or does so now."""
+        try:
+            known = await self._documents.kept(KEEPER, self._kind)
+            if known is not None and (known.body or known.at_work):
+                return False
+            if known is not None:
+                # Whoever was at it is gone.
+                await self._documents.forget(KEEPER, self._kind)
+            return await self._keep(b"", 0) is Keeping.DONE
+        except UnavailableError:
+            return True
+
+    async def put(self, learned: Learned) -> None:
+        """Hands on what this verifier has learned."""
+        with suppress(UnavailableError):
+            await self._keep(json.dumps(learned).encode(), FINAL)
+
+    async def _keep(self, body: bytes, rank: int) -> Keeping:
+        document = Document(keeper=KEEPER, name=self._kind, body=body, rank=rank, at_work=not body)
+        return await self._documents.keep(document, ttl_s=TTL_S, work_s=WORK_S, room_bytes=ROOM_BYTES)
