@@ -2,8 +2,8 @@
 
 Twenty random devices, each with a load of its own: a draft step takes 0.03 to 0.8 of the target's, a first guess is
 right with a chance of 0.3 to 0.95, and 1 to 128 sessions run. On each of them the planner's simulation serves the same
-requests with the engines that serve: with the controller, which knows nothing but what verifiers measure at start, and
-with each fixed gamma, 0 among them: that is plain decoding.
+requests with the engines that serve: with the controller, which knows nothing but what verifiers measure at start, with
+the controller after a rehearsal, and with each fixed gamma, 0 among them: that is plain decoding.
 
 OK when the controller loses at most 3 % against the best fixed gamma after its first 100 steps, in the mean (being
 ahead makes up for nothing), and in no 200 steps, the first ones included, more than 3 % against plain decoding.
@@ -32,7 +32,7 @@ from paceline.simulated.guesses import DrawnGuesses
 from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
 GAMMAS = (0, 1, 3, 6, 12)
-CONTROLLERS = (FRESH,) = ("fresh",)
+CONTROLLERS = (FRESH, REHEARSED) = ("fresh", "rehearsed")
 # Steps of the controller, those before its regret counts, and those in which it may lose nothing to plain decoding.
 STEPS, WARM_UP, WINDOW = 500, 100, 200
 # Steps of the fixed choices, which learn nothing.
@@ -151,6 +151,9 @@ async def _served(case: Case, choice: str | int, loop: JumpingLoop) -> list[tupl
 
     # Held, or they might be forgotten at work.
     tasks = [loop.create_task(each.run()) for each in (drafter, verifier)]
+    if choice == REHEARSED:
+        await verifier.rehearse()
+        verifier.steps = [(loop.time(), 0)]
     tasks += [loop.create_task(stream()) for _ in range(case.num_sessions)]
     steps = FIXED_STEPS if isinstance(choice, int) else STEPS
     while len(verifier.steps) <= steps and not any(map(asyncio.Task.done, tasks)):  # noqa: ASYNC110 - a clock that jumps
