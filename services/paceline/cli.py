@@ -19,6 +19,7 @@ EXTRA_OF_COMMAND = {
     "up": "serve",
     "demo": "serve",
     "plan": "plan",
+    "rehearse": "vllm",
 }
 EXTRA_OF_PACKAGE = {"ray": "ray", "opentelemetry": "otel"}
 
@@ -30,6 +31,7 @@ COMMANDS = {
     "drain": "move sessions off a replica before it is stopped",
     "generate": "stream a completion from a running fleet",
     "demo": "stream completions with and without speculation, and compare them",
+    "rehearse": "show the drafter tier under vLLM what drafting is worth, before users ask",
     "plan": "say what models promise on their GPUs, or how many of these a load needs",
     "models": "models check NAME shows which engine serves a checkpoint, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
@@ -84,6 +86,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         "drain": "paceline.cluster.drain",
         "models": "paceline.cluster.models",
         "generate": "paceline.client.generate",
+        "rehearse": "paceline.client.rehearse",
         "plan": "paceline.planning.__main__",
         "dev-ca": "paceline.service.dev_ca",
         "key": "paceline.gateway.access.keys",

@@ -151,7 +151,7 @@ def test_something_that_is_no_gateway_is_refused_in_one_line(capsys: pytest.Capt
         client.main(["x", "--url", f"http://127.0.0.1:{server.server_port}"])
     thread.join()
     assert caught.value.code == 1
-    assert "no gateway" in capsys.readouterr().err
+    assert "does not speak OpenAI's HTTP API" in capsys.readouterr().err
 
 
 class _Metrics(http.server.BaseHTTPRequestHandler):

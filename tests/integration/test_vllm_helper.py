@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.vllm.places import metrics_socket
+from paceline.client.rehearse import listening
+from paceline.vllm.places import metrics_socket, mode_socket
 from paceline.vllm.proposer import Proposer
 from tests.integration.conftest import running_drafter
 from tests.support.fuzzing import until
@@ -88,6 +89,23 @@ async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines,
         engine.proposer.client.close()
         # Its sessions end with its stream.
         await until(lambda: not host.num_sessions)
+
+
+async def test_a_rehearsal_decides_whether_vllm_waits_for_drafts(tiny_pair, engines) -> None:
+    target, draft = tiny_pair
+    async with running_drafter(draft) as (address, _):
+        engine = Engine(target, address)
+        engines.append(engine)
+        engine.batch.admit("a", [1, 2, 3])
+        helper_process = engine.proposer.client._helper
+        await until(mode_socket(metrics_socket(engine.instance_id, 0)).exists)
+        async with listening([]) as (helper,):
+            assert helper.vocab_size == VOCAB
+            for drafts in (True, False, True):
+                await helper.tell(drafts)
+                await asyncio.to_thread(engine.until, lambda _, drafts=drafts: helper_process.awaits is drafts)
+            await helper.tell(None, over=True)
+            assert helper.rates
 
 
 async def test_without_drafters_vllm_goes_on_and_they_are_found_when_they_come(tiny_pair, engines) -> None:

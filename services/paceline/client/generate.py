@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from paceline.core.errors import ConfigError, PacelineError, UnavailableError
+from paceline.client.server import ServerConfig, chosen_model, connection, error_message, reached
+from paceline.core.errors import PacelineError, UnavailableError
 from paceline.service.config import as_called, parse, setting
 
 PROG = "paceline generate"
@@ -29,12 +27,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(ServerConfig):
     prompt: str = setting(help="What to continue.")
-    url: str = setting("http://127.0.0.1:8000", help="Where the gateway serves HTTP.")
-    api_key: str = setting("", help="API key, if the gateway needs one; safer in the environment than here.")
-    ca_file: Path | None = setting(None, help="Certificates of the authorities to trust; without it the usual ones.")
-    model: str = setting("", help="Model name; without it the only one served.")
     chat: bool = setting(False, help="Send the prompt as a user's message of a chat.")
     max_tokens: int = setting(128, help="Most tokens to generate.", low=1)
     temperature: float = setting(0.0, help="0 is greedy.", low=0.0, high=100.0)
@@ -80,12 +74,12 @@ def generate(config: GenerateConfig) -> None:
 def stream(config: GenerateConfig) -> Iterator[dict[str, Any]]:
     """Yields the chunks of the stream; raises as `generate`."""
     timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S)
-    with _reached(config.url), _client(config, timeout) as client:
+    with reached(config.url), httpx.Client(**connection(config), timeout=timeout) as client:
         path = "/v1/chat/completions" if config.chat else "/v1/completions"
-        body = request_body(config, config.model or _only_model(client))
+        body = request_body(config, config.model or chosen_model(client))
         with client.stream("POST", path, json=body) as response:
             if response.status_code != httpx.codes.OK:
-                raise PacelineError(_error_message(response.read().decode(errors="replace")))
+                raise PacelineError(error_message(response.read().decode(errors="replace")))
             yield from _events(response.iter_lines())
 
 
@@ -129,41 +123,6 @@ def summary(metrics: Any, usage: Any) -> str:
     )
 
 
-@contextmanager
-def _reached(url: str) -> Iterator[None]:
-    try:
-        yield
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--url {url!r} is no URL: {error}") from None
-    except httpx.HTTPError as error:
-        reason = str(error) or type(error).__name__
-        raise UnavailableError(f"the gateway at {url} cannot be reached: {reason}") from None
-
-
-def _client(config: GenerateConfig, timeout: httpx.Timeout) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    verify: ssl.SSLContext | bool = True
-    if config.ca_file is not None:
-        try:
-            verify = ssl.create_default_context(cafile=config.ca_file)
-        except OSError as error:
-            raise ConfigError(f"--ca-file {config.ca_file} cannot be used ({error})") from None
-    return httpx.Client(base_url=config.url, timeout=timeout, headers=headers, verify=verify)
-
-
-def _only_model(client: httpx.Client) -> str:
-    response = client.get("/v1/models")
-    if response.status_code != httpx.codes.OK:
-        raise PacelineError(_error_message(response.text))
-    try:
-        names = [str(entry["id"]) for entry in response.json()["data"]]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"--url {client.base_url}: what answers there is no gateway; take its HTTP address") from None
-    if len(names) != 1:
-        raise ConfigError(f"the gateway serves {len(names)} models, choose with --model: {', '.join(names)}")
-    return names[0]
-
-
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if not line.startswith("data:"):
@@ -176,10 +135,3 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             raise PacelineError(str(chunk["error"].get("message", chunk["error"])))
         yield chunk
     raise UnavailableError("the stream broke off before its end")
-
-
-def _error_message(text: str) -> str:
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:500]

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,8 @@ from paceline.store.opening import open_store
 from paceline.tier.drafters import Drafters
 from paceline.vllm.board import TreeBoard
 from paceline.vllm.chain_scheduler import ChainScheduler
+from paceline.vllm.places import mode_socket
+from paceline.vllm.rehearsal import Rehearsal
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
 
@@ -52,6 +54,8 @@ MOST_ON_LOAN = 32
 # Bytes read from the proposer at once.
 READ_BYTES = 1 << 20
 
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
 
 class Helper:
     """Answers a proposer.
@@ -61,6 +65,9 @@ class Helper:
         to_proposer: The helper's end of the socket pair, not blocking.
         board: Where the proposer finds guesses by itself.
         registry: Of its metrics.
+
+    Attributes:
+        rehearsal: For `paceline rehearse`.
     """
 
     def __init__(
@@ -82,9 +89,11 @@ class Helper:
             zone=job.settings.zone,
             tls=tls,
         )
+        policy = Goodput(max_nodes=job.max_chain, most_on_loan=most_on_loan(job.settings.drafters))
+        self.rehearsal = Rehearsal(policy, job.vocab_size)
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
-            policy=Goodput(max_nodes=job.max_chain, most_on_loan=most_on_loan(job.settings.drafters)),
+            policy=policy,
             drafters=self._drafters,
             methods=(DRAFT_MODEL,),
             vocab_size=job.vocab_size,
@@ -253,7 +262,11 @@ async def serve(job: HelperJob, to_proposer: socket.socket, board: TreeBoard) ->
     async with contextlib.AsyncExitStack() as stack:
         if store is not None:
             await stack.enter_async_context(store)
-        await stack.enter_async_context(_metrics_at(job.metrics_socket, registry))
+        for path, answer in (
+            (job.metrics_socket, partial(_show, registry)),
+            (mode_socket(job.metrics_socket), helper.rehearsal.serve),
+        ):
+            await stack.enter_async_context(_answered_at(path, answer))
         stack.push_async_callback(helper.close)
         await stack.enter_async_context(Supervisor(registry).kept(helper.background(store)))
         helper.begin()
@@ -263,22 +276,24 @@ async def serve(job: HelperJob, to_proposer: socket.socket, board: TreeBoard) ->
         await helper.ended.wait()
 
 
+async def _show(registry: CollectorRegistry, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Sends the metrics."""
+    writer.write(generate_latest(registry))
+    with contextlib.suppress(ConnectionError):
+        await writer.drain()
+    writer.close()
+
+
 @contextlib.asynccontextmanager
-async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[None]:
-    """Sends the metrics to each process that connects, while a block runs."""
-
-    async def show(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(generate_latest(registry))
-        with contextlib.suppress(ConnectionError):
-            await writer.drain()
-        writer.close()
-
+async def _answered_at(path: Path, answer: Answer) -> AsyncIterator[None]:
+    """Answers each process that connects, while a block runs; the folder lets no other user in."""
     _make_way(path)
-    async with await asyncio.start_unix_server(show, path):
-        try:
-            yield
-        finally:
-            _make_way(path)
+    server = await asyncio.start_unix_server(answer, path)
+    try:
+        yield
+    finally:
+        server.close()
+        _make_way(path)
 
 
 def _make_way(path: Path) -> None:

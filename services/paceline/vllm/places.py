@@ -1,4 +1,4 @@
-"""Where the parts of the tier under vLLM find things: the socket of the helper's metrics, the target's tokenizer."""
+"""Where the parts of the tier under vLLM find things: the sockets of the helper, the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
-SUFFIX = ".sock"
+SUFFIX, MODE_SUFFIX = ".sock", ".mode"
 
 
 def runtime_folder() -> Path:
@@ -46,6 +46,20 @@ def metrics_sockets(instance_id: str) -> dict[str, Path]:
     """
     # The engines of one vLLM append their own suffixes to its id.
     return {path.stem.rpartition("-")[2]: path for path in runtime_folder().glob(f"{instance_id}*-*{SUFFIX}")}
+
+
+def mode_socket(metrics: Path) -> Path:
+    """Returns the Unix socket at which `paceline rehearse` tells a helper the mode, beside that of its metrics."""
+    return metrics.with_suffix(MODE_SUFFIX)
+
+
+def mode_sockets() -> list[Path]:
+    """Returns the sockets of that kind that there are, also of helpers that were killed.
+
+    Raises:
+        ConfigError: There is no folder for them.
+    """
+    return sorted(runtime_folder().glob(f"*{MODE_SUFFIX}"))
 
 
 def tokenizer_folder(name: str, revision: str | None) -> Path:
