@@ -45,6 +45,7 @@ from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 LOOK_UP = (DRAFT_MODEL, NGRAM)
 MAX_MODEL_LEN = 256
 MAX_QUEUE = 4
+NUM_PAGES, MAX_ROWS = 128, 64
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -138,11 +139,13 @@ async def verifier_at(
         max_num_seqs=max_num_seqs,
         learned=learned or NO_STATE,
         rehearsal=config.NEVER if learned is None else config.IDLE,
+        num_pages=NUM_PAGES,
+        max_rows=MAX_ROWS,
         make=lambda: TargetEngine(
             decoder=target_decoder(),
             identity=identity,
-            num_blocks=128,
-            limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
+            num_blocks=NUM_PAGES,
+            limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=MAX_ROWS),
             policy=policy or FixedGamma(gamma=4),
             clock=time.monotonic,
             sources=[NgramSource()] if NGRAM in methods else [],

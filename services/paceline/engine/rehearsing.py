@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from paceline.core.errors import PacelineError
-from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.messages import Drafts, GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     Cancel,
     DrafterNews,
+    DraftsArrived,
     LinkChanged,
     Outcome,
     Rehearse,
@@ -43,6 +45,36 @@ TAKE_S, LEAST_STEPS, MOST_STEPS = 0.7, 8, 64
 MOST_UNCOUNTED = 32
 
 
+@dataclass(slots=True)
+class Take:
+    """Steps of one mode at one load, and what drafters sent meanwhile.
+
+    Attributes:
+        steps: Rows and seconds of each.
+        arrived: When guesses came, and which.
+    """
+
+    load: int
+    drafts: bool
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    arrived: list[tuple[float, Drafts]] = field(default_factory=list)
+    num_counted: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        seconds = sum(seconds for _, seconds in self.steps)
+        enough = self.num_counted >= LEAST_STEPS and seconds >= TAKE_S
+        return enough or self.num_counted >= MOST_STEPS or len(self.steps) - self.num_counted >= MOST_UNCOUNTED
+
+    def add(self, report: StepReport) -> None:
+        if report.num_rows:
+            self.steps.append((report.num_rows, report.seconds))
+            self.num_counted += bool(report.gammas) and not report.num_prefill_rows and report.answered
+
+    def hear(self, event: DraftsArrived) -> None:
+        self.arrived += [(event.arrived_s, each) for each in event.messages if isinstance(each, Drafts)]
+
+
 class RehearsingEngine:
     """An engine that rehearses once it is told that nobody of its kind has: at 1, 2, 4, ... sessions both modes.
 
@@ -52,7 +84,7 @@ class RehearsingEngine:
         max_sessions: Those that have places.
         numbers: For its sessions; no other session gets one of them.
         clock: Seconds, monotonic.
-        over: Called once both modes are known at all loads, or the engine takes no such session.
+        over: Called with all that was rehearsed once it has been, or with nothing if the engine takes no such session.
         drafter: Who drafts for its sessions; empty: the first one that is reached.
     """
 
@@ -64,7 +96,7 @@ class RehearsingEngine:
         max_sessions: int,
         numbers: Iterator[int],
         clock: Callable[[], float],
-        over: Callable[[], None] = lambda: None,
+        over: Callable[[Sequence[Take]], None],
         drafter: str = "",
     ) -> None:
         self._engine = engine
@@ -74,11 +106,12 @@ class RehearsingEngine:
         self._over = over
         self._drafter = drafter
         loads = [2**power for power in range(max_sessions.bit_length())]
-        # What is left, the next one last.
+        # What is left, the next one last, and what has been.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
+        self._takes: list[Take] = []
         self._told_to = False
         self._sessions: set[int] = set()
-        self._take, self._output_tokens = _Take(), OUTPUT_TOKENS
+        self._take = Take(0, drafts=False)
         self._idle_since_s = clock()
 
     def handle(self, event: TargetEvent) -> None:
@@ -92,6 +125,8 @@ class RehearsingEngine:
                 self._stop()
             case LinkChanged():
                 self._change_link(event)
+            case DraftsArrived() if self._sessions:
+                self._take.hear(event)
         self._engine.handle(event)
 
     def _change_link(self, event: LinkChanged) -> None:
@@ -145,20 +180,19 @@ class RehearsingEngine:
             if outcome.result is not None:
                 self._sessions.discard(number)
                 self._submit()
-        if self._take.is_over(report):
+        self._take.add(report)
+        if self._take.is_over:
             self._left.pop()
+            self._takes.append(self._take)
             self._stop()
             if self._left:
                 self._begin()
 
     def _begin(self) -> None:
         """Begins what comes next, with sessions that nothing was written of: contexts of both modes are alike."""
-        load, drafts = self._left[-1]
-        self._take = _Take()
-        self._engine.handle(Rehearse(drafts=drafts))
-        longest = self._identity.context_len - PROMPT_TOKENS
-        self._output_tokens = max(1, min(load * OUTPUT_TOKENS, longest))
-        for _ in range(load):
+        self._take = take = Take(*self._left[-1])
+        self._engine.handle(Rehearse(drafts=take.drafts))
+        for _ in range(take.load):
             self._submit()
 
     def _stop(self, *, gives_up: bool = False) -> None:
@@ -171,14 +205,17 @@ class RehearsingEngine:
         self._engine.handle(Rehearse(drafts=None, over=not self._left))
         if gives_up:
             self._left.clear()
+            self._takes.clear()
         if not self._left:
-            self._over()
+            takes, self._takes = self._takes, []
+            self._over(takes)
 
     def _submit(self) -> None:
         number = next(self._numbers)
         self._sessions.add(number)
         luck = np.random.default_rng(number)
         size, name = self._identity.vocab_size, f"rehearsal-{number}"
+        longest = self._identity.context_len - PROMPT_TOKENS
         # Texts of simulated devices have one next token.
         temperatures: Sequence[float] = TEMPERATURES[:1] if self._identity.simulated else TEMPERATURES
         request = GenerateRequest(
@@ -186,7 +223,7 @@ class RehearsingEngine:
             epoch=0,
             prompt_token_ids=tuple(luck.integers(0, size, PROMPT_TOKENS).tolist()),
             sampling=SamplingParams(
-                max_tokens=self._output_tokens,
+                max_tokens=max(1, min(self._take.load * OUTPUT_TOKENS, longest)),
                 temperature=temperatures[number % len(temperatures)],
                 seed=number,
                 ignore_eos=True,
@@ -195,20 +232,3 @@ class RehearsingEngine:
             cache_salt=name,
         )
         self._engine.handle(Submit(request=request, number=number, drafter_address=self._drafter))
-
-
-class _Take:
-    """Steps of one mode at one load."""
-
-    def __init__(self) -> None:
-        self._steps = self._counted = 0
-        self._seconds = 0.0
-
-    def is_over(self, report: StepReport) -> bool:
-        """Adds a step; returns whether it was the last one."""
-        if report.num_rows:
-            self._steps += 1
-            self._seconds += report.seconds
-            self._counted += bool(report.gammas) and not report.num_prefill_rows and report.answered
-        enough = self._counted >= LEAST_STEPS and self._seconds >= TAKE_S
-        return enough or self._counted >= MOST_STEPS or self._steps - self._counted >= MOST_UNCOUNTED

@@ -41,7 +41,7 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop, Stepper
-from paceline.engine.rehearsing import RehearsingEngine
+from paceline.engine.rehearsing import RehearsingEngine, Take
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace
 from paceline.simulated.model import SimulatedPair, guesses_of
@@ -244,14 +244,14 @@ class VerifierAtWork:
         if colocated:
             draft = draft_engine(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._rehearsed = asyncio.Event()
+        self._rehearsed: asyncio.Future[Sequence[Take]] = loop.create_future()
         rehearsing = RehearsingEngine(
             stepper,
             IDENTITY,
             max_sessions=profile.target.max_sessions,
             numbers=itertools.count(OF_REHEARSALS),
             clock=device.now_s,
-            over=self._rehearsed.set,
+            over=self._rehearsed.set_result,
             drafter=self._own or next(iter(self._drafters), ""),
         )
         self._engine = EngineLoop(lambda: rehearsing, self._deliver, device)
@@ -262,10 +262,10 @@ class VerifierAtWork:
         """Requests under way."""
         return len(self._requests)
 
-    async def rehearse(self) -> None:
+    async def rehearse(self) -> Sequence[Take]:
         """Finds out what drafting is worth at each load, as verifiers do while nobody waits."""
         self._engine.post(Taught(learned=None))
-        await self._rehearsed.wait()
+        return await self._rehearsed
 
     async def serve(self, asked: Request) -> None:
         """Serves a request to its end, with a drafter if there is one.

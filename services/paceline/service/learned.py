@@ -77,17 +77,21 @@ class TunedState:
         finally:
             self.write(learned())
 
-    def write(self, learned: Learned) -> None:
-        """Writes atomically: a reader sees the old content or the new one."""
+    def write(self, learned: Learned, suffix: str = ".json") -> None:
+        """Writes atomically: a reader sees the old content or the new one.
+
+        Args:
+            suffix: Of the file's name; another one than its own: what else is to lie beside it.
+        """
         if self.path is None:
             return
-        beside = self.path.with_suffix(f".{os.getpid()}")
+        path, beside = self.path.with_suffix(suffix), self.path.with_suffix(f".{os.getpid()}")
         try:
-            make_private(self.path.parent)
+            make_private(path.parent)
             beside.write_text(json.dumps(learned), encoding="utf-8")
-            beside.replace(self.path)
+            beside.replace(path)
         except OSError as error:
-            logger.warning("what was learned cannot be kept", extra={"path": str(self.path), "error": str(error)})
+            logger.warning("what was learned cannot be kept", extra={"path": str(path), "error": str(error)})
 
 
 NO_STATE = TunedState(None)

@@ -106,12 +106,13 @@ class VerifierConfig(ModelServiceConfig):
         IDLE,
         help="When sessions that nobody asked for show whether drafting pays at each load: while nobody waits, until a "
         "session comes (idle), before the verifier says that it is ready, for up to a minute (before-ready), or never. "
-        "Under vLLM there is none.",
+        "Under vLLM, paceline rehearse does it from outside.",
         choices=(IDLE, BEFORE_READY, NEVER),
     )
     learned_dir: str = setting(
         "",
-        help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
+        help="Folder that keeps what is learned of step times and drafts, so that a restart begins there, and the "
+        "profile that a rehearsal has measured, for paceline plan; empty: "
         f"paceline/learned in the user's cache; {KEEP_NOTHING}: nothing is kept.",
     )
     engine_stall_s: float = 20.0

@@ -1,6 +1,7 @@
 """Who rehearses: one verifier of a kind does, and the others read what it has learned.
 
-That lies in the learned directory, and in the store for verifiers on other machines of the same kind.
+That lies in the learned directory, and in the store for verifiers on other machines of the same kind. Beside it in the
+directory is a profile of what was measured, for `paceline plan` and simulated devices.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from paceline.core.draft_policy import REHEARSED
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.target_events import TargetEvent, Taught
+from paceline.engine.rehearsing import Take
 from paceline.service.learned import Learned
+from paceline.simulated.measured import measured_profile
+from paceline.simulated.profile import profile_object
 from paceline.store.base import FINAL, Document, Documents, Keeping, Store
 from paceline.verifier.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 
+# What the name of a profile ends with.
+PROFILE = ".profile.json"
 # Pause between two looks for what another verifier has learned.
 LOOK_S = 2.0
 # Longest time that `before-ready` delays readiness, as where no drafter comes.
@@ -45,7 +52,6 @@ class Rehearser:
         learned: What the engine has learned up to now.
 
     Attributes:
-        over: Set once the engine has rehearsed.
         done: Set once both modes are known, or nobody will find out.
     """
 
@@ -53,7 +59,9 @@ class Rehearser:
         self, served: ServedEngine, *, post: Callable[[TargetEvent], None], learned: Callable[[], Learned]
     ) -> None:
         self._served, self._post, self._learned = served, post, learned
-        self.over, self.done = asyncio.Event(), asyncio.Event()
+        self.done = asyncio.Event()
+        self._takes: Sequence[Take] = ()
+        self._over = asyncio.Event()
         self._draft: ModelIdentity | None = None
         self._linked = asyncio.Event()
         if served.own_drafter:
@@ -63,6 +71,11 @@ class Rehearser:
         """A drafter was reached."""
         self._draft = self._draft or draft
         self._linked.set()
+
+    def rehearsed(self, takes: Sequence[Take]) -> None:
+        """The engine has rehearsed."""
+        self._takes = takes
+        self._over.set()
 
     async def run(self, store: Store) -> None:
         """Has the engine know what both modes are worth, by a rehearsal if need be; never returns."""
@@ -84,12 +97,25 @@ class Rehearser:
     async def _rehearse(self, shelf: Shelf) -> None:
         logger.info("rehearses while nobody waits", extra={"sessions": self._served.max_num_seqs})
         self._post(Taught(learned=None))
-        await self.over.wait()
+        await self._over.wait()
         learned = self._learned()
         if is_taught(learned):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
-            await asyncio.to_thread(self._served.learned.write, learned)
+            await asyncio.to_thread(self._keep, learned)
             await shelf.put(learned)
+
+    def _keep(self, learned: Learned) -> None:
+        served = self._served
+        served.learned.write(learned)
+        profile = measured_profile(
+            self._takes,
+            learned["calibrations"],
+            name=served.identity.name,
+            kv_tokens=served.num_pages * BLOCK_SIZE,
+            max_rows=served.max_rows,
+        )
+        if profile is not None:
+            served.learned.write(profile_object(profile), PROFILE)
 
 
 class Shelf:

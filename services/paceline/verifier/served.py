@@ -51,6 +51,8 @@ class ServedEngine:
         make: Loads the model; called in the device's thread.
         learned: Where the engine keeps what it learns.
         rehearsal: When it rehearses, as `--rehearse` says.
+        num_pages: Of KV; 0: not known.
+        max_rows: Of a step; 0: not known.
     """
 
     identity: ModelIdentity
@@ -61,6 +63,8 @@ class ServedEngine:
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
     rehearsal: str = NEVER
+    num_pages: int = 0
+    max_rows: int = 0
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.

@@ -170,7 +170,7 @@ class TargetHost:
             max_sessions=self._served.max_num_seqs,
             numbers=self._numbers,
             clock=time.monotonic,
-            over=self._rehearser.over.set,
+            over=self._rehearser.rehearsed,
             drafter=self._served.own_drafter,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -23,7 +23,7 @@ from paceline.core.target_events import (
     Taught,
 )
 from paceline.engine.loop import Compute, finished, here
-from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED, RehearsingEngine
+from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED, RehearsingEngine, Take
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="", vocab_size=100, context_len=512)
 FIRST_NUMBER = 10
@@ -79,7 +79,7 @@ class Play:
     """An engine with four places that is told to rehearse."""
 
     def __init__(self) -> None:
-        self.now_s, self.ended = 0.0, 0
+        self.now_s, self.takes = 0.0, list[Sequence[Take]]()
         self.engine = Engine()
         self.outside = RehearsingEngine(
             self.engine,
@@ -87,13 +87,10 @@ class Play:
             max_sessions=4,
             numbers=itertools.count(FIRST_NUMBER),
             clock=lambda: self.now_s,
-            over=self._over,
+            over=self.takes.append,
         )
         self.outside.handle(LinkChanged(address="drafter", up=True))
         self.outside.handle(Taught(learned=None))
-
-    def _over(self) -> None:
-        self.ended += 1
 
     def step(self, count: int = 1, **report: object) -> DrafterNews:
         """Waits as long as the engine does, and runs steps."""
@@ -138,7 +135,10 @@ def test_it_stops_at_any_step_and_goes_on_with_what_is_left(play: Play) -> None:
             assert len(play.engine.sessions) == (2 if steps < 2 * MOST_STEPS else 4)
     assert steps == 4 * MOST_STEPS, "steps of the one that was cut off do not count"
     assert not play.engine.sessions
-    assert (play.engine.drafts, play.engine.over, play.ended) == (None, True, 1)
+    assert (play.engine.drafts, play.engine.over) == (None, True)
+    (takes,) = play.takes
+    assert [(take.load, take.drafts) for take in takes] == [*itertools.product((1, 2, 4), (False, True))]
+    assert [len(take.steps) for take in takes] == [MOST_STEPS] * 6
 
 
 @pytest.mark.parametrize("report", [{"num_prefill_rows": 8}, {"answered": False}], ids=["prompts", "drafters lag"])
@@ -167,7 +167,7 @@ def test_an_engine_that_takes_no_such_session_is_left_alone(play: Play) -> None:
     play.engine.committed = [(FIRST_NUMBER, InvalidRequestError("prompt", "is refused"))]
     play.step()
     assert not play.engine.sessions
-    assert (play.engine.over, play.ended) == (False, 1)
+    assert (play.engine.over, play.takes) == (False, [[]])
     assert not play.outside.has_work()
 
 
