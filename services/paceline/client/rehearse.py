@@ -7,7 +7,6 @@ draft. The helper learns from these steps as from users'.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -16,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice, starmap
 from math import isclose, log2
 from pathlib import Path
 
@@ -46,7 +46,7 @@ PULSE_S, HELPER_S = 0.1, 10.0
 # Whether steps draft, in the order of tries.
 MODES = (False, True)
 UNKNOWN = 0.0, 0.0
-HEADS = ("streams", "plain tokens/s", "drafting tokens/s", "from now on")
+HEADS = ("streams", "plain tokens/s", "drafting tokens/s", "from now on (gain of steps that draft)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,9 @@ async def listening(paths: Sequence[Path]) -> AsyncIterator[list[Helper]]:
                 if paths:
                     raise
         if not helpers:
-            raise ConfigError(f"--helper: no vLLM with the drafter tier runs here as this user: see {runtime_folder()}")
+            raise ConfigError(
+                f"--helper: no helper of a vLLM listens in {runtime_folder()}; it starts some seconds after vLLM"
+            )
         if not paths and len(helpers) > 1:
             raise ConfigError(f"--helper: name those of one vLLM: {', '.join(str(each.path) for each in helpers)}")
         yield helpers
@@ -152,7 +154,9 @@ async def _connected(path: Path, stack: AsyncExitStack) -> Helper:
     try:
         reader, writer = await asyncio.open_unix_connection(path)
     except OSError as error:
-        raise ConfigError(f"--helper {path}: no helper listens there: {error}") from None
+        raise ConfigError(
+            f"--helper {path}: no helper listens there; it starts some seconds after vLLM: {error}"
+        ) from None
     stack.callback(writer.close)
     helper = Helper(path, reader, writer)
     await helper.tell(None)
@@ -179,7 +183,7 @@ class _Rehearsal:
                 found[streams] = speeds
         await self._tell(None, over=True)
         return [
-            (str(streams), *(f"{speed:,.0f}" for speed in speeds), self._choice(streams))
+            (str(streams), *(f"{speed:,.0f}" for speed in speeds), "; ".join(starmap(_choice, self._rates(streams))))
             for streams, speeds in found.items()
         ]
 
@@ -197,21 +201,22 @@ class _Rehearsal:
         """Tokens/s of one mode, while streams go on."""
         bar.set_description(f"{len(streams)} streams, {'drafting' if mode else 'plain'}")
         await self._tell(mode)
-        began_s, before, done = time.monotonic(), len(self._done_s), 0
-        while done < TEXTS * len(streams):
+        began_s, before = time.monotonic(), len(self._done_s)
+        done, wanted = 0, TEXTS * len(streams)
+        while done < wanted:
             broken, _ = await asyncio.wait(streams, timeout=PULSE_S, return_when=asyncio.FIRST_EXCEPTION)
             for stream in broken:
                 stream.result()
             # Again, so that the helper hears of us, and we of what it has seen.
             await self._tell(mode)
-            bar.update(-done)
-            done = len(self._done_s) - before
-            bar.update(done)
-        return done * OUTPUT_TOKENS / (self._done_s[-1] - began_s)
+            now = min(len(self._done_s) - before, wanted)
+            bar.update(now - done)
+            done = now
+        return wanted * OUTPUT_TOKENS / (self._done_s[before + wanted - 1] - began_s)
 
     async def _stream(self, number: int) -> None:
         """Asks for one text after another, greedy or not by turns."""
-        for temperature in itertools.islice(itertools.cycle(TEMPERATURES), number, None):
+        for temperature in islice(cycle(TEMPERATURES), number, None):
             body = {
                 "model": self._model,
                 "prompt": random.choices(self._tokens, k=PROMPT_TOKENS),
@@ -233,10 +238,6 @@ class _Rehearsal:
         place = round(log2(max(1.0, streams / len(self._helpers))))
         return [helper.rates.get(place, UNKNOWN) for helper in self._helpers]
 
-    def _choice(self, streams: int) -> str:
-        drafts = {drafting > plain for plain, drafting in self._rates(streams)}
-        return "differs by engine" if len(drafts) > 1 else "drafts" if drafts.pop() else "decodes plainly"
-
     def _has_shown(self, streams: int, before: Sequence[tuple[float, float]]) -> bool:
         """Whether helpers have seen so many streams.
 
@@ -253,6 +254,13 @@ class _Rehearsal:
         if not drafted:
             raise UnavailableError(f"no drafter has drafted for {self._http.base_url}: is one linked? See vLLM's log")
         return True
+
+
+def _choice(plain: float, drafting: float) -> str:
+    """What a controller does that knows these rates."""
+    if not plain:
+        return "not seen"
+    return f"{'drafts' if drafting > plain else 'decodes plainly'} ({drafting / plain:.2f})"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -87,7 +87,7 @@ class FakeVllm:
                 roots=len(rows),
                 guesses=drafts * len(rows),
                 tokens=(1 + drafts) * len(rows),
-                seconds=STEP_S * (1.0 + drafts * 0.2 * len(rows)),
+                seconds=STEP_S * (1.0 + drafts * 0.17 * len(rows)),
             )
 
 
@@ -122,18 +122,19 @@ async def test_both_modes_are_known_at_every_load_that_the_server_takes(
     await command(url)
     for load in range(4):
         assert all(map(fake.policy.mode.loads[load].tried, Mode))
-    # Two tokens in 1.2 to 1.8 times the time pay; in 2.6 times they do not.
     modes = [fake.policy.mode.loads[load].mode for load in range(4)]
     assert modes == [Mode.DRAFTING, Mode.DRAFTING, Mode.DRAFTING, Mode.PLAIN]
     assert fake.policy.mode.rehearsing is None
     assert fake.policy.rehearsed
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [(line[0], line[-1]) for line in lines[1:]] == [
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(line[0], *line[3:-1]) for line in lines] == [
         ("1", "drafts"),
         ("2", "drafts"),
         ("4", "drafts"),
-        ("8", "plainly"),
+        ("8", "decodes", "plainly"),
     ]
+    # Two tokens in 1.17, 1.34, 1.68 and 2.36 times the time; a load is also seen with a few streams more or less.
+    assert [float(line[-1].strip("()")) for line in lines] == pytest.approx([1.71, 1.49, 1.19, 0.85], abs=0.14)
 
 
 async def test_its_texts_are_short_and_alike_and_greedy_or_not_by_turns(vllm: tuple[FakeVllm, str]) -> None:
@@ -243,7 +244,7 @@ async def test_without_a_flag_the_only_helper_that_lives_is_told(vllm: tuple[Fak
 
 
 async def test_without_a_vllm_the_folder_is_named(helper_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"no vLLM .* {helper_path.parent}"):
+    with pytest.raises(ConfigError, match=f"no helper .* {helper_path.parent}"):
         async with rehearse.listening([]):
             pass
 
@@ -258,4 +259,4 @@ async def test_a_vllm_of_several_engines_has_its_streams_shared_among_them(
         await command(url, "--streams", "2", "--helper", str(helper_path), "--helper", str(other))
     assert fake.policy.rehearsed
     assert second.policy.rehearsed
-    assert "differs by engine" in capsys.readouterr().out
+    assert "; not seen\n" in capsys.readouterr().out
