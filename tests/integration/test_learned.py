@@ -42,7 +42,7 @@ def experienced(folders) -> EnginePair:
         pair.round()
     for _ in range(200):
         pair.target._policy.enter(1)
-        pair.target._policy.observe(roots=1, guesses=3, tokens=3, seconds=3 * COST.at(4))
+        pair.target._policy.observe(roots=1, guesses=3, tokens=3, step_s=3 * COST.at(4), cycle_s=3 * COST.at(4))
     return pair
 
 
@@ -59,7 +59,7 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: T
     await written(file, before)
     file.load_into(after.target)
     old, new = before.target._policy, after.target._policy
-    assert new.times.table.at(4) == pytest.approx(old.times.table.at(4))
+    assert new.times.learned() == pytest.approx(old.times.learned())
     assert new.mode.learned() == pytest.approx(old.mode.learned())
     assert new.mode.learned() != fresh(tiny_pair).target._policy.mode.learned()
     after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))
@@ -98,8 +98,8 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: TunedState) ->
         '{"policy": {}, "calibrations": {"tier greedy coupled": [Infinity, 0, 1, 1, 0]}}',
         "9" * 5_000,
         "\udc80",
-        json.dumps({"policy": {"step_times": [2.0] * 19, "rates": [1.0], "rehearsed": [0.0]}, "calibrations": {}}),
-        json.dumps({"policy": {"step_times": [2.0] * 19, "rates": [], "rehearsed": []}, "calibrations": {}}),
+        json.dumps({"policy": {"step_times": [2.0] * 2, "rates": [1.0], "rehearsed": [0.0]}, "calibrations": {}}),
+        json.dumps({"policy": {"step_times": [2.0] * 2, "rates": [], "rehearsed": []}, "calibrations": {}}),
     ],
 )
 def test_a_file_of_something_else_is_like_none(tiny_pair, file: TunedState, content: str, caplog) -> None:

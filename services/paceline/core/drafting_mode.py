@@ -31,6 +31,8 @@ EXPLORATION = 0.005
 LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
 # The most that do not count: drafters read what they have missed, and prompts are read.
 MOST_UNCOUNTED = 64
+# The most that a trial may lose, in plain steps: 2 % of the first 200 of a load.
+MOST_LOST = 4.0
 # Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
 # do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
@@ -44,6 +46,9 @@ MOST_ON_LOAN = 4
 UNKNOWN_LOSS = 1 / 3
 # A load stays the same up to this factor, in powers of two.
 SAME_LOAD = 0.7
+# Octaves by which a load falls from one step to the next, at most. Between two waves of requests there are moments with
+# few sessions: drafting for these, drafters on a verifier's cores read every prompt, which cost plain steps 4 %.
+FALL = 1 / 8
 # No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 3.0
 
@@ -108,13 +113,11 @@ class Trial:
     Attributes:
         counted: Steps that count.
         lost: What it has lost, in plain steps.
-        warm_up: The part of that which was lost before its first counted step.
     """
 
     counted: int = 0
     steps: int = 0
     lost: float = 0.0
-    warm_up: float = 0.0
 
 
 @dataclass(slots=True)
@@ -129,7 +132,6 @@ class Load:
     Attributes:
         rates: Of both modes.
         saved: What a trial may lose now, in plain steps; less than 0: what the last ones lost beyond that.
-        warm_up: What the last trial lost before its first counted step.
     """
 
     mode: Mode
@@ -138,7 +140,6 @@ class Load:
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     saved: float = 0.0
     trial: Trial | None = None
-    warm_up: float = 0.0
 
     @property
     def at_work(self) -> Mode:
@@ -182,11 +183,9 @@ class Load:
     def _go_on(self, trial: Trial, tokens: float, time: float, *, reads: bool, answered: bool) -> None:
         ours, other = self.rates[self.mode], self.rates[self.mode.other]
         trial.steps += 1
-        if not reads:
-            trial.counted += answered
-            trial.lost += time - tokens / ours.value
-            trial.warm_up = trial.warm_up if trial.counted else trial.lost
-        over = trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
+        trial.lost += time - tokens / ours.value
+        trial.counted += answered and not reads
+        over = trial.lost > MOST_LOST or trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
         if trial.counted < LEAST_STEPS:
             if over:
                 self.end_trial()
@@ -201,8 +200,7 @@ class Load:
             return
         # Nothing is saved up for several trials in a row.
         self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
-        self.warm_up = max(0.0, self.trial.warm_up)
-        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS
+        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS and self.trial.lost <= MOST_LOST
         self.trial = None
         if won:
             self.mode = self.mode.other
@@ -216,7 +214,7 @@ class Load:
             loss = 1.0 - 1.0 / (ours.value + ours.error)
         else:
             loss = self.loss
-        return self.warm_up + max(0.0, loss) * USUAL_STEPS * ours.step_time
+        return max(0.0, loss) * USUAL_STEPS * ours.step_time
 
 
 class DraftingMode:
@@ -235,6 +233,8 @@ class DraftingMode:
         self.loads: dict[int, Load] = {}
         self.rehearsing: Mode | None = None
         self._at = 0
+        # Octaves of sessions, falling slowly.
+        self._recent = 0.0
         self._load: Load | None = None
 
     @property
@@ -266,7 +266,7 @@ class DraftingMode:
         if not num_sessions:
             self._leave(None)
             return Mode.PLAIN
-        exact = math.log2(num_sessions)
+        exact = self._recent = max(math.log2(num_sessions), self._recent - FALL)
         if self._load is None or abs(exact - self._at) > SAME_LOAD:
             self._at = round(exact)
             load = self.loads.get(self._at)
@@ -296,6 +296,8 @@ class DraftingMode:
             self._load.count(self.rehearsing, tokens / num_sessions, seconds / plain_s)
 
     def _leave(self, load: Load | None) -> None:
+        if load is None:
+            self._recent = 0.0
         if self._load is not None and self._load is not load:
             self._load.end_trial()
         self._load = load

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.step_time import Floats, StepCost
+from paceline.core.step_time import Floats, StepTimes
 
 # Guesses less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
@@ -58,7 +58,7 @@ class Steps:
         other_rows: Rows of prompts in each.
     """
 
-    table: StepCost
+    times: StepTimes
     num_sessions: int
     other_rows: int = 0
 
@@ -68,7 +68,7 @@ class Steps:
 
     def best(self, survivals: Sequence[float] | Floats) -> Best:
         """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
-        return best_prefix(self.num_sessions, survivals, self.table.with_guesses(self._rows, len(survivals)))
+        return best_prefix(self.num_sessions, survivals, self.times.with_guesses(self._rows, len(survivals)))
 
     def price(self, best: Best) -> float:
         """What the last of the best guesses costs in tokens: what is less likely is not worth a row.
@@ -77,7 +77,7 @@ class Steps:
         in hand than usual have not come to it.
         """
         last = max(1, best.count) - 1
-        return max(LEAST_SURVIVAL, best.rate * self.table.slope(self._rows + last))
+        return max(LEAST_SURVIVAL, best.rate * self.times.slope(self._rows + last))
 
 
 # Of a new observation: the last ten or so count.

@@ -1,10 +1,10 @@
-"""What a step costs by its rows: a table, and the model that learns one from every step.
+"""What a step costs by its rows: a table that is measured at start, and two factors on it that every step teaches.
 
-The learned model is recursive least squares in its Kalman form: the state holds, for each point of the table, a factor
-on what the start-up profile measured, and one on what a guess costs besides its row: it is requested, judged, and moved
-or dropped. Factors drift together (a machine gets slower as a whole) far
-more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
-grow uncertain, and are learned the faster when they are.
+    seconds(roots, guesses) = whole * base(roots) + extra * (base(roots + guesses) - base(roots) + node_s * guesses)
+
+`whole` is how much slower the machine is than it was at start, `extra` the same for what guesses add: each is
+requested, judged, and moved or dropped besides being a row. They are learned by recursive least squares in its Kalman
+form.
 """
 
 from __future__ import annotations
@@ -22,25 +22,22 @@ from paceline.core.errors import ConfigError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# Rows at which a profile is taken and a factor is learned; linear between them.
+# Rows at which a profile is taken; linear between them.
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# Steps with more are not learned, so no guesses are taken beyond them: their cost would never be learned.
+# No guesses are taken beyond so many rows of a step: no profile has shown what these cost.
 MOST_ROWS = KNOTS[-1]
 # Least spread of single steps around their expectation, as a share of it; how fast their spread is learned, a step; and
 # how far off, in spreads, one may be before it is an accident.
 NOISE, NOISE_SMOOTHING, CLIP = 0.08, 0.02, 3.0
 # Standard deviation of a normal error over its mean size.
 SIGMA_OF_SIZE = 1.25
-# How far factors may be off at the start: all together, and each for itself; and the share of that uncertainty which
-# comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
-LEVEL, SHAPE = 0.3, 0.1
+# How far off both factors may be together at the start, and that of guesses for itself; and the share of that
+# uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
+LEVEL, GUESS_DOUBT, FORGETTING = 0.3, 0.5, 0.001
 # Least and most that a factor may become.
 FACTORS = 0.05, 20.0
-# Seconds that a guess is taken to cost besides its row, and how far off that may be, as a share.
-NODE_S, NODE_DOUBT = 5e-5, 0.5
-FORGETTING = 0.001
-# Points this far apart (in log rows) keep 1/e of their correlation.
-REACH = 1.5
+# Seconds that a guess is taken to cost besides its row.
+NODE_S = 5e-5
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
@@ -114,7 +111,7 @@ DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15
 
 
 class StepTimes:
-    """Seconds of a step by rows, learned from every step.
+    """Seconds of steps that draft, learned from every one of them; see the module docstring.
 
     Args:
         cost: Measured at start, or a shape to begin with.
@@ -122,90 +119,54 @@ class StepTimes:
     """
 
     def __init__(self, cost: StepCost, *, doubt: float = 1.0) -> None:
-        self._computed = cost.computed
-        seconds = replace(cost, computed=None).from_to(0, MOST_ROWS)[list(KNOTS)]
-        self._base = np.concatenate([seconds, [cost.node_s or NODE_S]])
-        knots = np.log(KNOTS)
-        near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
-        self._start = np.full((len(self._base), len(self._base)), LEVEL**2)
-        self._start[:-1, :-1] += SHAPE**2 * near
-        self._start[-1, -1] += NODE_DOUBT**2
-        self._factors = np.ones(len(self._base))
-        self._spread = doubt**2 * self._start
+        self._base = cost if cost.node_s else replace(cost, node_s=NODE_S)
+        self._start = doubt**2 * (LEVEL**2 + np.diag((0.0, GUESS_DOUBT**2)))
+        self._factors, self._spread = np.ones(2), self._start
         self._noise = NOISE
-        self._table: StepCost | None = None
 
-    def observe(self, *, rows: int, guesses: int, seconds: float) -> None:
-        """Adds the time of one step; those with more rows than the table are left out.
+    def observe(self, *, roots: int, guesses: int, seconds: float) -> None:
+        """Adds the time of one step; of those with more than `MOST_ROWS` rows nothing is known.
 
         Args:
-            rows: Of the step.
-            guesses: How many of them were guesses.
+            roots: Its rows but for guesses.
+            guesses: Its guesses.
             seconds: From the end of the step before it.
         """
-        if self._computed is not None and rows < len(self._computed):
-            rows = int(self._computed[rows])
-        if not 1 <= rows <= MOST_ROWS:
+        if not 1 <= roots + guesses <= MOST_ROWS:
             return
-        weights = self._weights(rows, guesses)
+        whole = self._base.at(roots)
+        weights = np.array((whole, self._base.at(roots + guesses) - whole + self._base.node_s * guesses))
         expected = float(weights @ self._factors)
-        self._spread += FORGETTING * (self._start - self._spread)
+        self._spread = self._spread + FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
         surprise = float(weights @ shared) + (self._noise * expected) ** 2
         error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
-        # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the table.
+        # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the factors.
         size = SIGMA_OF_SIZE * abs(error) / expected
         self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
         self._factors = np.clip(self._factors + shared / surprise * error, *FACTORS)
         self._spread -= np.outer(shared, shared) / surprise
-        self._table = None
 
-    @property
-    def table(self) -> StepCost:
-        """The present table, made monotone."""
-        if self._table is None:
-            seconds = _isotonic((self._factors[:-1] * self._base[:-1]).tolist())
-            node_s = float(self._factors[-1] * self._base[-1])
-            self._table = StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
-        return self._table
+    def with_guesses(self, rows: int, most: int) -> Floats:
+        """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
+        seconds, (whole, extra) = self._base.with_guesses(rows, most), self._factors
+        return np.asarray(whole * seconds[0] + extra * (seconds - seconds[0]))
+
+    def slope(self, rows: int) -> float:
+        """Seconds of one guess more than make `rows` rows, rounding apart."""
+        return float(self._factors[1]) * self._base.slope(rows)
 
     def learned(self) -> list[float]:
-        """Factors on what was measured at start; see `resume`."""
+        """Both factors; see `resume`."""
         return [float(each) for each in self._factors]
 
     def resume(self, factors: Sequence[float]) -> None:
         """Begins with what a predecessor has learned; how sure it was is not taken over.
 
         Raises:
-            ValueError: It is not that of such a table.
+            ValueError: It is not what `learned` gives.
         """
         known = np.asarray(factors, dtype=np.float64)
         if known.shape != self._factors.shape or not np.all(np.isfinite(known)):
             raise ValueError(f"needs {len(self._factors)} finite factors, got {known.shape}")
         self._factors = np.clip(known, *FACTORS)
-        self._table = None
-
-    def _weights(self, rows: int, guesses: int) -> Floats:
-        """Seconds that each factor stands for in a step of `rows` rows, `guesses` of them guesses."""
-        right = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1)
-        share = (rows - KNOTS[right - 1]) / (KNOTS[right] - KNOTS[right - 1])
-        weights = np.zeros(len(self._base))
-        weights[-1] = guesses * self._base[-1]
-        weights[right - 1], weights[right] = (1.0 - share) * self._base[right - 1], share * self._base[right]
-        return weights
-
-
-def _isotonic(values: list[float]) -> list[float]:
-    """Nearest never-decreasing values (pool adjacent violators)."""
-    if _is_monotone(values):
-        return values
-    means: list[float] = []
-    counts: list[int] = []
-    for value in values:
-        mean, count = value, 1
-        while means and means[-1] > mean:
-            last, number = means.pop(), counts.pop()
-            mean, count = (mean * count + last * number) / (count + number), count + number
-        means.append(mean)
-        counts.append(count)
-    return [mean for mean, count in zip(means, counts, strict=True) for _ in range(count)]

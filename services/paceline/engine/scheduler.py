@@ -380,7 +380,8 @@ class Scheduler:
                 roots=len(plan.decoding),
                 guesses=sum(self.report.gammas),
                 tokens=len(self.report.gammas) + sum(self.report.accepted),
-                seconds=now_s - self._cycle_since_s,
+                step_s=seconds,
+                cycle_s=now_s - self._cycle_since_s,
                 other_rows=plan.num_prefill_rows,
             )
         self._cycle_since_s = now_s if self._running else None

@@ -57,7 +57,7 @@ class StepClock:
             return None
         seconds = began_s - last_s
         if self.plain is not None:
-            self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, seconds=seconds)
+            self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, step_s=seconds, cycle_s=seconds)
         elif not guesses:
             self._measure(roots, seconds)
         return seconds

@@ -229,6 +229,7 @@ def test_the_price_of_a_verifier_that_decodes_plainly_makes_drafters_idle():
     policy = Goodput()
     assert not policy.enter(64)
     assert policy.price == 1.0
+    policy.enter(0)
     assert policy.enter(1)
     assert policy.price < 1.0
     assert not policy.enter(0)
@@ -244,7 +245,8 @@ def measured(policy: Goodput, cost: StepCost, answered: bool = True, num_steps: 
             trees = [tree_of(CHAIN if answered else []) for _ in range(4)]
             demands = [Treed(tree=tree, cap=8, answered=answered) for tree in trees]
             guesses = sum(map(len, allocate(policy, demands)))
-        policy.observe(roots=4, guesses=guesses, tokens=4 + guesses * 3 // 4, seconds=cost.at(4 + guesses))
+        seconds = cost.at(4 + guesses)
+        policy.observe(roots=4, guesses=guesses, tokens=4 + guesses * 3 // 4, step_s=seconds, cycle_s=seconds)
     return drafted
 
 
@@ -264,11 +266,22 @@ def test_steps_show_nothing_of_drafting_before_drafters_have_answered():
 def test_times_are_learned_from_steps_that_draft_and_not_from_those_that_read_prompts():
     policy = drafting(STEEP)
     before = policy.times.learned()
-    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0, other_rows=1)
+    policy.observe(roots=1, guesses=4, tokens=2, step_s=1.0, cycle_s=1.0, other_rows=2)
     assert policy.times.learned() == before
-    policy.observe(roots=1, guesses=4, tokens=2, seconds=1.0)
+    policy.observe(roots=1, guesses=4, tokens=2, step_s=1.0, cycle_s=1.0)
     assert policy.times.learned() != before
     before = policy.times.learned()
     policy.enter(0)
-    policy.observe(roots=1, guesses=0, tokens=1, seconds=1.0)
+    policy.observe(roots=1, guesses=0, tokens=1, step_s=1.0, cycle_s=1.0)
     assert policy.times.learned() == before
+
+
+def test_the_time_of_a_few_rows_of_prompts_is_left_out():
+    cost = StepCost(rows=(1, 512), seconds=(0.010, 0.521), node_s=1e-4)
+    alone, beside = Goodput(cost), Goodput(cost)
+    for policy, other_rows in ((alone, 0), (beside, 5)):
+        policy.enter(1)
+        seconds = 1.5 * cost.at(20 + other_rows)
+        policy.observe(roots=1, guesses=19, tokens=2, step_s=seconds, cycle_s=seconds, other_rows=other_rows)
+    assert beside.times.learned() == pytest.approx(alone.times.learned())
+    assert beside.mode.learned() == pytest.approx(alone.mode.learned())

@@ -105,7 +105,7 @@ def test_drafting_is_tried_at_any_load_unless_drafters_lend_their_cores() -> Non
         policy = Speculation().draft_policy(shares_cores=shares_cores)
         for _ in range(LEAST_STEPS + 2):
             policy.enter(32)
-            policy.observe(roots=32, guesses=0, tokens=32, seconds=0.01)
+            policy.observe(roots=32, guesses=0, tokens=32, step_s=0.01, cycle_s=0.01)
         return policy.mode.mode
 
     assert mode_after_seconds(shares_cores=False) is Mode.DRAFTING
