@@ -13,7 +13,7 @@ from paceline import user_cache as module
 from paceline.core.errors import ConfigError
 from paceline.kernel_cache import FOREST, PACKAGE, cache_folder
 from paceline.service.config import load, setting
-from paceline.service.learned import NO_STATE, kept_in
+from paceline.service.learned import kept_in
 from paceline.user_cache import NothingWritableError, make_private, user_cache, writable
 
 
@@ -143,6 +143,6 @@ def test_with_no_place_at_all_nothing_is_kept_and_nothing_ends(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     assert cache_folder(environ, PACKAGE, FOREST) is None
-    assert kept_in("", environ, "facts") is NO_STATE
+    assert kept_in("", environ, "facts").path is None
     assert "kernels are compiled at each start" in caplog.text
     assert "what is learned is not kept" in caplog.text
