@@ -1,7 +1,8 @@
 """A rehearsal: sessions that nobody asked for run real steps, and teach the policy what both modes are worth.
 
-It goes on while nobody waits, and stops between two steps when a session comes. Its sessions have pages and
-calibrations of their own, and only drafters hear of them.
+It goes on while nobody waits, and stops between two steps when a session comes. Its sessions have pages of their own,
+and only drafters hear of them. What they show of guesses is what users begin with: on the demo pair the calibrations of
+both are the same within their errors.
 """
 
 from __future__ import annotations

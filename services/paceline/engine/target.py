@@ -60,7 +60,7 @@ STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
 # What calibrations of drafters are kept as, whatever their addresses were.
-TIER, REHEARSAL = "tier", "rehearsal "
+TIER = "tier"
 
 
 class TargetEngine:
@@ -198,18 +198,18 @@ class TargetEngine:
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> dict[str, int]:
-        """Keeps apart drafters by address, greedy sessions from others, acceptance rules, and users from rehearsals."""
+        """Keeps apart drafters by address, greedy sessions from others, and acceptance rules."""
         greedy = request.sampling.temperature == 0.0
-        rule, rehearsed = rule_of(request.speculation, self._default_rule), self._policy.mode.rehearsing is not None
-        known = {source.name: self._calibrations.of((source.name, greedy, rule, rehearsed)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule, rehearsed)))
+        rule = rule_of(request.speculation, self._default_rule)
+        known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
         return {**tier, **known}
 
-    def _kind(self, key: tuple[str, bool, str, bool]) -> str:
+    def _kind(self, key: tuple[str, bool, str]) -> str:
         """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
-        source, greedy, rule, rehearsed = key
+        source, greedy, rule = key
         kept_as = source if source in self._sources.names else TIER
-        return f"{REHEARSAL * rehearsed}{kept_as} {'greedy' if greedy else 'sampled'} {rule}"
+        return f"{kept_as} {'greedy' if greedy else 'sampled'} {rule}"
 
     def learned(self) -> Learned:
         """What a successor may begin with."""

@@ -65,14 +65,13 @@ def test_plain_steps_of_a_rehearsal_are_those_of_the_device_within_its_noise() -
         assert load.rates[Mode.PLAIN].value == pytest.approx(1.0, rel=NOISE)
 
 
-def test_a_rehearsal_leaves_no_session_page_or_calibration_behind() -> None:
+def test_a_rehearsal_leaves_no_session_or_page_behind_and_users_begin_with_what_it_knows_of_guesses() -> None:
     asked = Request(number=1, at_s=0.0, num_prompt_tokens=20, num_output_tokens=64)
     verifier, never = (rehearsed(profile(sure_guesses(right=True)), then=then) for then in ([asked], []))
     for engine in (verifier.engine, never.engine):
         assert engine.num_sessions == engine.pool.num_used == 0
     assert not never.engine.pool._hash_of, "no page is found by the prompts of others"
-    assert all(kind.startswith("rehearsal ") for kind in never.engine.learned()["calibrations"])
-    assert "tier greedy coupled" in verifier.engine.learned()["calibrations"]
+    assert never.engine.learned()["calibrations"].keys() == verifier.engine.learned()["calibrations"].keys()
     assert asked.num_received == 64
     assert verifier.policy.rehearsed
 
