@@ -163,6 +163,7 @@ async def _figures(name: str, url: str, modes: Sequence[str], arguments: argpars
                 precision="bfloat16",
                 mode=mode,
                 streams=streams,
+                temperature=arguments.temperature,
                 decode_tokens_per_s=statistics.median(decode),
                 total_tokens_per_s=statistics.median(total),
                 num_tokens=sum(wave.num_tokens for wave in passes[0]),
