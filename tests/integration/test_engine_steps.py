@@ -80,7 +80,7 @@ class Told(Called):
         super().__init__(price)
         self.steps = []
 
-    def observe(self, *, roots, guesses, tokens, seconds, other_rows=0):
+    def observe(self, *, roots, guesses, tokens, step_s, cycle_s, other_rows=0):
         self.steps.append((roots, guesses, tokens, other_rows))
 
 
