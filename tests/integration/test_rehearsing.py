@@ -17,6 +17,7 @@ from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.engine import rehearsing as engine_rehearsing
 from paceline.service.learned import TunedState
 from paceline.service.supervision import Supervisor
+from paceline.simulated.measured import LINK_S
 from paceline.simulated.profile import MEASURED, read_profile
 from paceline.verifier.rehearsing import TTL_S, WORK_S, Shelf
 from paceline.verifier.verifier_host import TargetHost
@@ -70,6 +71,7 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
     assert [*second.mode.loads] == [*first.mode.loads] == [0, 1]
     profile = read_profile(tmp_path / "one.profile.json")
     assert (profile.kind, profile.target.kv_tokens) == (MEASURED, NUM_PAGES * BLOCK_SIZE)
+    assert profile.link_s != LINK_S, "it was measured"
     assert not (tmp_path / "two.profile.json").exists(), "it has measured nothing"
 
 

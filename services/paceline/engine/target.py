@@ -115,7 +115,7 @@ class TargetEngine:
             policy=policy,
             tier=DrafterTier(identity.vocab_size, self._forest),
         )
-        self._calibrations: CalibrationStore[tuple[str, bool, str, bool]] = CalibrationStore(self._forest, self._kind)
+        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._forest, self._kind)
         self._num_reported = 0
         # A step on the device before the tokens of the one before are read.
         self._ahead: _Launched | None = None

@@ -1,7 +1,7 @@
 """A profile from what a rehearsal has shown: of a verifier's steps, of its drafter's, and of what guesses are worth.
 
-What no verifier can know is left at its default: prices, KV that steps read, a drafter's pages and flags, and the way
-to it. A drafter inside the verifier is taken to be as fast as that of the tier.
+What no verifier can know is left at its default: prices, KV that steps read, a drafter's pages and flags. A drafter
+inside the verifier is taken to be as fast as that of the tier.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from paceline.forest.tree_loops import margin
 from paceline.simulated.guesses import DrawnGuesses
 from paceline.simulated.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
 
+# To a drafter, where it was not measured.
+LINK_S = 0.0002
 # Of the times between two messages of a drafter; in longer ones it also waits.
 AT_WORK = 0.25
 # Between two messages that a drafter sent at once.
@@ -32,7 +34,13 @@ Times = Mapping[int, Sequence[float]]
 
 
 def measured_profile(
-    takes: Sequence[Take], calibrations: Mapping[str, Sequence[float]], *, name: str, kv_tokens: int, max_rows: int
+    takes: Sequence[Take],
+    calibrations: Mapping[str, Sequence[float]],
+    *,
+    name: str,
+    kv_tokens: int,
+    max_rows: int,
+    round_trip_s: float | None = None,
 ) -> Profile | None:
     """What a verifier has measured; None where no drafter has answered.
 
@@ -41,6 +49,7 @@ def measured_profile(
         calibrations: What it has learned of its drafter.
         kv_tokens: Tokens that its pages hold.
         max_rows: Of a step.
+        round_trip_s: To the drafter and back, without its work; None: not known.
     """
     plain = _times(step for take in takes if not take.drafts for step in take.steps)
     target: dict[str, Any] = _table(plain)
@@ -62,6 +71,7 @@ def measured_profile(
         colocated_kv_tokens=kv_tokens,
         drafting_overhead=max(0.0, float(np.median(ratios)) - 1.0),
         truth=_law(confidences, calibrations),
+        link_s=LINK_S if round_trip_s is None else round_trip_s / 2.0,
     )
 
 

@@ -50,15 +50,22 @@ class Rehearser:
         served: The engine, and where what it learns is kept.
         post: Hands the engine an event.
         learned: What the engine has learned up to now.
+        round_trip_s: Seconds to a drafter and back, if that is known.
 
     Attributes:
         done: Set once both modes are known, or nobody will find out.
     """
 
     def __init__(
-        self, served: ServedEngine, *, post: Callable[[TargetEvent], None], learned: Callable[[], Learned]
+        self,
+        served: ServedEngine,
+        *,
+        post: Callable[[TargetEvent], None],
+        learned: Callable[[], Learned],
+        round_trip_s: Callable[[], float | None],
     ) -> None:
         self._served, self._post, self._learned = served, post, learned
+        self._round_trip_s = round_trip_s
         self.done = asyncio.Event()
         self._takes: Sequence[Take] = ()
         self._over = asyncio.Event()
@@ -101,10 +108,10 @@ class Rehearser:
         learned = self._learned()
         if is_taught(learned):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
-            await asyncio.to_thread(self._keep, learned)
+            await asyncio.to_thread(self._keep, learned, self._round_trip_s())
             await shelf.put(learned)
 
-    def _keep(self, learned: Learned) -> None:
+    def _keep(self, learned: Learned, round_trip_s: float | None) -> None:
         served = self._served
         served.learned.write(learned)
         profile = measured_profile(
@@ -113,6 +120,7 @@ class Rehearser:
             name=served.identity.name,
             kv_tokens=served.num_pages * BLOCK_SIZE,
             max_rows=served.max_rows,
+            round_trip_s=round_trip_s,
         )
         if profile is not None:
             served.learned.write(profile_object(profile), PROFILE)
