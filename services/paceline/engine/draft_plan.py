@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from paceline.engine.draft_session import DraftSession
-from paceline.forest import Calls, Ints
+from paceline.engine.pending import Longs
+from paceline.forest import ROOT, Bools, Calls, Ints, rows_of
 
 # Committed tokens that a session may lack after a round; who lacks more is behind.
 MOST_FRESH = 16
@@ -32,50 +34,83 @@ class CatchingUp:
     expands: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """A node whose children a step computes.
-
-    Attributes:
-        slot: Of the node in the forest, until the next commit.
-        position: Of the node.
-        path: Tokens from below the root down to it.
-        kv: Scratch slots of the same.
-    """
+class Start(NamedTuple):
+    """A root or node whose children a step computes; `path` are the tokens from below the root down to it."""
 
     session: DraftSession
     slot: int
-    position: int
     path: Sequence[int]
-    kv: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Growing:
-    """The nodes whose children a step computes, of all sessions, best first.
+class Starts:
+    """Roots and nodes whose children a step computes, in columns, best first.
 
     Args:
-        sessions: By their rows in the forest.
-        ends: int32 `[nodes]`, where the path of each ends.
+        sessions: Theirs, each once.
+        each: int64 `[starts]`, indices of these.
+        slots: int32 `[starts]`, of nodes in the forest, until the next commit; ROOT: a root.
+        ends: int32 `[starts]`, where the path of each ends.
+        depths: int32 `[starts]`, tokens of these; 0: a root.
         path: int32 `[n]`, tokens from below the root down to each.
         kv: int32 `[n]`, scratch slots of the same.
     """
 
-    sessions: Mapping[int, DraftSession]
-    calls: Calls
+    sessions: Sequence[DraftSession]
+    each: Longs
+    slots: Ints
     ends: Ints
+    depths: Ints
     path: Ints
     kv: Ints
 
-    def __len__(self) -> int:
-        return len(self.ends)
+    @classmethod
+    def at_roots(cls, sessions: Sequence[DraftSession]) -> Starts:
+        """The roots of some trees."""
+        count = len(sessions)
+        slots, nothing = np.full(count, ROOT, np.int32), np.zeros(count, np.int32)
+        return cls(sessions, np.arange(count), slots, nothing, nothing, nothing[:0], nothing[:0])
 
-    def __iter__(self) -> Iterator[Expansion]:
-        path, kv, start = self.path.tolist(), self.kv.tolist(), 0
-        for row, slot, end in zip(self.calls.rows.tolist(), self.calls.slots.tolist(), self.ends.tolist(), strict=True):
-            session = self.sessions[row]
-            yield Expansion(session, slot, len(session.tokens) + end - start - 1, path[start:end], kv[start:end])
-            start = end
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def __iter__(self) -> Iterator[Start]:
+        columns = self.each, self.slots, self.ends, self.depths
+        for each, slot, end, depth in zip(*(column.tolist() for column in columns), strict=True):
+            yield Start(self.sessions[each], slot, self.path[end - depth : end].tolist())
+
+    def __add__(self, more: Starts) -> Starts:
+        return Starts(
+            [*self.sessions, *more.sessions],
+            np.concatenate((self.each, len(self.sessions) + more.each)),
+            np.concatenate((self.slots, more.slots)),
+            np.concatenate((self.ends, len(self.path) + more.ends)),
+            np.concatenate((self.depths, more.depths)),
+            np.concatenate((self.path, more.path)),
+            np.concatenate((self.kv, more.kv)),
+        )
+
+    def only(self, some: Bools) -> Starts:
+        """Some of them."""
+        return replace(
+            self, each=self.each[some], slots=self.slots[some], ends=self.ends[some], depths=self.depths[some]
+        )
+
+    def of(self, wanted: Callable[[DraftSession], bool]) -> Bools:
+        """Which are those of some sessions, bool `[starts]`."""
+        found: Bools = np.array([wanted(session) for session in self.sessions], np.bool_)[self.each]
+        return found
+
+    @property
+    def calls(self) -> Calls:
+        """Their names in the forest."""
+        return Calls(rows_of(session.row for session in self.sessions)[self.each], self.slots)
+
+    @property
+    def lengths(self) -> Longs:
+        """Tokens up to each, those of its path included, int64 `[starts]`."""
+        lengths: Longs = np.array([len(session.tokens) for session in self.sessions], np.int64)[self.each] + self.depths
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +118,19 @@ class DraftPlan:
     """One step.
 
     Attributes:
+        growing: Nodes whose children are computed.
         kv: int32 `[levels - 1, starts]`, scratch slots for the best guess of each further level that is drafted below
             those that `catching_up` expands and those that are `growing`; NONE: the level is its last one.
     """
 
     catching_up: list[CatchingUp] = field(default_factory=list)
-    growing: Growing | tuple[()] = ()
+    growing: Starts = field(default_factory=lambda: Starts.at_roots(()))
     kv: Ints = field(default_factory=lambda: _ONE_LEVEL)
+
+    @property
+    def starts(self) -> Starts:
+        """Roots that sessions which catch up expand, and nodes."""
+        return Starts.at_roots([each.session for each in self.catching_up if each.expands]) + self.growing
 
     @property
     def reads(self) -> bool:

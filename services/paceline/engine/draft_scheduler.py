@@ -8,7 +8,7 @@ state here is soft and can be rebuilt from committed tokens. It runs no model an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
@@ -27,10 +27,10 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.engine.draft_plan import CatchingUp, DraftPlan, Growing
+from paceline.engine.draft_plan import CatchingUp, DraftPlan, Starts
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens, Messages
-from paceline.forest import ROOT, Calls, Floats, Ints, rows_of
+from paceline.forest import Floats, Ints
 
 # A verifier's stream, and the number of a session there.
 Key = tuple[int, int]
@@ -317,21 +317,15 @@ class DraftScheduler:
         limits, catching_up = self._limits, self._plan_catching_up(now_s)
         most = limits.max_rows or max(LEAST_ROWS, self.num_sessions)
         growing = self.trees.plan(most=most, most_each=limits.max_rows_per_session)
-        return DraftPlan(catching_up, growing, self._plan_levels(catching_up, growing))
+        return replace(plan := DraftPlan(catching_up, growing), kv=self._plan_levels(plan.starts))
 
-    def _plan_levels(self, catching_up: Sequence[CatchingUp], growing: Growing | tuple[()]) -> Ints:
-        roots = [each.session for each in catching_up if each.expands]
-        rows, slots = rows_of(each.row for each in roots), np.full(len(roots), ROOT, np.int32)
-        links = [each.link for each in roots]
-        if growing:
-            rows, slots = np.concatenate((rows, growing.calls.rows)), np.concatenate((slots, growing.calls.slots))
-            links += [growing.sessions[row].link for row in growing.calls.rows.tolist()]
-        costs = self._pace.costs(links)
+    def _plan_levels(self, starts: Starts) -> Ints:
+        costs = self._pace.costs([session.link for session in starts.sessions])[starts.each]
         most = self._limits.max_levels
         if self._pace.num_verifiers > 1:
             # Other verifiers' commits wait for the end of this one's drafts.
             most = max(1, min(most, int(SHARE_OF_OTHERS / costs.max(initial=LEAST_COST))))
-        return self.trees.plan_levels(Calls(rows, slots), most=most, costs=costs)
+        return self.trees.plan_levels(starts, most=most, costs=costs)
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp]:
         """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""

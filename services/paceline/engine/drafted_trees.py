@@ -12,7 +12,7 @@ import numpy as np
 from paceline.core.messages import Drafts, sizes_of
 from paceline.core.pages import SlotPool
 from paceline.core.params import DRAFT_MODEL
-from paceline.engine.draft_plan import Growing
+from paceline.engine.draft_plan import Starts
 from paceline.engine.draft_session import DraftSession, Offer
 from paceline.forest import NONE, ROOT, Calls, Floats, Forest, Ints, rows_of
 
@@ -127,25 +127,25 @@ class DraftedTrees:
         self.forest.reprice(rows, np.array(prices), np.array(rooms, np.int64))
         return moves, self.push(np.unique(rows[done.hits]), at_once=True)
 
-    def plan(self, *, most: int, most_each: int) -> Growing | tuple[()]:
+    def plan(self, *, most: int, most_each: int) -> Starts:
         """The best nodes of all sessions to expand, `most_each` of a session at most; takes slots for them."""
         most = min(most, self._scratch.num_free)
         calls = self.forest.frontier(self._rows, limit=most_each, most=most, context_len=self._context_len)
-        if not len(calls.rows):
-            return ()
         self.forest.set_kv(calls, rows_of(self._scratch.take_many(len(calls.rows))))
-        return Growing(self._sessions, calls, *self.forest.paths(*calls))
+        rows, each = np.unique(calls.rows, return_inverse=True)
+        ends, path, kv = self.forest.paths(*calls)
+        depths = np.diff(ends, prepend=np.int32(0))
+        return Starts([self._sessions[row] for row in rows.tolist()], each, calls.slots, ends, depths, path, kv)
 
-    def plan_levels(self, starts: Calls, *, most: int, costs: Floats) -> Ints:
+    def plan_levels(self, starts: Starts, *, most: int, costs: Floats) -> Ints:
         """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.
 
         Args:
-            starts: Those whose children a step computes.
             most: Of levels.
             costs: float64 `[starts]`, see `Forest.levels`.
         """
-        counts = self.forest.levels(*starts, most=most, costs=costs, context_len=self._context_len)
-        counts[[not self._sessions[row].by_logits for row in starts.rows.tolist()]] = 1
+        counts = self.forest.levels(*starts.calls, most=most, costs=costs, context_len=self._context_len)
+        counts[starts.of(lambda session: not session.by_logits)] = 1
         counts = np.minimum(counts, 1 + self._scratch.num_free // max(1, len(counts)))
         kv = np.full((int(counts.max(initial=1)) - 1, len(counts)), NONE, np.int32)
         taken = np.arange(len(kv))[:, None] < counts - 1

@@ -7,9 +7,10 @@ scheduler's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +20,15 @@ from paceline.core.messages import CommittedStates, Drafts, ModelIdentity, OpenS
 from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
-from paceline.engine.draft_plan import DraftPlan, Expansion
+from paceline.engine.draft_plan import DraftPlan, Starts
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
 from paceline.engine.loop import Compute, finished, here
 from paceline.engine.model import Burst, DraftModel
-from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
-from paceline.engine.pending import HostPending, Ranks, choices_of
+from paceline.engine.packing import BatchBuilder, Nodes, PrefixRows
+from paceline.engine.pending import HostPending, Longs, Ranks, choices_of
 from paceline.engine.sampler import Logits
-from paceline.forest import NONE, ROOT, Calls, Floats, Ints, rows_of, warm_up
+from paceline.forest import NONE, Floats, Ints, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class DraftEngine:
     def _run(self, plan: DraftPlan) -> None:
         # Committed nodes go to their places before anything else is written to their slots.
         self._cache.apply_moves(self.scheduler.moves)
-        builder, computed, growing = BatchBuilder(), list[_Computed](), list(plan.growing)
+        builder, starts, first = BatchBuilder(), plan.starts, list[int]()
         if plan.catching_up:
             prefixes = [
                 PrefixRows(each.session.pages, each.start, each.stop, each.expands) for each in plan.catching_up
@@ -160,19 +161,14 @@ class DraftEngine:
             features = [each.session.prefix_features(each.start, each.stop) for each in plan.catching_up]
             known = [each for each in features if each is not None]
             roots = builder.add_prefixes(prefixes, np.concatenate(known) if known else None)
-            read = zip(plan.catching_up, roots, strict=True)
-            computed += [_Computed(part.session, ROOT, (), row) for part, row in read if part.expands]
-        if growing:
-            rows = builder.add_nodes([_row_of(each) for each in growing], self._features_of(growing))
-            grown = zip(growing, rows, strict=True)
-            computed += [_Computed(each.session, each.slot, each.path, row) for each, row in grown]
-        places = [place for place, each in enumerate(computed) if each.session.by_logits]
-        ranked, kv = [computed[place] for place in places], np.ascontiguousarray(plan.kv[:, places])
-        burst = Burst(_ranks_of(ranked), kv, self._limits.width)
-        others = [each for each in computed if not each.session.by_logits]
+            first = [row for row, part in zip(roots, plan.catching_up, strict=True) if part.expands]
+        rows = np.array([*first, *self._add_nodes(builder, plan.growing)], np.int64)
+        by_logits = starts.of(attrgetter("by_logits"))
+        ranked, kv = starts.only(by_logits), np.ascontiguousarray(plan.kv[:, by_logits])
+        others, burst = starts.only(~by_logits), Burst(_ranks_of(ranked, rows[by_logits]), kv, self._limits.width)
         try:
             drafted = self._decoder.draft(builder.build(), self._cache, burst)
-            logits = drafted.pending.logits([each.row for each in others]) if others else None
+            logits = drafted.pending.logits(rows[~by_logits].tolist()) if len(others) else None
         except MemoryError as error:
             size = {"rows": plan.num_rows}
             logger.warning("a draft step does not fit the device's memory", extra=size, exc_info=error)
@@ -186,50 +182,58 @@ class DraftEngine:
             self.scheduler.give_up(session)
             session.given_up = True
 
-    def _features_of(self, growing: Sequence[Expansion]) -> Features | None:
-        """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
-        if not self._decoder.feature_width:
-            return None
-        states: Features = self._cache.features([_parent_slot(each) for each in growing])
-        return states
+    def _add_nodes(self, builder: BatchBuilder, growing: Starts) -> range:
+        """Adds the rows of nodes; returns the places of their logits."""
+        if not len(growing):
+            return range(0)
+        pages = [session.pages for session in growing.sessions]
+        first = np.array([session.first_position for session in growing.sessions], np.int64)[growing.each]
+        nodes = Nodes(
+            growing.each, growing.path[growing.ends - 1], growing.lengths - 1 - first, growing.ends, growing.kv
+        )
+        features: Features | None = None
+        if self._decoder.feature_width:
+            # Beside their tokens, rows of nodes take the states of their parents, which have been expanded.
+            roots = np.array([each.slot(len(each.tokens) - 1) for each in pages], np.int64)[growing.each]
+            parents = np.where(growing.depths > 1, growing.kv[growing.ends - 2], roots)
+            features = self._cache.features(parents.tolist())
+        return builder.add_columns(pages, nodes, features)
 
-    def _grow_others(self, computed: Sequence[_Computed], rows: Logits) -> set[DraftSession]:
+    def _grow_others(self, starts: Starts, rows: Logits) -> set[DraftSession]:
         """Hangs guesses of sessions whose requests change rows, or which draw; returns those with unusable logits."""
-        for each, row in zip(computed, rows, strict=True):
-            each.session.change(row, each.path)
-        changed = [each._replace(row=row) for row, each in enumerate(computed)]
-        ranked = [each for each in changed if not each.session.chain]
-        guesses, width = HostPending(rows).rank(*_ranks_of(ranked)), self._limits.width
+        for (session, _, path), row in zip(starts, rows, strict=True):
+            session.change(row, path)
+        chains = starts.of(attrgetter("chain"))
+        ranked, width = starts.only(~chains), self._limits.width
+        guesses = HostPending(rows).rank(*_ranks_of(ranked, np.flatnonzero(~chains)))
         token_ids: Ints = np.ascontiguousarray(guesses.token_ids[None, :, :width])
         confidences: Floats = np.ascontiguousarray(guesses.confidences[None, :, :width])
         lost = self._grow_ranked(ranked, token_ids, confidences, np.empty((0, len(ranked)), np.int32))
-        return lost | self._grow_drawn([each for each in changed if each.session.chain], rows)
+        return lost | self._grow_drawn(starts.only(chains), rows[chains])
 
-    def _grow_drawn(self, computed: Sequence[_Computed], rows: Logits) -> set[DraftSession]:
+    def _grow_drawn(self, starts: Starts, rows: Logits) -> set[DraftSession]:
         """Hangs the one guess of a chain below each node; returns sessions whose logits are unusable."""
         trees, offers, lost = self.scheduler.trees, list[Offer](), set[DraftSession]()
-        for session, slot, path, row in computed:
+        for (session, slot, path), row in zip(starts, rows, strict=True):
             if not trees.wants_guesses(session, slot):
                 offers.append(Offer(session, slot))
                 continue
             try:
-                offers.append(session.draw(slot, path, rows[row], trees.node_id(session, slot)))
+                offers.append(session.draw(slot, path, row, trees.node_id(session, slot)))
             except UnusableLogitsError:
                 lost.add(session)
         trees.grow([offer for offer in offers if offer.session not in lost])
         return lost
 
-    def _grow_ranked(
-        self, computed: Sequence[_Computed], token_ids: Ints, confidences: Floats, kv: Ints
-    ) -> set[DraftSession]:
+    def _grow_ranked(self, starts: Starts, token_ids: Ints, confidences: Floats, kv: Ints) -> set[DraftSession]:
         """Hangs levels of the best guesses below each node; returns sessions whose logits are unusable."""
-        if not computed:
+        if not len(starts):
             return set()
-        lost = {computed[place].session for place in np.flatnonzero(token_ids[0, :, 0] < 0).tolist()}
-        # Nothing is hung below the other nodes of one that is lost, either.
-        token_ids[:, [each.session in lost for each in computed]] = NONE
-        starts = Calls(rows_of(each.session.row for each in computed), rows_of(each.slot for each in computed))
-        self.scheduler.trees.grow_levels(starts, token_ids, confidences, kv)
+        lost = {starts.sessions[each] for each in starts.each[token_ids[0, :, 0] < 0].tolist()}
+        if lost:
+            # Nothing is hung below the other nodes of one that is lost, either.
+            token_ids[:, starts.of(lost.__contains__)] = NONE
+        self.scheduler.trees.grow_levels(starts.calls, token_ids, confidences, kv)
         return lost
 
     def _output(self, report: DraftReport, started_s: float) -> DraftOutput:
@@ -243,36 +247,7 @@ class DraftEngine:
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
 
 
-class _Computed(NamedTuple):
-    """A node, or the root, whose children's logits a step has computed.
-
-    Attributes:
-        slot: Of the node, or ROOT.
-        path: Tokens from below the root down to it.
-        row: Of its logits.
-    """
-
-    session: DraftSession
-    slot: int
-    path: Sequence[int]
-    row: int
-
-
-def _ranks_of(computed: Sequence[_Computed]) -> Ranks:
-    return Ranks(
-        rows=np.array([each.row for each in computed], np.int64),
-        positions=np.array([len(each.session.tokens) + len(each.path) for each in computed], np.int64),
-        choices=choices_of([each.session.choice for each in computed]),
-    )
-
-
-def _row_of(each: Expansion) -> TreeRow:
-    session = each.session
-    position = each.position - session.first_position
-    return TreeRow(session.pages, each.path[-1], position, each.kv)
-
-
-def _parent_slot(each: Expansion) -> int:
-    """Where states of the node's parent lie, which has been expanded."""
-    pages = each.session.pages
-    return each.kv[-2] if len(each.kv) > 1 else pages.slot(len(pages.tokens) - 1)
+def _ranks_of(starts: Starts, rows: Longs) -> Ranks:
+    """Args: `rows`: int64 `[starts]`, of their logits."""
+    choices = choices_of([session.choice for session in starts.sessions])[starts.each]
+    return Ranks(rows=rows, positions=starts.lengths, choices=choices)

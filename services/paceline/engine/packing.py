@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,6 +146,24 @@ class TreeRow(NamedTuple):
     slots: Sequence[int]
 
 
+class Nodes(NamedTuple):
+    """What many `TreeRow` say, in columns.
+
+    Attributes:
+        trees: `[nodes]`, indices of the sequences.
+        token_ids: `[nodes]`
+        positions: `[nodes]`
+        ends: `[nodes]`, where the slots of each end.
+        slots: int32 `[n]`
+    """
+
+    trees: Longs
+    token_ids: Ints
+    positions: Longs
+    ends: Ints
+    slots: Ints
+
+
 class BatchBuilder:
     """Collects rows of many sequences; `build` turns them into one `Batch`."""
 
@@ -179,24 +197,39 @@ class BatchBuilder:
         return last
 
     def add_nodes(self, nodes: Sequence[TreeRow], features: np.ndarray | None = None) -> range:
-        """Adds tree nodes.
+        """Adds tree nodes, at least one; see `add_columns`."""
+        sequences, token_ids, positions, slots = zip(*nodes, strict=True)
+        columns = Nodes(
+            trees=np.arange(len(nodes)),
+            token_ids=rows_of(token_ids),
+            positions=np.array(positions, np.int64),
+            ends=rows_of(accumulate(map(len, slots))),
+            slots=rows_of(chain.from_iterable(slots)),
+        )
+        return self.add_columns(sequences, columns, features)
+
+    def add_columns(self, sequences: Sequence[SessionPages], nodes: Nodes, features: np.ndarray | None = None) -> range:
+        """Adds tree nodes, at least one.
 
         Args:
-            nodes: At least one.
+            sequences: Those whose trees they are of.
             features: [nodes, width], as in `add_prefixes`.
 
         Returns:
             Indices of their logits.
         """
-        spans, slots = list[tuple[int, ...]](), list[int]()
-        for sequence, token_id, position, path in nodes:
-            slots += path
-            spans.append((self._table(sequence), token_id, position, len(slots)))
-            self._depth = max(self._depth, len(path))
-        self._fills.append((fill_nodes, len(nodes), (np.array(spans, np.int32), rows_of(slots))))
+        count, tables = len(nodes.ends), rows_of(map(self._table, sequences))
+        self._depth = max(self._depth, int(np.diff(nodes.ends, prepend=0).max()))
+        spans = np.stack(
+            (tables[nodes.trees], nodes.token_ids, nodes.positions, nodes.ends),
+            axis=1,
+            dtype=np.int32,
+            casting="same_kind",
+        )
+        self._fills.append((fill_nodes, count, (spans, nodes.slots)))
         self._add_features(features)
-        self._num_wanted += len(nodes)
-        return range(self._num_wanted - len(nodes), self._num_wanted)
+        self._num_wanted += count
+        return range(self._num_wanted - count, self._num_wanted)
 
     def add_trees(self, sequences: Sequence[SessionPages], guesses: Guesses) -> list[int]:
         """Adds the last committed token of each sequence, whose slot is reserved, and the guesses beyond it.

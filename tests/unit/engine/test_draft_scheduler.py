@@ -264,8 +264,8 @@ def test_no_row_has_a_longer_path_than_devices_attend(max_levels: int) -> None:
     while drafter.scheduler.has_work:
         plan = drafter.step()
         below = [int((plan.kv[:, index] != NONE).sum()) for index in range(plan.kv.shape[1])]
-        starts = [0] * sum(each.expands for each in plan.catching_up) + [len(each.kv) for each in plan.growing]
-        longest = max(longest, *(at + more for at, more in zip(starts, below, strict=True)), 0)
+        depths = plan.starts.depths.tolist()
+        longest = max(longest, *(at + more for at, more in zip(depths, below, strict=True)), 0)
     assert longest == MAX_DEPTH
     assert len(drafter.tree("s")) == MAX_DEPTH + 1
 

@@ -468,7 +468,9 @@ class Watched(Policy):
         super().__init__()
         self.observed: list[int] = []
 
-    def observe(self, *, roots: int, guesses: int, tokens: int, seconds: float, other_rows: int = 0) -> None:
+    def observe(
+        self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
+    ) -> None:
         del roots, tokens, seconds, other_rows
         self.observed.append(guesses)
 
