@@ -471,7 +471,7 @@ class Watched(Policy):
     def observe(
         self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
     ) -> None:
-        del roots, tokens, seconds, other_rows
+        del roots, tokens, step_s, cycle_s, other_rows
         self.observed.append(guesses)
 
 
