@@ -134,8 +134,8 @@ class DraftedTrees:
         self.forest.set_kv(calls, rows_of(self._scratch.take_many(len(calls.rows))))
         rows, each = np.unique(calls.rows, return_inverse=True)
         ends, path, kv = self.forest.paths(*calls)
-        depths = np.diff(ends, prepend=np.int32(0))
-        return Starts([self._sessions[row] for row in rows.tolist()], each, calls.slots, ends, depths, path, kv)
+        sessions = [self._sessions[row] for row in rows.tolist()]
+        return Starts(sessions, each, calls.slots, ends, sizes_of(ends), path, kv)
 
     def plan_levels(self, starts: Starts, *, most: int, costs: Floats) -> Ints:
         """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.

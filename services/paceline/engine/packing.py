@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.messages import sizes_of
 from paceline.core.pages import BLOCK_SIZE, SessionPages
 from paceline.engine.batch import Batch
 from paceline.forest import Guesses, Ints, rows_of
@@ -219,7 +220,7 @@ class BatchBuilder:
             Indices of their logits.
         """
         count, tables = len(nodes.ends), rows_of(map(self._table, sequences))
-        self._depth = max(self._depth, int(np.diff(nodes.ends, prepend=0).max()))
+        self._depth = max(self._depth, int(sizes_of(nodes.ends).max()))
         spans = np.stack(
             (tables[nodes.trees], nodes.token_ids, nodes.positions, nodes.ends),
             axis=1,

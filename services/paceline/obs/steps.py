@@ -36,8 +36,8 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     metrics.drafter_lag.set(report.lag_tokens)
     if report.num_silenced:
         metrics.fallbacks.labels("drafter_silent").inc(report.num_silenced)
-    for round_trip_s in report.round_trips_s:
-        metrics.draft_round_trip.observe(round_trip_s)
+    for round_trip_s, num_sessions in Counter(report.round_trips_s).items():
+        metrics.draft_round_trip.observe_alike(round_trip_s, num_sessions)
     _record_nodes(metrics, report)
     if not report.num_rows:
         return

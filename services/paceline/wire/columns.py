@@ -11,7 +11,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.messages import Floats, Ints
+from paceline.core.messages import Floats, Ints, sizes_of
 
 MAX_NUMBER = 2**31 - 1
 # No verifier or drafter serves more sessions (`--max-num-seqs`), so that no message names more.
@@ -36,7 +36,7 @@ def read(message: Message, field: str, size: int | None = None, *, low: int = 0,
     """
     name, words = _words(message, field, size)
     # As unsigned numbers, and then as Python's: nothing wraps.
-    least, most = (int(words.min()), int(words.max())) if len(words) else (low, low)
+    least, most = (int(words.min()) if low else 0, int(words.max())) if len(words) else (low, low)
     if least < low or most > high:
         raise RemoteProtocolError(f"{name}: must be from {low} to {high}, got {least if least < low else most}")
     return words.astype(np.int32)
@@ -73,7 +73,7 @@ def read_sessions(
     numbers, values = read(message, "sessions", low=1, high=last_number), read(message, entries, low=low)
     check_count(f"{kind}.sessions", len(numbers), MAX_SESSIONS)
     ends = read(message, "ends", len(numbers))
-    sizes = np.diff(ends, prepend=0)
+    sizes = sizes_of(ends)
     if (sizes < 0).any() or ends[-1:].sum() != len(values):
         raise RemoteProtocolError(f"{kind}.ends: must grow, up to the {len(values)} entries of {entries}")
     check_count(f"{kind}.{entries}: a session", int(sizes.max(initial=0)), most_entries)
