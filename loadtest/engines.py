@@ -6,7 +6,8 @@ its three processes on the cores of its side, in turn
   plain         on all cores, and on all but the drafter's
   own, k = 3    with its own draft model on all cores, 3 guesses a step (5, 7), as many at any load
   tier          on all cores but the last, which is the drafter's and that of the helper process; the drafter runs at
-                idle priority, as `paceline up` starts it
+                idle priority, as `paceline up` starts it; before it is measured, `paceline rehearse` has shown it both
+                modes at each load
 
 at 1, 8 and 32 streams, greedily and at temperature 0.8. Every round measures every side, each in a process of its own,
 every other round in the opposite order; ratios are made within a round and their median counts. The tier's goals:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from loadtest.streams import Ask, Completion
 from paceline.cluster.health import http_health
 from paceline.cluster.supervisor import ChildSpec, Supervisor
 from paceline.cluster.valkey import free_port
+from paceline.core.errors import UnavailableError
 from tools.environments import child_environ
 
 SERVICES = Path(__file__).parents[1] / "services"
@@ -34,6 +37,8 @@ async def served_figures(python: Path, job: Job, temperatures: Sequence[float]) 
         RuntimeError: A request failed.
     """
     async with vllm_server(python, job) as url:
+        if job.drafters:
+            await _rehearse(url, job)
         return [
             PeerFigure(
                 peer=VLLM,
@@ -46,6 +51,19 @@ async def served_figures(python: Path, job: Job, temperatures: Sequence[float]) 
             for temperature in temperatures
             for case in job.cases
         ]
+
+
+async def _rehearse(url: str, job: Job) -> None:
+    """Shows the tier what drafting is worth at each load, as whoever goes live does.
+
+    Raises:
+        UnavailableError: It failed.
+    """
+    command = [sys.executable, "-m", "paceline", "rehearse", url, "--streams", str(job.most_streams)]
+    rehearsal = await asyncio.create_subprocess_exec(*command, env={**os.environ, "PYTHONPATH": str(SERVICES)})
+    async with asyncio.timeout(START_S):
+        if await rehearsal.wait():
+            raise UnavailableError("paceline rehearse failed; its last line says why")
 
 
 @asynccontextmanager

@@ -221,8 +221,10 @@ async def test_usage_can_be_asked_for_in_every_chunk(fleet: ScriptedFleet) -> No
         stream=True,
         extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     )
-    counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
-    assert counts == [3, 6, 7, 7, 7]
+    usages = [chunk.usage async for chunk in stream if chunk.usage]
+    assert [each.completion_tokens for each in usages] == [3, 6, 7, 7, 7]
+    assert all(each.total_tokens == each.prompt_tokens + each.completion_tokens for each in usages)
+    assert len({tuple(each.to_dict()) for each in usages}) == 1, "each says all"
 
 
 async def test_what_a_request_says_of_speculation_reaches_the_verifier(fleet: ScriptedFleet) -> None:

@@ -109,6 +109,7 @@ class Rehearser:
         if is_taught(learned):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
             await asyncio.to_thread(self._keep, learned, self._round_trip_s())
+            self._takes = ()
             await shelf.put(learned)
 
     def _keep(self, learned: Learned, round_trip_s: float | None) -> None:

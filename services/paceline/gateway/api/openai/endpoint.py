@@ -30,7 +30,7 @@ from paceline.gateway.sessions.take_over import Resumption
 MAX_OFFSET_DIGITS = 10
 _SEPARATOR = ":"
 # Stands for a text that no model writes alone.
-TEXT_MARK = "\0"
+TEXT_MARK, USAGE_MARK = "\0", "\0usage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class _Stream:
         self._place = parsed.place
         self._exchange = exchange
         self._opened = False
-        # By choice, the chunk of a piece of text around the text.
+        # By choice, the chunk of a piece of text around the text, and around what it says of usage.
         self._around: dict[int, Sequence[bytes]] = {}
 
     def piece(self, index: int, piece: Piece) -> None:
@@ -220,18 +220,23 @@ class _Stream:
         if self._place is not None:
             offset = piece.offset + len(piece.token_ids)
             self._place = replace(self._place, offset=offset, digest=piece.digest())
-        text = None if self._options.continuous_usage_stats else self._answer.text_alone(index, piece)
+        text = self._answer.text_alone(index, piece)
         if text is not None:
-            before, after = self._around.get(index) or self._frame(index)
-            self._exchange.json_event(b"".join((before, to_json(text), after)), self._place)
+            usage = to_json(self._answer.usage()) if self._options.continuous_usage_stats else b""
+            before, between, after = self._around.get(index) or self._frame(index)
+            self._exchange.json_event(b"".join((before, to_json(text), between, usage, after)), self._place)
             return
         chunk = self._answer.piece_chunk(index, piece)
         if chunk is not None:
             self._send(chunk)
 
     def _frame(self, index: int) -> Sequence[bytes]:
-        chunk = to_json(self._with_usage(self._answer.text_chunk(index, TEXT_MARK)))
-        around = self._around[index] = chunk.split(to_json(TEXT_MARK))
+        chunk = self._with_usage(self._answer.text_chunk(index, TEXT_MARK))
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = USAGE_MARK
+        before, rest = to_json(chunk).split(to_json(TEXT_MARK))
+        between, mark, after = rest.partition(to_json(USAGE_MARK))
+        around = self._around[index] = (before, between, after) if mark else (before, b"", rest)
         return around
 
     def ending(self, index: int, ending: Ending) -> None:
