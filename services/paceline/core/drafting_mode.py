@@ -283,9 +283,9 @@ class DraftingMode:
         Args:
             num_sessions: Those that decoded.
             tokens: What they committed.
-            seconds: From the end of the step before it.
+            seconds: From the end of the step before it, without what prompts took.
             plain_s: What a plain step over as many sessions takes by the start-up profile.
-            reads: Whether it read prompts: such a step counts for neither mode.
+            reads: Whether it read many rows of prompts: such a step counts for neither mode.
             answered: Whether drafters have answered, if they are to: before, a step does not show what they are worth.
         """
         if self._load is None or not num_sessions:

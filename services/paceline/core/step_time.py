@@ -130,7 +130,7 @@ class StepTimes:
         Args:
             roots: Its rows but for guesses.
             guesses: Its guesses.
-            seconds: From the end of the step before it.
+            seconds: Of the step itself, without waits and prompts.
         """
         if not 1 <= roots + guesses <= MOST_ROWS:
             return
