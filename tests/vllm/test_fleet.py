@@ -10,11 +10,14 @@ import grpc
 import pytest
 
 from paceline.checkpoints.corpus import unseen_prompts
+from paceline.client import rehearse
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
+from paceline.vllm.places import mode_sockets
+from tests.support.fuzzing import until
 from tests.vllm.client import ACCEPTED
 from tools.scrape import scrape
 
@@ -25,13 +28,13 @@ ANSWER_S = 240.0
 VERIFIER_ARGS = ("--max-num-seqs=16", "--max-model-len=512", "--learned-dir=none", "--vllm-arg=--enforce-eager")
 
 
-def fleet_of(target) -> LocalFleet:
+def fleet_of(target, num_verifiers: int = 2) -> LocalFleet:
     spec = FleetSpec(
         **FREE_PORTS,
         model=target,
         draft_model=DEMO_DRAFTER,
         verifier_engine="vllm",
-        num_verifiers=2,
+        num_verifiers=num_verifiers,
         dtype="float32",
         verifier_arg=VERIFIER_ARGS,
     )
@@ -85,3 +88,16 @@ async def test_a_verifier_is_killed_under_16_streams_and_every_token_is_accounte
     assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * STREAMS
     assert found == expected
     assert gateway["paceline:failovers_total"] > 0
+
+
+async def test_vllm_in_a_verifier_is_rehearsed_through_its_gateway(target, capsys) -> None:
+    others = {*mode_sockets()}
+    async with fleet_of(target, num_verifiers=1) as fleet:
+        await until(lambda: {*mode_sockets()} - others)
+        (path,) = {*mode_sockets()} - others
+        capsys.readouterr()
+        await asyncio.to_thread(rehearse.main, [fleet.gateway_url, "--streams", "2", "--helper", str(path)])
+        _, *lines = capsys.readouterr().out.splitlines()
+        async with rehearse.listening([path]) as (helper,):
+            assert all(min(helper.rates[load]) > 0.0 for load in range(2))
+    assert [int(line.split()[0]) for line in lines] == [1, 2]
