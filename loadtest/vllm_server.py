@@ -61,9 +61,14 @@ async def _rehearse(url: str, job: Job) -> None:
     """
     command = [sys.executable, "-m", "paceline", "rehearse", url, "--streams", str(job.most_streams)]
     rehearsal = await asyncio.create_subprocess_exec(*command, env={**os.environ, "PYTHONPATH": str(SERVICES)})
-    async with asyncio.timeout(START_S):
-        if await rehearsal.wait():
-            raise UnavailableError("paceline rehearse failed; its last line says why")
+    try:
+        async with asyncio.timeout(START_S):
+            if await rehearsal.wait():
+                raise UnavailableError("paceline rehearse failed; its last line says why")
+    finally:
+        if rehearsal.returncode is None:
+            rehearsal.kill()
+            await rehearsal.wait()
 
 
 @asynccontextmanager

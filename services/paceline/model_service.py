@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -187,7 +187,7 @@ async def serve_model(
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
     background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
-    prepared: Callable[[], Awaitable[None]] | None = None,
+    prepared: Callable[[], Coroutine[Any, Any, None]] | None = None,
     tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
@@ -229,7 +229,7 @@ async def serve_model(
                 try:
                     async with supervisor.kept(background(store)):
                         if prepared is not None:
-                            await prepared()
+                            await _prepare(prepared, host, role)
                         await _unless_it_hangs(
                             _serve_announced(host, config, role, server, store, registry, metrics_port, supervisor),
                             host,
@@ -248,6 +248,19 @@ async def engine_ended(host: ModelHost, role: str) -> None:
     except Exception:
         host.engine_died(f"the {role}'s engine has stopped")
         raise
+
+
+async def _prepare(prepared: Callable[[], Coroutine[Any, Any, None]], host: ModelHost, role: str) -> None:
+    """Gets ready to serve; raises what ends the engine meanwhile."""
+    tasks = asyncio.create_task(prepared()), asyncio.create_task(engine_ended(host, role))
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _unless_it_hangs(

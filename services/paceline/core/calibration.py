@@ -28,7 +28,7 @@ class CalibrationStore(Generic[Key]):
         self._kind_of = kind_of
         self._known: dict[Key, int] = {}
         # Of a predecessor, by kind.
-        self._learned: Mapping[str, Sequence[float]] = {}
+        self._learned: dict[str, list[float]] = {}
 
     def of(self, key: Key) -> int:
         """The number of that of a key; a new one begins where a predecessor's of the same kind ended."""
@@ -45,7 +45,9 @@ class CalibrationStore(Generic[Key]):
 
     def learned(self) -> dict[str, list[float]]:
         """By kind what was learned, of several the latest; may be called from another thread."""
-        return {self._kind_of(key): self._forest.calibration(number) for key, number in dict(self._known).items()}
+        found = {self._kind_of(key): self._forest.calibration(number) for key, number in dict(self._known).items()}
+        # A session of a warm-up has shown nothing.
+        return {**self._learned, **{kind: each for kind, each in found.items() if each != [*UNLEARNED]}}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """Begins with what a predecessor has learned, before the first session.
@@ -55,7 +57,7 @@ class CalibrationStore(Generic[Key]):
         """
         for each in learned.values():
             check(each)
-        self._learned = dict(learned)
+        self._learned = {kind: [*map(float, each)] for kind, each in learned.items()}
 
 
 def check(learned: Sequence[float]) -> None:

@@ -54,6 +54,7 @@ class Goodput:
         self.least_survival = 0.0
         self.mode = DraftingMode(most_on_loan)
         self._price: MovingAverage | None = None
+        self._between_s = MovingAverage(0.0)
         self.answered, self.rehearsed = True, False
         self.start_from(cost)
 
@@ -92,7 +93,7 @@ class Goodput:
         doubt: float = 1.0,
         steps: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Begins a new table of step times from a profile.
+        """Begins anew with the step times of a profile.
 
         Args:
             cost: By rows, while drafters work.
@@ -148,7 +149,7 @@ class Goodput:
         ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
         count = 0
         if num_sessions:
-            step = Steps(self.times, num_sessions, other_rows)
+            step = Steps(self.times, num_sessions, other_rows, self._between_s.value)
             best = step.best(ranked)
             self._set_prices(step.price(best), reads=other_rows > 0)
             count = best.count
@@ -180,10 +181,11 @@ class Goodput:
         without_prompts = self._plain.at(rows) / self._plain.at(rows + other_rows)
         if self.drafts and not reads:
             self.times.observe(roots=roots, guesses=guesses, seconds=without_prompts * step_s)
+            self._between_s.add(cycle_s - step_s)
         self.mode.observe(
             num_sessions=roots,
             tokens=tokens,
-            seconds=without_prompts * cycle_s,
+            seconds=cycle_s - (1.0 - without_prompts) * step_s,
             plain_s=self._plain.at(roots),
             reads=reads,
             answered=self.answered,

@@ -49,6 +49,8 @@ SAME_LOAD = 0.7
 # Octaves by which a load falls from one step to the next, at most. Between two waves of requests there are moments with
 # few sessions: drafting for these, drafters on a verifier's cores read every prompt, which cost plain steps 4 %.
 FALL = 1 / 8
+# Octaves of sessions, and tokens of a session in the time of a plain step, beyond which nobody learns.
+MOST_LOAD, MOST_RATE = 20, 100.0
 # No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 3.0
 
@@ -110,11 +112,15 @@ class Rate:
 class Trial:
     """The other mode at work for a few steps.
 
+    Args:
+        most_lost: What it may lose, in plain steps.
+
     Attributes:
         counted: Steps that count.
         lost: What it has lost, in plain steps.
     """
 
+    most_lost: float = MOST_LOST
     counted: int = 0
     steps: int = 0
     lost: float = 0.0
@@ -132,6 +138,7 @@ class Load:
     Attributes:
         rates: Of both modes.
         saved: What a trial may lose now, in plain steps; less than 0: what the last ones lost beyond that.
+        cut_off: What the last trial had lost when it was cut off before it could show anything.
     """
 
     mode: Mode
@@ -139,6 +146,7 @@ class Load:
     on_loan: bool = False
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     saved: float = 0.0
+    cut_off: float = 0.0
     trial: Trial | None = None
 
     @property
@@ -159,7 +167,7 @@ class Load:
         if self.trial is not None:
             self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
         elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
-            self.trial = Trial()
+            self.trial = Trial(most_lost=max(MOST_LOST, self.saved))
             other = self.rates[self.mode.other]
             if other.steps > LEAST_STEPS:
                 # The machine and the texts may have changed since.
@@ -185,7 +193,9 @@ class Load:
         trial.steps += 1
         trial.lost += time - tokens / ours.value
         trial.counted += answered and not reads
-        over = trial.lost > MOST_LOST or trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
+        over = (
+            trial.lost > trial.most_lost or trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
+        )
         if trial.counted < LEAST_STEPS:
             if over:
                 self.end_trial()
@@ -201,6 +211,7 @@ class Load:
         # Nothing is saved up for several trials in a row.
         self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
         self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS and self.trial.lost <= MOST_LOST
+        self.cut_off = self.trial.lost if self.trial.counted < LEAST_STEPS else 0.0
         self.trial = None
         if won:
             self.mode = self.mode.other
@@ -214,7 +225,8 @@ class Load:
             loss = 1.0 - 1.0 / (ours.value + ours.error)
         else:
             loss = self.loss
-        return max(0.0, loss) * USUAL_STEPS * ours.step_time
+        # One that drafters took too long to answer gets twice as much.
+        return max(2.0 * self.cut_off, loss * USUAL_STEPS * ours.step_time)
 
 
 class DraftingMode:
@@ -288,7 +300,8 @@ class DraftingMode:
             reads: Whether it read many rows of prompts: such a step counts for neither mode.
             answered: Whether drafters have answered, if they are to: before, a step does not show what they are worth.
         """
-        if self._load is None or not num_sessions:
+        if self._load is None or not num_sessions or abs(math.log2(num_sessions) - self._at) > SAME_LOAD:
+            # While a load falls, steps are of fewer sessions than it stands for.
             return
         if self.rehearsing is None:
             self._load.observe(tokens / num_sessions, seconds / plain_s, reads=reads, answered=answered)
@@ -335,11 +348,12 @@ class DraftingMode:
         """
         loads: dict[int, Load] = {}
         for at, *values in zip(*[iter(learned)] * 3, strict=True):
-            if not all(map(math.isfinite, (at, *values))) or at < 0 or min(values) < 0.0:
-                raise ValueError(f"needs loads and rates of at least 0, got {at:g} with {values}")
+            if not 0.0 <= at <= MOST_LOAD or not 0.0 <= min(values) <= max(values) <= MOST_RATE:
+                raise ValueError(f"needs loads to {MOST_LOAD} and rates to {MOST_RATE}, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
             # What did not pay on a busy machine or with another drafter is tried anew, as if it were not known.
             on_loan = mode is Mode.PLAIN and 2**at <= self._most_on_loan
             loads[int(at)] = Load(mode, on_loan=on_loan, rates=rates)
         self.loads = loads
+        self._leave(None)

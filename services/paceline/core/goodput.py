@@ -56,11 +56,13 @@ class Steps:
     Args:
         num_sessions: Roots in each.
         other_rows: Rows of prompts in each.
+        between_s: From the end of one to the begin of the next: waiting and events.
     """
 
     times: StepTimes
     num_sessions: int
     other_rows: int = 0
+    between_s: float = 0.0
 
     @property
     def _rows(self) -> int:
@@ -68,7 +70,8 @@ class Steps:
 
     def best(self, survivals: Sequence[float] | Floats) -> Best:
         """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
-        return best_prefix(self.num_sessions, survivals, self.times.with_guesses(self._rows, len(survivals)))
+        seconds = self.between_s + self.times.with_guesses(self._rows, len(survivals))
+        return best_prefix(self.num_sessions, survivals, seconds)
 
     def price(self, best: Best) -> float:
         """What the last of the best guesses costs in tokens: what is less likely is not worth a row.

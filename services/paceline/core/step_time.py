@@ -120,8 +120,8 @@ class StepTimes:
 
     def __init__(self, cost: StepCost, *, doubt: float = 1.0) -> None:
         self._base = cost if cost.node_s else replace(cost, node_s=NODE_S)
-        self._start = doubt**2 * (LEVEL**2 + np.diag((0.0, GUESS_DOUBT**2)))
-        self._factors, self._spread = np.ones(2), self._start
+        self._start = LEVEL**2 + np.diag((0.0, GUESS_DOUBT**2))
+        self._factors, self._spread = np.ones(2), doubt**2 * self._start
         self._noise = NOISE
 
     def observe(self, *, roots: int, guesses: int, seconds: float) -> None:

@@ -44,7 +44,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Roots and nodes whose children a step computes, in columns, best first.
+    """Roots and nodes whose children a step computes, in columns: roots first, then nodes, the best first.
 
     Args:
         sessions: Theirs, each once.

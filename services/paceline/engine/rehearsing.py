@@ -105,7 +105,8 @@ class RehearsingEngine:
         self._numbers = numbers
         self._clock = clock
         self._over = over
-        self._drafter = drafter
+        # In the order in which they were reached; the first one drafts.
+        self._drafters = dict.fromkeys([drafter] if drafter else ())
         loads = [2**power for power in range(max_sessions.bit_length())]
         # What is left, the next one last, and what has been.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
@@ -130,12 +131,17 @@ class RehearsingEngine:
                 self._take.hear(event)
         self._engine.handle(event)
 
+    @property
+    def _drafter(self) -> str:
+        return next(iter(self._drafters), "")
+
     def _change_link(self, event: LinkChanged) -> None:
         if event.up:
-            self._drafter = self._drafter or event.address
-        elif event.address == self._drafter:
+            self._drafters[event.address] = None
+            return
+        if event.address == self._drafter:
             self._stop()
-            self._drafter = ""
+        self._drafters.pop(event.address, None)
 
     @property
     def _wants_to(self) -> bool:
@@ -203,7 +209,9 @@ class RehearsingEngine:
         for number in self._sessions:
             self._engine.handle(Cancel(number=number))
         self._sessions.clear()
-        self._engine.handle(Rehearse(drafts=None, over=not self._left))
+        # A drafter that never answered has shown nothing.
+        shown = any(take.drafts and take.num_counted for take in self._takes)
+        self._engine.handle(Rehearse(drafts=None, over=shown and not self._left))
         if gives_up:
             self._left.clear()
             self._takes.clear()

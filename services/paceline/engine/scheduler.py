@@ -364,7 +364,7 @@ class Scheduler:
             part.session.prefilled_to = part.session.pages.num_computed
 
     def end_step(self, plan: StepPlan, now_s: float) -> None:
-        """The step is over; the policy learns the time of the whole cycle, since events and waiting cost time too."""
+        """The step is over; the policy learns its time, and the cycle's: events and waiting cost time, too."""
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)

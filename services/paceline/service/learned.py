@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,9 @@ class TunedState:
         """
         if self.path is None:
             return
-        path, beside = self.path.with_suffix(suffix), self.path.with_suffix(f".{os.getpid()}")
+        path = self.path.with_suffix(suffix)
+        # The loop's thread writes at the end, others before.
+        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             make_private(path.parent)
             beside.write_text(json.dumps(learned), encoding="utf-8")

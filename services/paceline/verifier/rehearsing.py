@@ -13,7 +13,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from paceline.core.draft_policy import REHEARSED
+from paceline import __version__
+from paceline.core.calibration import check
+from paceline.core.draft_policy import REHEARSED, Goodput
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
@@ -41,6 +43,20 @@ KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 5
 def is_taught(learned: Learned) -> bool:
     """Whether that comes of a rehearsal that was not cut off."""
     return bool(learned["policy"][REHEARSED][0])
+
+
+def is_usable(content: bytes) -> bool:
+    """Whether a document of the store holds what an engine can begin with."""
+    try:
+        learned = json.loads(content)
+        Goodput().resume(learned["policy"])
+        for each in learned["calibrations"].values():
+            check(each)
+        return is_taught(learned)
+    # Nothing that it may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
+    except Exception as error:  # noqa: BLE001
+        logger.warning("what another verifier has learned cannot be used", extra={"error": repr(error)})
+        return False
 
 
 class Rehearser:
@@ -88,12 +104,17 @@ class Rehearser:
         """Has the engine know what both modes are worth, by a rehearsal if need be; never returns."""
         await self._linked.wait()
         assert self._draft is not None, "a drafter is linked with its identity"
-        kind = f"{self._served.learned.kind} {self._served.max_num_seqs} {self._draft.weights_hash}"
+        served = self._served
+        facts = __version__, served.learned.kind, served.identity.arithmetic, served.max_num_seqs, served.max_rows
+        kind = repr((*facts, self._draft.weights_hash))
         shelf = Shelf(store.documents, hashlib.sha256(kind.encode()).hexdigest())
         while not is_taught(self._learned()):
-            if known := await shelf.learned():
+            known = await shelf.learned()
+            if known and is_usable(known):
                 self._post(Taught(learned=known))
                 break
+            if known:
+                await shelf.forget()
             if await shelf.claim():
                 await self._rehearse(shelf)
                 break
@@ -108,9 +129,11 @@ class Rehearser:
         learned = self._learned()
         if is_taught(learned):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
-            await asyncio.to_thread(self._keep, learned, self._round_trip_s())
-            self._takes = ()
             await shelf.put(learned)
+            await asyncio.to_thread(self._keep, learned, self._round_trip_s())
+        else:
+            logger.warning("has rehearsed to no end: the drafter did not answer, or the engine takes no such session")
+        self._takes = ()
 
     def _keep(self, learned: Learned, round_trip_s: float | None) -> None:
         served = self._served
@@ -157,6 +180,11 @@ class Shelf:
             return await self._keep(b"", 0) is Keeping.DONE
         except UnavailableError:
             return True
+
+    async def forget(self) -> None:
+        """Drops what cannot be used."""
+        with suppress(UnavailableError):
+            await self._documents.forget(KEEPER, self._kind)
 
     async def put(self, learned: Learned) -> None:
         """Hands on what this verifier has learned."""

@@ -1,7 +1,7 @@
 """How long vLLM's steps take, from one request for guesses to the next, by rows and guesses.
 
 Nothing can be measured beforehand. The first steps show how fast this vLLM is; the shape of the table is a default
-until steps with guesses refine it. Steps that read prompts are ignored, since their number of rows is not known.
+and factors on it are learned. Steps that read prompts are ignored, since their number of rows is not known.
 """
 
 from __future__ import annotations

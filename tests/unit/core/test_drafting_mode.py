@@ -34,6 +34,7 @@ class Verifier:
     Attributes:
         spread: Of the tokens of a session and step, as a share.
         lag: Steps until drafters answer.
+        reading: How many times as long steps take until then.
         modes: Of all steps.
         lost_s, total_s: Time lost to the slower mode, and of all steps.
     """
@@ -41,6 +42,7 @@ class Verifier:
     speed_up: Callable[[int], float]
     spread: float = 0.3
     lag: int = 0
+    reading: float = 1.0
     slowness: float = 1.0
     switch: DraftingMode = field(default_factory=DraftingMode)
     modes: list[Mode] = field(default_factory=list)
@@ -63,6 +65,8 @@ class Verifier:
         answered = mode is PLAIN or self._unanswered > self.lag
         seconds, tokens = self.slowness * PLAIN_S * float(self.rng.uniform(0.9, 1.1)), num_sessions
         speed_up = self.speed_up(num_sessions)
+        if not answered:
+            seconds *= self.reading
         if mode is DRAFTING and answered:
             # Half as many tokens again as plain decoding, in whatever time makes the ratio right.
             noise = self.spread * float(self.rng.standard_normal()) / num_sessions**0.5
@@ -215,6 +219,12 @@ def test_drafters_that_never_answer_are_given_up() -> None:
     verifier = Verifier(lambda _: 2.0, lag=10**9)
     assert verifier.steps(LEAST_STEPS + MOST_UNCOUNTED + 2)[-1] is PLAIN
     assert verifier.steps(1_000).count(DRAFTING) <= MOST_UNCOUNTED
+
+
+def test_drafters_that_take_long_to_answer_get_twice_as_much_time_in_each_trial() -> None:
+    verifier = Verifier(lambda _: 2.0, lag=12, reading=2.0)
+    assert verifier.steps(500)[-1] is PLAIN, "a trial of four plain steps shows nothing"
+    assert verifier.steps(8_000)[-1] is DRAFTING
 
 
 def test_a_drafter_that_gets_better_is_found_and_one_that_gets_worse_is_dropped() -> None:

@@ -66,7 +66,7 @@ def test_what_was_not_seen_for_long_is_learned_faster():
         times.observe(roots=8, guesses=8, seconds=1.2 * PROFILE.at(16))
         return times.slope(8) / usual
 
-    assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300)
+    assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300) < 1.2
 
 
 def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
@@ -85,14 +85,16 @@ def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
 
 def test_steps_that_scatter_do_not_shake_the_factors():
     times, rng = StepTimes(PROFILE), np.random.default_rng(5)
-    slopes = []
+    slopes, ratios = [], []
     for number in range(1500):
         guesses = int(rng.choice([0, 0, 0, 4]))
         seconds = PROFILE.at(8 + guesses) * float(np.exp(0.35 * rng.standard_normal()))
         times.observe(roots=8, guesses=guesses, seconds=seconds)
         if number >= 300:
             slopes.append(times.slope(8) / times.with_guesses(8, 0)[0])
+            ratios.append(times.with_guesses(8, 4)[-1] / times.with_guesses(8, 0)[0])
     truth = PROFILE.slope(8) / PROFILE.at(8)
+    assert np.std(ratios) < 0.1
     assert np.std(slopes) < 0.35 * truth
     assert np.mean(slopes) == pytest.approx(truth, rel=0.3)
 

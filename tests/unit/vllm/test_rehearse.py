@@ -52,6 +52,7 @@ class FakeVllm:
         steps = asyncio.create_task(self._run())
         async with TestServer(app) as server:
             yield str(server.make_url("")).rstrip("/")
+        assert not steps.done(), "steps went on to the end"
         steps.cancel()
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -87,7 +88,8 @@ class FakeVllm:
                 roots=len(rows),
                 guesses=drafts * len(rows),
                 tokens=(1 + drafts) * len(rows),
-                seconds=STEP_S * (1.0 + drafts * 0.17 * len(rows)),
+                step_s=(seconds := STEP_S * (1.0 + drafts * 0.17 * len(rows))),
+                cycle_s=seconds,
             )
 
 
