@@ -50,7 +50,7 @@ SAME_LOAD = 0.7
 # few sessions: drafting for these, drafters on a verifier's cores read every prompt, which cost plain steps 4 %.
 FALL = 1 / 8
 # Octaves of sessions, and tokens of a session in the time of a plain step, beyond which nobody learns.
-MOST_LOAD, MOST_RATE = 20, 100.0
+MOST_LOAD, MOST_RATE = 20, 1e6
 # No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 3.0
 
@@ -349,7 +349,7 @@ class DraftingMode:
         loads: dict[int, Load] = {}
         for at, *values in zip(*[iter(learned)] * 3, strict=True):
             if not 0.0 <= at <= MOST_LOAD or not 0.0 <= min(values) <= max(values) <= MOST_RATE:
-                raise ValueError(f"needs loads to {MOST_LOAD} and rates to {MOST_RATE}, got {at:g} with {values}")
+                raise ValueError(f"needs loads to {MOST_LOAD} and rates to {MOST_RATE:g}, got {at:g} with {values}")
             rates = {mode: Rate(value or None) for mode, value in zip(Mode, values, strict=True)}
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
             # What did not pay on a busy machine or with another drafter is tried anew, as if it were not known.

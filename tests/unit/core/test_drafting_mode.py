@@ -288,7 +288,9 @@ def test_a_successor_tries_anew_what_did_not_pay_its_predecessor() -> None:
     assert verifier.steps(30, 2)[-1] is DRAFTING
 
 
-@pytest.mark.parametrize("learned", [[3.0, 1.0], [3.0, 1.0, -1.0], [3.0, float("nan"), 1.0], [-1.0, 1.0, 1.0]])
+@pytest.mark.parametrize(
+    "learned", [[3.0, 1.0], [3.0, 1.0, -1.0], [3.0, float("nan"), 1.0], [3.0, 1e308, 1.0], [-1.0, 1.0, 1.0]]
+)
 def test_what_was_not_learned_by_such_a_switch_is_refused(learned: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"needs loads and rates|shorter"):
+    with pytest.raises(ValueError, match=r"needs loads to 20 and rates to|shorter"):
         DraftingMode().resume(learned)

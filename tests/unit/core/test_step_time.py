@@ -66,7 +66,7 @@ def test_what_was_not_seen_for_long_is_learned_faster():
         times.observe(roots=8, guesses=8, seconds=1.2 * PROFILE.at(16))
         return times.slope(8) / usual
 
-    assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300) < 1.2
+    assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300) < 1.5
 
 
 def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
