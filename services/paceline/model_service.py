@@ -187,7 +187,7 @@ async def serve_model(
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
     background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
-    prepared: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    prepared: Callable[[], Coroutine[Any, Any, None]] = lambda: asyncio.sleep(0),
     tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
@@ -228,8 +228,7 @@ async def serve_model(
                 supervisor = Supervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
-                        if prepared is not None:
-                            await _prepare(prepared, host, role)
+                        await _prepare(prepared, host, role)
                         await _unless_it_hangs(
                             _serve_announced(host, config, role, server, store, registry, metrics_port, supervisor),
                             host,

@@ -19,7 +19,7 @@ from paceline.service.learned import TunedState
 from paceline.service.supervision import Supervisor
 from paceline.simulated.measured import LINK_S
 from paceline.simulated.profile import MEASURED, read_profile
-from paceline.verifier.rehearsing import TTL_S, WORK_S, Shelf
+from paceline.verifier.rehearsing import TTL_S, WORK_S, Shelf, is_usable
 from paceline.verifier.verifier_host import TargetHost
 from tests.integration.conftest import NUM_PAGES, know, running_drafter, verifier_at
 from tests.support.log_stream import VerifierCalls, verifier_calls
@@ -73,6 +73,13 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
     assert (profile.kind, profile.target.kv_tokens) == (MEASURED, NUM_PAGES * BLOCK_SIZE)
     assert profile.link_s != LINK_S, "it was measured"
     assert not (tmp_path / "two.profile.json").exists(), "it has measured nothing"
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}", b"[", b'{"policy": {"rehearsed": [1.0]}, "calibrations": {}}', b"[" * 100_000]
+)
+def test_a_document_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
+    assert not is_usable(content)
 
 
 async def test_a_session_that_comes_in_the_midst_is_served_as_if_there_were_no_rehearsal(

@@ -162,6 +162,20 @@ def test_it_waits_for_a_drafter_that_is_lost(play: Play) -> None:
     assert play.engine.drafters == {"drafter", "another"}
 
 
+def test_a_drafter_that_is_lost_is_replaced_by_another_that_was_there_before(play: Play) -> None:
+    play.outside.handle(LinkChanged(address="another", up=True))
+    play.step()
+    play.outside.handle(LinkChanged(address="drafter", up=False))
+    play.step()
+    assert play.engine.drafters == {"drafter", "another"}
+
+
+def test_a_drafter_that_never_answers_teaches_nothing(play: Play) -> None:
+    while not play.takes:
+        play.step(answered=not play.engine.drafts)
+    assert not play.engine.over
+
+
 def test_an_engine_that_takes_no_such_session_is_left_alone(play: Play) -> None:
     play.step()
     play.engine.committed = [(FIRST_NUMBER, InvalidRequestError("prompt", "is refused"))]
