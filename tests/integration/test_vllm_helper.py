@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.client.rehearse import listening
+from paceline.core.draft_policy import REHEARSED
+from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.vllm import tier_client
-from paceline.vllm.places import metrics_socket, mode_socket
+from paceline.vllm.places import helper_socket, metrics_socket, mode_socket
 from paceline.vllm.proposer import Proposer
 from tests.integration.conftest import running_drafter
 from tests.support.fuzzing import until
@@ -109,6 +113,8 @@ async def test_a_rehearsal_decides_whether_vllm_waits_for_drafts(tiny_pair, engi
         engine.batch.admit("a", [1, 2, 3])
         helper_process = engine.proposer.client._helper
         await until(mode_socket(metrics_socket(engine.instance_id, 0)).exists)
+        # A moment passes from the socket to its server.
+        await asyncio.sleep(0.5)
         async with listening([]) as (helper,):
             assert helper.vocab_size == VOCAB
             for drafts in (True, False, True):
@@ -116,6 +122,35 @@ async def test_a_rehearsal_decides_whether_vllm_waits_for_drafts(tiny_pair, engi
                 await asyncio.to_thread(engine.until, lambda _, drafts=drafts: helper_process.awaits is drafts)
             await helper.tell(None, over=True)
             assert helper.rates
+
+
+async def test_a_verifier_around_vllm_tells_its_helper_what_to_do_and_is_told_what_it_has_learned(
+    tiny_pair, engines
+) -> None:
+    target, draft = tiny_pair
+    async with running_drafter(draft) as (address, host):
+        engine = Engine(target, address)
+        engines.append(engine)
+        engine.batch.admit("a", [1, 2, 3])
+        helper_process = engine.proposer.client._helper
+        line, linked = HelperLine(partial(helper_socket, engine.instance_id)), asyncio.Queue[str]()
+        running = asyncio.create_task(line.run(linked.put_nowait))
+        assert await asyncio.wait_for(linked.get(), PATIENCE_S) == host.identity.weights_hash
+        for drafts in (True, False, True):
+            line.rehearse(drafts)
+            await asyncio.to_thread(engine.until, lambda _, drafts=drafts: helper_process.awaits is drafts)
+        counted = await asyncio.to_thread(_metrics, metrics_socket(engine.instance_id, 0))
+        assert "paceline:gamma_count 0.0" in counted, "nobody has asked for these steps"
+        line.rehearse(None, over=True)
+        learned = await line.learned()
+        assert learned["policy"][REHEARSED] == [1.0]
+        # Between two orders others are heard.
+        async with listening([]) as (helper,):
+            assert helper.learned["policy"][REHEARSED] == [1.0]
+            assert await line.learned() == {}, "another one has its say"
+        line.teach(json.dumps(learned | {"policy": learned["policy"] | {"rates": [3.0, 1.0, 2.0]}}).encode())
+        assert (await line.learned())["policy"]["rates"][-3:] == [3.0, 1.0, 2.0]
+        running.cancel()
 
 
 async def test_without_drafters_vllm_goes_on_and_they_are_found_when_they_come(tiny_pair, engines) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,6 +15,8 @@ from paceline.client import rehearse
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
+from paceline.core.draft_policy import REHEARSED
+from paceline.core.errors import PacelineError
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
 from paceline.vllm.places import mode_sockets
@@ -28,7 +31,7 @@ ANSWER_S = 240.0
 VERIFIER_ARGS = ("--max-num-seqs=16", "--max-model-len=512", "--learned-dir=none", "--vllm-arg=--enforce-eager")
 
 
-def fleet_of(target, num_verifiers: int = 2) -> LocalFleet:
+def fleet_of(target, num_verifiers: int = 2, *more: str) -> LocalFleet:
     spec = FleetSpec(
         **FREE_PORTS,
         model=target,
@@ -36,7 +39,7 @@ def fleet_of(target, num_verifiers: int = 2) -> LocalFleet:
         verifier_engine="vllm",
         num_verifiers=num_verifiers,
         dtype="float32",
-        verifier_arg=VERIFIER_ARGS,
+        verifier_arg=(*VERIFIER_ARGS, *more),
     )
     return LocalFleet(spec, environ=os.environ)
 
@@ -90,14 +93,56 @@ async def test_a_verifier_is_killed_under_16_streams_and_every_token_is_accounte
     assert gateway["paceline:failovers_total"] > 0
 
 
+async def helper_beside(others: set[Path]) -> Path:
+    """The socket of the helper that has come since there were those."""
+    await until(lambda: {*mode_sockets()} - others)
+    (path,) = {*mode_sockets()} - others
+    return path
+
+
 async def test_vllm_in_a_verifier_is_rehearsed_through_its_gateway(target, capsys) -> None:
     others = {*mode_sockets()}
-    async with fleet_of(target, num_verifiers=1) as fleet:
-        await until(lambda: {*mode_sockets()} - others)
-        (path,) = {*mode_sockets()} - others
+    async with fleet_of(target, 1, "--rehearse=off") as fleet:
+        path = await helper_beside(others)
         capsys.readouterr()
         await asyncio.to_thread(rehearse.main, [fleet.gateway_url, "--streams", "2", "--helper", str(path)])
         _, *lines = capsys.readouterr().out.splitlines()
         async with rehearse.listening([path]) as (helper,):
             assert all(min(helper.rates[load]) > 0.0 for load in range(2))
     assert [int(line.split()[0]) for line in lines] == [1, 2]
+
+
+async def test_it_rehearses_by_itself_and_serves_meanwhile(target) -> None:
+    (prompt,) = unseen_prompts(1)
+    others = {*mode_sockets()}
+    async with fleet_of(target, 1, "--rehearse=idle") as fleet:
+        path = await helper_beside(others)
+        assert len(await streamed(fleet, prompt)) == NUM_TOKENS
+        counted = await generated(fleet)
+        await until_rehearsed(path)
+        # Nobody sees what it did: 1, 2, 4, 8 and 16 sessions in both modes.
+        assert await generated(fleet) == counted == NUM_TOKENS
+        assert len(await streamed(fleet, prompt)) == NUM_TOKENS
+
+
+async def until_rehearsed(path: Path) -> None:
+    async with asyncio.timeout(ANSWER_S):
+        while True:
+            if await has_rehearsed(path):
+                return
+            await asyncio.sleep(1.0)
+
+
+async def has_rehearsed(path: Path) -> bool:
+    try:
+        async with rehearse.listening([path]) as (helper,):
+            return len(helper.rates) >= 5 and helper.learned["policy"][REHEARSED] == [1.0]
+    except PacelineError:
+        # It is told by its verifier at the moment.
+        return False
+
+
+async def generated(fleet: LocalFleet) -> float:
+    """Tokens of users that the verifier has counted."""
+    (endpoint,) = fleet.endpoints_of("verifier")
+    return (await scrape(endpoint.second_address))["vllm:generation_tokens_total"]

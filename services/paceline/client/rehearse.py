@@ -25,7 +25,9 @@ from tqdm import tqdm
 from paceline.client.server import ServerConfig, chosen_model, connection, error_message, reached
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.service.config import as_called, parse, setting
+from paceline.service.learned import Learned
 from paceline.vllm.places import mode_sockets, runtime_folder
+from paceline.vllm.rehearsal import LINE_BYTES
 
 PROG = "paceline rehearse"
 DESCRIPTION = """Shows the drafter tier under vLLM what drafting is worth, before users ask: at 1, 2, 4, ... streams it
@@ -69,12 +71,14 @@ class Helper:
         vocab_size: Of the target.
         rates: What plain steps and steps that draft are worth, by the logarithm of their sessions to the base 2; 0:
             not known.
+        learned: All that the helper has learned.
     """
 
     def __init__(self, path: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.path, self._reader, self._writer = path, reader, writer
         self.vocab_size = 0
         self.rates: dict[int, tuple[float, float]] = {}
+        self.learned: Learned = {}
 
     async def tell(self, drafts: bool | None, *, over: bool = False) -> None:
         """Has vLLM's next steps draft or not; None: as pays.
@@ -92,7 +96,7 @@ class Helper:
             raise UnavailableError(f"--helper {self.path}: it has ended: {error!r}") from None
         if "error" in said:
             raise UnavailableError(f"--helper {self.path}: {said['error']}")
-        self.vocab_size = said["vocab_size"]
+        self.vocab_size, self.learned = said["vocab_size"], said["learned"]
         known = zip(*[iter(said["rates"])] * 3, strict=True)
         self.rates = {int(at): (plain, drafting) for at, plain, drafting in known}
 
@@ -152,7 +156,7 @@ async def listening(paths: Sequence[Path]) -> AsyncIterator[list[Helper]]:
 
 async def _connected(path: Path, stack: AsyncExitStack) -> Helper:
     try:
-        reader, writer = await asyncio.open_unix_connection(path)
+        reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"--helper {path}: no helper listens there; it starts some seconds after vLLM: {error}"

@@ -106,7 +106,7 @@ class VerifierConfig(ModelServiceConfig):
         IDLE,
         help="When sessions that nobody asked for show whether drafting pays at each load: while nobody waits, until a "
         "session comes (idle), before the verifier says that it is ready, for up to a minute (before-ready), or never. "
-        "Under vLLM, paceline rehearse does it from outside.",
+        "Beside vllm serve, paceline rehearse does it from outside.",
         choices=(IDLE, BEFORE_READY, NEVER),
     )
     learned_dir: str = setting(

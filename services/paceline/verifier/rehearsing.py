@@ -10,14 +10,13 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from paceline import __version__
 from paceline.core.calibration import check
 from paceline.core.draft_policy import REHEARSED, Goodput
 from paceline.core.errors import UnavailableError
-from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.target_events import TargetEvent, Taught
 from paceline.engine.rehearsing import Take
@@ -42,7 +41,8 @@ KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 5
 
 def is_taught(learned: Learned) -> bool:
     """Whether that comes of a rehearsal that was not cut off."""
-    return bool(learned["policy"][REHEARSED][0])
+    # A helper that does not answer has learned nothing.
+    return bool(learned and learned["policy"][REHEARSED][0])
 
 
 def is_usable(content: bytes) -> bool:
@@ -77,7 +77,7 @@ class Rehearser:
         served: ServedEngine,
         *,
         post: Callable[[TargetEvent], None],
-        learned: Callable[[], Learned],
+        learned: Callable[[], Awaitable[Learned]],
         round_trip_s: Callable[[], float | None],
     ) -> None:
         self._served, self._post, self._learned = served, post, learned
@@ -85,13 +85,13 @@ class Rehearser:
         self.done = asyncio.Event()
         self._takes: Sequence[Take] = ()
         self._over = asyncio.Event()
-        self._draft: ModelIdentity | None = None
+        self._draft = ""
         self._linked = asyncio.Event()
-        if served.own_drafter:
-            self.linked(served.identity)
+        if served.own_drafter and served.helper is None:
+            self.linked(served.own_drafter)
 
-    def linked(self, draft: ModelIdentity) -> None:
-        """A drafter was reached."""
+    def linked(self, draft: str) -> None:
+        """A drafter was reached; it is known by the hash of its weights."""
         self._draft = self._draft or draft
         self._linked.set()
 
@@ -103,12 +103,11 @@ class Rehearser:
     async def run(self, store: Store) -> None:
         """Has the engine know what both modes are worth, by a rehearsal if need be; never returns."""
         await self._linked.wait()
-        assert self._draft is not None, "a drafter is linked with its identity"
         served = self._served
         facts = __version__, served.learned.kind, served.identity.arithmetic, served.max_num_seqs, served.max_rows
-        kind = repr((*facts, self._draft.weights_hash))
+        kind = repr((*facts, self._draft))
         shelf = Shelf(store.documents, hashlib.sha256(kind.encode()).hexdigest())
-        while not is_taught(self._learned()):
+        while not is_taught(await self._learned()):
             known = await shelf.learned()
             if known and is_usable(known):
                 self._post(Taught(learned=known))
@@ -126,7 +125,7 @@ class Rehearser:
         logger.info("rehearses while nobody waits", extra={"sessions": self._served.max_num_seqs})
         self._post(Taught(learned=None))
         await self._over.wait()
-        learned = self._learned()
+        learned = await self._learned()
         if is_taught(learned):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
             await shelf.put(learned)

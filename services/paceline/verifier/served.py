@@ -38,6 +38,18 @@ class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
         ...
 
 
+class Helper(Protocol):
+    """What learns for an engine, in another process."""
+
+    async def run(self, linked: Callable[[str], None]) -> None:
+        """Talks to it, and says once what its drafter's weights are; never returns."""
+        ...
+
+    async def learned(self) -> Learned:
+        """What it has learned up to now."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngine:
     """An engine that is not loaded yet, and what a verifier promises with it.
@@ -53,6 +65,7 @@ class ServedEngine:
         rehearsal: When it rehearses, as `--rehearse` says.
         num_pages: Of KV; 0: not known.
         max_rows: Of a step; 0: not known.
+        helper: Learns for the engine in another process, of a drafter that only it knows; None: the engine does.
     """
 
     identity: ModelIdentity
@@ -65,6 +78,7 @@ class ServedEngine:
     rehearsal: str = NEVER
     num_pages: int = 0
     max_rows: int = 0
+    helper: Helper | None = None
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.

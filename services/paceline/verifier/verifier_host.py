@@ -150,7 +150,7 @@ class TargetHost:
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
         self._rehearser = Rehearser(
-            served, post=self._post, learned=self._learned, round_trip_s=lambda: self.drafters.round_trip_s
+            served, post=self._post, learned=self._learned_now, round_trip_s=lambda: self.drafters.round_trip_s
         )
         self._draining = False
         # Why it takes no streams any more.
@@ -219,6 +219,8 @@ class TargetHost:
         own: dict[str, Work] = {"life": self._show_life, "learned": self._keep_learned}
         if self._served.rehearsal != NEVER:
             own["rehearsal"] = partial(self._rehearser.run, store)
+        if self._served.helper is not None:
+            own["helper"] = partial(self._served.helper.run, self._rehearser.linked)
         return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
@@ -227,6 +229,10 @@ class TargetHost:
     def _learned(self) -> Learned:
         assert self._stepper is not None, "tasks begin once the engine is loaded"
         return self._stepper.learned()
+
+    async def _learned_now(self) -> Learned:
+        helper = self._served.helper
+        return self._learned() if helper is None else await helper.learned()
 
     def _post(self, event: TargetEvent) -> None:
         """Hands the engine an event; one that has ended needs none."""
@@ -486,7 +492,7 @@ class TargetHost:
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         if draft is not None:
-            self._rehearser.linked(draft)
+            self._rehearser.linked(draft.weights_hash)
         self._post(LinkChanged(address=address, up=draft is not None, wants_states=wants_states))
 
     async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:

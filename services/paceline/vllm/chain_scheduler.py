@@ -28,8 +28,8 @@ from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
 
-# What the calibration of drafters is kept as.
-CALIBRATION = "calibration"
+# What the calibration of drafters is kept as: all of them are one, since they have other addresses after a restart.
+DRAFTERS = "drafters"
 
 
 class Matchmaker(Protocol):
@@ -84,8 +84,8 @@ class ChainScheduler:
         self._link_numbers = itertools.count(1)
         # Of the step that is over: its rows, and those of them that take guesses in the next one.
         self._rows: list[ChainSession] = []
-        # By address; all of them are kept as one: drafters have other addresses after a restart.
-        self._calibrations: CalibrationStore[str] = CalibrationStore(self._forest, lambda _: CALIBRATION)
+        # By address.
+        self._calibrations: CalibrationStore[str] = CalibrationStore(self._forest, lambda _: DRAFTERS)
         self._learned: Mapping[str, Any] = {}
         self._committed_s = 0.0
 
@@ -316,11 +316,11 @@ class ChainScheduler:
         return {
             "plain": self._clock.learned(),
             "policy": self._policy.learned(),
-            CALIBRATION: self._calibrations.learned().get(CALIBRATION, self._learned.get(CALIBRATION)),
+            "calibrations": {**self._learned.get("calibrations", {}), **self._calibrations.learned()},
         }
 
     def resume(self, learned: Mapping[str, Any]) -> None:
-        """Begins where a predecessor ended, before the first step.
+        """Begins where a predecessor ended, or with what another one has learned.
 
         Raises:
             ConfigError, KeyError, TypeError, ValueError: It is not what such a scheduler learns.
@@ -329,8 +329,7 @@ class ChainScheduler:
             return
         self._clock.resume(learned["plain"])
         self._policy.resume(learned["policy"])
-        if learned[CALIBRATION] is not None:
-            self._calibrations.resume({CALIBRATION: learned[CALIBRATION]})
+        self._calibrations.resume(learned["calibrations"])
         self._learned = dict(learned)
 
     def _calibrations_for(self, address: str) -> dict[str, int]:

@@ -41,7 +41,7 @@ from paceline.tier.drafters import Drafters
 from paceline.vllm.board import TreeBoard
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.places import mode_socket
-from paceline.vllm.rehearsal import Rehearsal
+from paceline.vllm.rehearsal import LINE_BYTES, Rehearsal
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
 
@@ -67,7 +67,7 @@ class Helper:
         registry: Of its metrics.
 
     Attributes:
-        rehearsal: For `paceline rehearse`.
+        rehearsal: For `paceline rehearse`, and a verifier around vLLM.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class Helper:
             tls=tls,
         )
         policy = Goodput(max_nodes=job.max_chain, most_on_loan=most_on_loan(job.settings.drafters))
-        self.rehearsal = Rehearsal(policy, job.vocab_size)
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
             policy=policy,
@@ -100,6 +99,7 @@ class Helper:
             max_model_len=job.max_model_len,
             max_chain=job.max_chain,
         )
+        self.rehearsal = Rehearsal(policy, self._scheduler, job.vocab_size)
         facts = ("vllm", identity.vocab_hash, str(job.model), job.vocab_size, job.max_chain)
         self._learned: TunedState = kept_in(job.settings.learned_dir, os.environ, *facts)
         self._learned.load_into(self._scheduler)
@@ -230,6 +230,8 @@ class Helper:
     # Drafters
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
+        if draft is not None:
+            self.rehearsal.drafter = self.rehearsal.drafter or draft.weights_hash
         self._scheduler.change_link(LinkChanged(address=address, up=draft is not None), time.monotonic())
         self._send_to_drafters()
 
@@ -247,7 +249,9 @@ class Helper:
             self._drafters.reset(address, str(error))
 
     def _count(self) -> None:
-        asyncio.get_running_loop().call_soon(record_step, self._metrics, self._scheduler.take_report())
+        report = self._scheduler.take_report()
+        if not self.rehearsal.unasked:
+            asyncio.get_running_loop().call_soon(record_step, self._metrics, report)
 
 
 async def serve(job: HelperJob, to_proposer: socket.socket, board: TreeBoard) -> None:
@@ -288,7 +292,7 @@ async def _show(registry: CollectorRegistry, _: asyncio.StreamReader, writer: as
 async def _answered_at(path: Path, answer: Answer) -> AsyncIterator[None]:
     """Answers each process that connects, while a block runs; the folder lets no other user in."""
     _make_way(path)
-    server = await asyncio.start_unix_server(answer, path)
+    server = await asyncio.start_unix_server(answer, path, limit=LINE_BYTES)
     try:
         yield
     finally:

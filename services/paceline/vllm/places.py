@@ -53,6 +53,15 @@ def mode_socket(metrics: Path) -> Path:
     return metrics.with_suffix(MODE_SUFFIX)
 
 
+def helper_socket(instance_id: str) -> Path | None:
+    """Returns the same of a vLLM of one engine; None: its helper is not there yet.
+
+    Raises:
+        ConfigError: There is no folder for it.
+    """
+    return next(map(mode_socket, metrics_sockets(instance_id).values()), None)
+
+
 def mode_sockets() -> list[Path]:
     """Returns the sockets of that kind that there are, also of helpers that were killed.
 

@@ -1,7 +1,8 @@
-"""The helper's end of `paceline rehearse`: a command decides whether steps draft, while it sends vLLM a load.
+"""The helper's end of a rehearsal: `paceline rehearse`, or a verifier around vLLM, decides whether steps draft.
 
-Each line that comes is JSON, `{"drafts": true, false or null, "over": bool}`. The answer is what the command cannot
-know: the vocabulary, and the rates of both modes at each load so far.
+Each line that comes is JSON: `drafts` (true, false, or null: as pays) and `over` (all that was to be seen has been);
+`unasked` where no user has asked for what vLLM does meanwhile; `learned` with what another helper has learned. The
+answer is what only the helper knows; see `Rehearsal.state`.
 """
 
 from __future__ import annotations
@@ -9,31 +10,66 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.draft_policy import Goodput
+from paceline.service.learned import Learner, resume
 
-# A command says the same again several times a second, while it lives.
-SILENCE_S = 10.0
+# Whoever rehearses says the same again several times a second, while it lives; and the longest line: what is learned
+# has some thousand bytes.
+SILENCE_S, LINE_BYTES = 10.0, 1 << 20
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a line says.
+
+    Raises:
+        ValueError: It is not understood.
+    """
+
+    drafts: bool | None
+    over: bool
+    unasked: bool = False
+    learned: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.drafts is None or isinstance(self.drafts, bool)):
+            raise ValueError(f"drafts must be true, false or null, got {self.drafts!r}")
+        if not isinstance(self.over, bool) or not isinstance(self.unasked, bool):
+            raise ValueError("over and unasked must be true or false")
+
+
+AS_PAYS = Order(None, over=False)
+
+
 class Rehearsal:
-    """Lets one command at a time decide for a policy; what it said is void once its connection ends, or is silent.
+    """Lets one at a time decide for a policy; what it said is void once its connection ends, or is silent.
 
     Args:
         policy: Decides otherwise.
+        learner: Learns of drafts and steps.
         vocab_size: Of the target.
+
+    Attributes:
+        drafter: Hash of the draft model's weights; empty: no drafter was reached yet.
+        unasked: Whether no user has asked for what vLLM does now.
     """
 
-    def __init__(self, policy: Goodput, vocab_size: int) -> None:
+    def __init__(self, policy: Goodput, learner: Learner, vocab_size: int) -> None:
         self._policy = policy
+        self._learner = learner
         self._vocab_size = vocab_size
         self._drafts: bool | None = None
         self._taken = False
+        self.drafter, self.unasked = "", False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Does what a command says, until it ends."""
+        """Does what one says, until it ends."""
         if self._taken:
             writer.write(_line({"error": "another rehearsal is under way"}))
             writer.close()
@@ -41,33 +77,42 @@ class Rehearsal:
         self._taken = True
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_S):
-                writer.write(self._answer(line))
+                writer.write(_line(self._answer(line)))
                 await asyncio.wait_for(writer.drain(), SILENCE_S)
         except (OSError, TimeoutError, ValueError) as error:
             _log.warning("a rehearsal has broken off: %r", error)
         finally:
             self._taken = False
-            self._go_on(None)
+            self._obey(AS_PAYS)
             writer.close()
 
-    def _answer(self, line: bytes) -> bytes:
+    def _answer(self, line: bytes) -> Mapping[str, Any]:
         try:
-            order = json.loads(line)
-            drafts, over = order["drafts"], order["over"]
-        except (ValueError, TypeError, KeyError):
-            return _line({"error": f"{line!r} is not understood"})
-        if not (drafts is None or isinstance(drafts, bool)) or not isinstance(over, bool):
-            return _line({"error": f"drafts must be true, false or null, and over true or false, got {order}"})
-        self._go_on(drafts, over=over)
-        return _line({"vocab_size": self._vocab_size, "rates": self._policy.mode.learned()})
+            self._obey(Order(**json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            return {"error": f"{line[:200]!r} is not understood: {error}"}
+        return self.state()
 
-    def _go_on(self, drafts: bool | None, *, over: bool = False) -> None:
-        """Has steps draft or not from now on; None: what was seen decides. What was seen before counts for little."""
-        if drafts is self._drafts:
+    def state(self) -> Mapping[str, Any]:
+        """What only the helper knows: the vocabulary, rates by load, whether drafters answer, what was learned."""
+        return {
+            "vocab_size": self._vocab_size,
+            "rates": self._policy.mode.learned(),
+            "answered": self._policy.answered,
+            "drafter": self.drafter,
+            "learned": self._learner.learned(),
+        }
+
+    def _obey(self, order: Order) -> None:
+        """Has steps draft or not from now on. What was seen before counts for little."""
+        self.unasked = order.unasked
+        if order.learned is not None:
+            resume(self._learner, json.dumps(order.learned).encode(), "another verifier")
+        if order.drafts is self._drafts:
             return
-        changes_hands = drafts is None or self._drafts is None
-        self._drafts = drafts
-        self._policy.rehearse(drafts, over=over)
+        changes_hands = order.drafts is None or self._drafts is None
+        self._drafts = order.drafts
+        self._policy.rehearse(order.drafts, over=order.over)
         if changes_hands:
             for load in self._policy.mode.loads.values():
                 load.begin_again()

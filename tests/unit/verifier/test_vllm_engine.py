@@ -11,9 +11,10 @@ import pytest
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.target_events import Cancel, DrafterNews, Submit, TargetOutput
+from paceline.core.target_events import Cancel, DrafterNews, Rehearse, Submit, TargetOutput, Taught
 from paceline.engine.loop import finished
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
+from paceline.verifier.vllm.helper_line import HelperLine
 from tests.support.clock import Clock
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=64, context_len=100, eos_token_ids=(7,))
@@ -59,10 +60,35 @@ def clock() -> Clock:
     return Clock(100.0)
 
 
+class HelperSpy(HelperLine):
+    """Notes what it is to tell the helper."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.told: list[Any] = []
+
+    def rehearse(self, drafts: bool | None, *, over: bool = False) -> None:
+        self.told.append((drafts, over))
+
+    def teach(self, learned: bytes) -> None:
+        self.told.append(learned)
+
+
 @pytest.fixture
-def engine(script: Script, stats: LastStats, clock: Clock) -> VllmEngine:
+def helper() -> HelperSpy:
+    return HelperSpy()
+
+
+@pytest.fixture
+def engine(script: Script, stats: LastStats, clock: Clock, helper: HelperSpy) -> VllmEngine:
     return VllmEngine(
-        core=script, make_params=dict, identity=IDENTITY, drafts=True, max_num_seqs=2, stats=stats, clock=clock
+        core=script,
+        make_params=dict,
+        identity=IDENTITY,
+        helper=helper,
+        max_num_seqs=2,
+        stats=stats,
+        clock=clock,
     )
 
 
@@ -250,3 +276,21 @@ def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Scrip
     assert (report.gammas, report.accepted) == ([3, 2], [1, 0])
     assert (report.kv_usage, report.prefix_queries, report.prefix_hits, report.num_preempted) == (0.25, 8, 3, 1)
     assert report.num_rows == 1 + 5 + 4
+
+
+def test_in_a_rehearsal_the_helper_decides_and_says_whether_drafters_answered(
+    engine: VllmEngine, script: Script, helper: HelperSpy
+) -> None:
+    engine.handle(Rehearse(drafts=True))
+    engine.handle(Rehearse(drafts=None, over=True))
+    engine.handle(Taught(learned=b"{}"))
+    engine.handle(Taught(learned=None))
+    assert helper.told == [(True, False), (None, True), b"{}"]
+    assert not engine.has_work()
+    submit(engine, 1)
+    submit(engine, 2)
+    script.answers.extend([[answer(1, 5), answer(2, 6)]] * 2)
+    report = finished(engine.step()).report
+    assert (report.gammas, report.answered) == ([0, 0], True)
+    helper.answered = False
+    assert not finished(engine.step()).report.answered

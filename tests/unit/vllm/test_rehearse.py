@@ -95,7 +95,7 @@ class FakeVllm:
 
 @asynccontextmanager
 async def helper_at(path: Path, policy: Goodput) -> AsyncIterator[None]:
-    server = await asyncio.start_unix_server(Rehearsal(policy, VOCAB).serve, path)
+    server = await asyncio.start_unix_server(Rehearsal(policy, policy, VOCAB).serve, path)
     yield
     server.close()
 

@@ -16,14 +16,17 @@ from paceline.core.target_events import (
     Cancel,
     DrafterNews,
     Outcome,
+    Rehearse,
     StepReport,
     Submit,
     TargetEvent,
     TargetOutput,
+    Taught,
     TracedStart,
 )
 from paceline.engine.loop import Compute, here
 from paceline.service.learned import Learned
+from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.verifier.vllm.results import (
     FINISH_REASONS,
     add_scheduler,
@@ -82,7 +85,7 @@ class VllmEngine:
         make_params: Makes vLLM's `SamplingParams` of its fields.
         identity: Of the model.
         refusals: Errors with which vLLM refuses a request.
-        drafts: Whether vLLM speculates.
+        helper: Decides on drafting; None: vLLM does not speculate.
         max_num_seqs: Most sessions that vLLM runs at once.
         stats: Of vLLM's scheduler.
         clock: Seconds, the host's monotonic ones.
@@ -95,7 +98,7 @@ class VllmEngine:
         make_params: Callable[..., Any],
         refusals: tuple[type[Exception], ...] = (ValueError,),
         identity: ModelIdentity,
-        drafts: bool,
+        helper: HelperLine | None,
         max_num_seqs: int,
         stats: LastStats,
         clock: Callable[[], float],
@@ -104,7 +107,7 @@ class VllmEngine:
         self._make_params = make_params
         self._refusals = refusals
         self._identity = identity
-        self._drafts = drafts
+        self._helper = helper
         self._max_num_seqs = max_num_seqs
         self._stats = stats
         self._clock = clock
@@ -126,9 +129,14 @@ class VllmEngine:
         return tuple(self._running)
 
     def handle(self, event: TargetEvent) -> None:
-        """Handles one event; those of drafters are ignored."""
-        if isinstance(event, Submit | Cancel):
-            self._events.append(event)
+        """Handles one event; those of drafters are ignored, and those of rehearsals are the helper's."""
+        match event:
+            case Submit() | Cancel():
+                self._events.append(event)
+            case Rehearse() if self._helper is not None:
+                self._helper.rehearse(event.drafts, over=event.over)
+            case Taught(learned=bytes(learned)) if self._helper is not None:
+                self._helper.teach(learned)
 
     def has_work(self) -> bool:
         """True when a step would do something."""
@@ -162,6 +170,8 @@ class VllmEngine:
             for output in outputs:
                 self._take(output, len(outputs), report)
             self._add_stats(report)
+            report.gammas += [0] * (len(outputs) - len(report.gammas))
+            report.answered = self._helper is None or self._helper.answered
             report.num_rows = len(outputs) + sum(report.gammas) + report.num_prefill_rows
         report.seconds = self._clock() - began_s
         return self._output(report)
@@ -169,7 +179,7 @@ class VllmEngine:
     def _submit(self, event: Submit) -> None:
         request = event.request
         try:
-            check_under_vllm(request, drafts=self._drafts)
+            check_under_vllm(request, drafts=self._helper is not None)
         except InvalidRequestError as error:
             self._outcomes.append((event.number, error))
             return

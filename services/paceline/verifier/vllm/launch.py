@@ -21,12 +21,15 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
 from paceline.engine.process import prepare_process
-from paceline.verifier.config import VerifierConfig
+from paceline.service.learned import KEEP_NOTHING, kept_in
+from paceline.verifier.config import NEVER, VerifierConfig
 from paceline.verifier.served import ALONE, SAMPLED, ServedEngine, warm_up
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from paceline.verifier.vllm.guard import start_guard
+from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.verifier.vllm.identity import checkpoint_folder, vllm_identity
 from paceline.verifier.vllm.settings import DECIDED, check_settings, decided, num_draft_tokens, process_environment
+from paceline.vllm.places import helper_socket
 
 try:
     from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
@@ -85,13 +88,19 @@ def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
         precision=_precision(settings),
     )
     logger.info("vLLM is set up", extra={"arithmetic": identity.arithmetic, "drafts": num_draft_tokens(config)})
+    drafts = settings.speculative_config is not None
+    helper = HelperLine(partial(helper_socket, settings.instance_id)) if drafts else None
     with ExitStack() as processes:
         yield ServedEngine(
             identity=identity,
             own_drafter=PROPOSER,
             default_rule=REJECTION,
             max_num_seqs=config.max_num_seqs,
-            make=lambda: _make_engine(config, settings, identity, processes),
+            make=lambda: _make_engine(config, settings, identity, helper, processes),
+            # The helper keeps what it learns.
+            learned=kept_in(KEEP_NOTHING, os.environ, identity.vocab_hash, str(config.model), *config.vllm_arg),
+            rehearsal=NEVER if helper is None else config.rehearse,
+            helper=helper,
         )
 
 
@@ -143,11 +152,14 @@ def _precision(settings: Any) -> str:
     return ", ".join(words)
 
 
-def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity, processes: ExitStack) -> VllmEngine:
+def _make_engine(
+    config: VerifierConfig, settings: Any, identity: ModelIdentity, helper: HelperLine | None, processes: ExitStack
+) -> VllmEngine:
     """Starts vLLM's processes, waits until the model is loaded, and runs it once.
 
     Args:
         identity: Of the model.
+        helper: Of vLLM's worker; None: vLLM does not speculate.
         processes: Ends vLLM's when it is closed.
     """
     stats = LastStats()
@@ -156,18 +168,17 @@ def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity,
     processes.callback(core.engine_core.shutdown)
     started = {child.pid for child in multiprocessing.active_children()} - before
     processes.callback(start_guard(pid for pid in started if pid is not None).kill)
-    drafts = settings.speculative_config is not None
     engine = VllmEngine(
         core=core,
         make_params=partial(vllm.SamplingParams, output_kind=RequestOutputKind.DELTA),
         refusals=(ValueError, VLLMClientError),
         identity=identity,
-        drafts=drafts,
+        helper=helper,
         max_num_seqs=config.max_num_seqs,
         stats=stats,
         clock=time.monotonic,
     )
-    sampled = replace(SAMPLED, min_p=0.0) if drafts else SAMPLED
+    sampled = SAMPLED if helper is None else replace(SAMPLED, min_p=0.0)
     warm_up(engine, (ALONE[0], replace(sampled, frequency_penalty=0.1)), SpeculationParams())
     logger.info("model is ready", extra={"model": identity.name})
     return engine
