@@ -76,10 +76,10 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
 
 
 @pytest.mark.parametrize(
-    "content", [b"{}", b"[", b'{"policy": {"rehearsed": [1.0]}, "calibrations": {}}', b"[" * 100_000]
+    "content", [b"{}", b"[", b'{"policy": {"rehearsed": ["draft"]}, "calibrations": {}}', b"[" * 100_000]
 )
 def test_a_document_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
-    assert not is_usable(content)
+    assert not is_usable(content, "draft")
 
 
 async def test_a_session_that_comes_in_the_midst_is_served_as_if_there_were_no_rehearsal(
@@ -88,7 +88,7 @@ async def test_a_session_that_comes_in_the_midst_is_served_as_if_there_were_no_r
     policy, begun = Goodput(), asyncio.Event()
     rehearse = policy.rehearse
 
-    def watched(drafts: bool | None, *, over: bool = False) -> None:
+    def watched(drafts: bool | None, *, over: str = "") -> None:
         rehearse(drafts, over=over)
         begun.set()
 

@@ -143,10 +143,10 @@ async def test_a_verifier_around_vllm_tells_its_helper_what_to_do_and_is_told_wh
         assert "paceline:gamma_count 0.0" in counted, "nobody has asked for these steps"
         line.rehearse(None, over=True)
         learned = await line.learned()
-        assert learned["policy"][REHEARSED] == [1.0]
+        assert learned["policy"][REHEARSED] == [host.identity.weights_hash]
         # Between two orders others are heard.
         async with listening([]) as (helper,):
-            assert helper.learned["policy"][REHEARSED] == [1.0]
+            assert helper.learned["policy"][REHEARSED] == [host.identity.weights_hash]
             assert await line.learned() == {}, "another one has its say"
         line.teach(json.dumps(learned | {"policy": learned["policy"] | {"rates": [3.0, 1.0, 2.0]}}).encode())
         assert (await line.learned())["policy"]["rates"][-3:] == [3.0, 1.0, 2.0]

@@ -136,7 +136,7 @@ async def until_rehearsed(path: Path) -> None:
 async def has_rehearsed(path: Path) -> bool:
     try:
         async with rehearse.listening([path]) as (helper,):
-            return len(helper.rates) >= 5 and helper.learned["policy"][REHEARSED] == [1.0]
+            return len(helper.rates) >= 5 and all(helper.learned["policy"][REHEARSED])
     except PacelineError:
         # It is told by its verifier at the moment.
         return False

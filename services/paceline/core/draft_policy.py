@@ -11,6 +11,7 @@ Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Goodput:
         mode: Whether steps draft.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
         answered: Whether the time of the step that `allocate` was for shows what its mode is worth.
-        rehearsed: Whether a rehearsal has shown what both modes are worth at all loads.
+        rehearsed: The draft model with which a rehearsal has shown what both modes are worth at all loads; empty: none.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Goodput:
         self.mode = DraftingMode(most_on_loan)
         self._price: MovingAverage | None = None
         self._between_s = MovingAverage(0.0)
-        self.answered, self.rehearsed = True, False
+        self.answered, self.rehearsed = True, ""
         self.start_from(cost)
 
     @property
@@ -75,15 +76,15 @@ class Goodput:
         """Why that step drafts, or does not."""
         return self.mode.reason
 
-    def rehearse(self, drafts: bool | None, *, over: bool = False) -> None:
+    def rehearse(self, drafts: bool | None, *, over: str = "") -> None:
         """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
 
         Args:
             drafts: Whether they draft; None: as pays.
-            over: Whether all that was to be rehearsed has been.
+            over: As in `Rehearse`.
         """
         self.mode.rehearse(None if drafts is None else Mode.DRAFTING if drafts else Mode.PLAIN)
-        self.rehearsed |= over
+        self.rehearsed = over or self.rehearsed
 
     def start_from(
         self,
@@ -105,12 +106,12 @@ class Goodput:
         for rows, seconds in steps:
             self.times.observe(roots=rows, guesses=0, seconds=seconds)
 
-    def learned(self) -> dict[str, list[float]]:
-        """What a successor may begin with: step times, the rates of both modes, and whether these were rehearsed."""
+    def learned(self) -> dict[str, list[Any]]:
+        """What a successor may begin with: step times, the rates of both modes, and with whom these were rehearsed."""
         rates = self.mode.learned()
-        return {"step_times": self.times.learned(), "rates": rates, REHEARSED: [float(self.rehearsed)]}
+        return {"step_times": self.times.learned(), "rates": rates, REHEARSED: [self.rehearsed]}
 
-    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
+    def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
 
         Raises:
@@ -118,7 +119,7 @@ class Goodput:
         """
         self.times.resume(learned["step_times"])
         self.mode.resume(learned["rates"])
-        self.rehearsed = bool(learned[REHEARSED][0])
+        (self.rehearsed,) = map(str, learned[REHEARSED])
 
     def enter(self, num_sessions: int) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.

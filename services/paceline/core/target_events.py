@@ -70,18 +70,23 @@ class Rehearse:
 
     Attributes:
         drafts: Whether steps draft, whatever pays; None: the rehearsal stops, and steps are as usual again.
-        over: Whether all that was to be rehearsed has been.
+        over: The draft model with which all has been rehearsed that was to be; empty: something is left.
     """
 
     drafts: bool | None
-    over: bool = False
+    over: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taught:
-    """What another engine of the same kind has learned, JSON; None: nobody has, and this one is to rehearse."""
+    """What another engine of the same kind has learned, JSON; None: nobody has, and this one is to rehearse.
+
+    Attributes:
+        draft: Names the draft model that is linked: with another one, drafting is worth something else.
+    """
 
     learned: bytes | None
+    draft: str = ""
 
 
 TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | Rehearse | Taught

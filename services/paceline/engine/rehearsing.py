@@ -111,7 +111,8 @@ class RehearsingEngine:
         # What is left, the next one last, and what has been.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
         self._takes: list[Take] = []
-        self._told_to = False
+        # The draft model with which it is to rehearse; empty: nobody has told it to.
+        self._told_to = ""
         self._sessions: set[int] = set()
         self._take = Take(0, drafts=False)
         self._idle_since_s = clock()
@@ -119,7 +120,7 @@ class RehearsingEngine:
     def handle(self, event: TargetEvent) -> None:
         match event:
             case Taught(learned=None):
-                self._told_to = True
+                self._told_to = event.draft
                 return
             case Taught():
                 self._left.clear()
@@ -211,7 +212,7 @@ class RehearsingEngine:
         self._sessions.clear()
         # A drafter that never answered has shown nothing.
         shown = any(take.drafts and take.num_counted for take in self._takes)
-        self._engine.handle(Rehearse(drafts=None, over=shown and not self._left))
+        self._engine.handle(Rehearse(drafts=None, over=self._told_to if shown and not self._left else ""))
         if gives_up:
             self._left.clear()
             self._takes.clear()

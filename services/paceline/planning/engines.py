@@ -264,7 +264,7 @@ class VerifierAtWork:
 
     async def rehearse(self) -> Sequence[Take]:
         """Finds out what drafting is worth at each load, as verifiers do while nobody waits."""
-        self._engine.post(Taught(learned=None))
+        self._engine.post(Taught(learned=None, draft=IDENTITY.name))
         return await self._rehearsed
 
     async def serve(self, asked: Request) -> None:

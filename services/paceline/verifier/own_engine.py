@@ -84,7 +84,8 @@ def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mappi
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
     """
     flags = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)
-    return kept_in(config.learned_dir, environ, identity.weights_hash, config.speculative_config, *flags)
+    facts = (identity.arithmetic, identity.weights_hash, config.speculative_config, *flags)
+    return kept_in(config.learned_dir, environ, *facts)
 
 
 def _with_folders(speculation: Speculation) -> Speculation:

@@ -39,20 +39,20 @@ READY_S = 60.0
 KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 50
 
 
-def is_taught(learned: Learned) -> bool:
-    """Whether that comes of a rehearsal that was not cut off."""
+def is_taught(learned: Learned, draft: str) -> bool:
+    """Whether that comes of a rehearsal with this draft model that was not cut off."""
     # A helper that does not answer has learned nothing.
-    return bool(learned and learned["policy"][REHEARSED][0])
+    return bool(learned) and learned["policy"][REHEARSED] == [draft]
 
 
-def is_usable(content: bytes) -> bool:
-    """Whether a document of the store holds what an engine can begin with."""
+def is_usable(content: bytes, draft: str) -> bool:
+    """Whether a document of the store holds what an engine can begin with that has this draft model."""
     try:
         learned = json.loads(content)
         Goodput().resume(learned["policy"])
         for each in learned["calibrations"].values():
             check(each)
-        return is_taught(learned)
+        return is_taught(learned, draft)
     # Nothing that it may hold is worth a start: deep nesting, numbers beyond any float, and what else there is.
     except Exception as error:  # noqa: BLE001
         logger.warning("what another verifier has learned cannot be used", extra={"error": repr(error)})
@@ -107,9 +107,9 @@ class Rehearser:
         facts = __version__, served.learned.kind, served.identity.arithmetic, served.max_num_seqs, served.max_rows
         kind = repr((*facts, self._draft))
         shelf = Shelf(store.documents, hashlib.sha256(kind.encode()).hexdigest())
-        while not is_taught(await self._learned()):
+        while not is_taught(await self._learned(), self._draft):
             known = await shelf.learned()
-            if known and is_usable(known):
+            if known and is_usable(known, self._draft):
                 self._post(Taught(learned=known))
                 break
             if known:
@@ -123,10 +123,10 @@ class Rehearser:
 
     async def _rehearse(self, shelf: Shelf) -> None:
         logger.info("rehearses while nobody waits", extra={"sessions": self._served.max_num_seqs})
-        self._post(Taught(learned=None))
+        self._post(Taught(learned=None, draft=self._draft))
         await self._over.wait()
         learned = await self._learned()
-        if is_taught(learned):
+        if is_taught(learned, self._draft):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
             await shelf.put(learned)
             await asyncio.to_thread(self._keep, learned, self._round_trip_s())

@@ -112,7 +112,7 @@ class Rehearsal:
             return
         changes_hands = order.drafts is None or self._drafts is None
         self._drafts = order.drafts
-        self._policy.rehearse(order.drafts, over=order.over)
+        self._policy.rehearse(order.drafts, over=self.drafter if order.over else "")
         if changes_hands:
             for load in self._policy.mode.loads.values():
                 load.begin_again()

@@ -26,7 +26,7 @@ from paceline.engine.loop import Compute, finished, here
 from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED, RehearsingEngine, Take
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="", vocab_size=100, context_len=512)
-FIRST_NUMBER = 10
+FIRST_NUMBER, DRAFT = 10, "draft"
 ASKED = Submit(
     request=GenerateRequest(
         session_id="s",
@@ -46,7 +46,7 @@ class Engine:
         self.sessions: set[int] = set()
         self.drafters: set[str] = set()
         self.drafts: bool | None = None
-        self.over = False
+        self.over = ""
         self.report: Callable[[], StepReport] = StepReport
         self.committed: list[Outcome] = []
 
@@ -90,7 +90,7 @@ class Play:
             over=self.takes.append,
         )
         self.outside.handle(LinkChanged(address="drafter", up=True))
-        self.outside.handle(Taught(learned=None))
+        self.outside.handle(Taught(learned=None, draft=DRAFT))
 
     def step(self, count: int = 1, **report: object) -> DrafterNews:
         """Waits as long as the engine does, and runs steps."""
@@ -123,7 +123,7 @@ def test_it_stops_at_any_step_and_goes_on_with_what_is_left(play: Play) -> None:
     assert (len(play.engine.sessions), play.engine.drafts) == (2, False)
     play.outside.handle(ASKED)
     assert play.engine.sessions == {ASKED.number}
-    assert (play.engine.drafts, play.engine.over) == (None, False)
+    assert (play.engine.drafts, play.engine.over) == (None, "")
     assert isinstance(play.step(), TargetOutput)
     play.outside.handle(Cancel(number=ASKED.number))
     assert play.outside.patience_s() == IDLE_S
@@ -135,7 +135,7 @@ def test_it_stops_at_any_step_and_goes_on_with_what_is_left(play: Play) -> None:
             assert len(play.engine.sessions) == (2 if steps < 2 * MOST_STEPS else 4)
     assert steps == 4 * MOST_STEPS, "steps of the one that was cut off do not count"
     assert not play.engine.sessions
-    assert (play.engine.drafts, play.engine.over) == (None, True)
+    assert (play.engine.drafts, play.engine.over) == (None, DRAFT)
     (takes,) = play.takes
     assert [(take.load, take.drafts) for take in takes] == [*itertools.product((1, 2, 4), (False, True))]
     assert [len(take.steps) for take in takes] == [MOST_STEPS] * 6
@@ -181,7 +181,7 @@ def test_an_engine_that_takes_no_such_session_is_left_alone(play: Play) -> None:
     play.engine.committed = [(FIRST_NUMBER, InvalidRequestError("prompt", "is refused"))]
     play.step()
     assert not play.engine.sessions
-    assert (play.engine.over, play.takes) == (False, [[]])
+    assert (play.engine.over, play.takes) == ("", [[]])
     assert not play.outside.has_work()
 
 

@@ -282,7 +282,7 @@ def test_in_a_rehearsal_the_helper_decides_and_says_whether_drafters_answered(
     engine: VllmEngine, script: Script, helper: HelperSpy
 ) -> None:
     engine.handle(Rehearse(drafts=True))
-    engine.handle(Rehearse(drafts=None, over=True))
+    engine.handle(Rehearse(drafts=None, over="draft"))
     engine.handle(Taught(learned=b"{}"))
     engine.handle(Taught(learned=None))
     assert helper.told == [(True, False), (None, True), b"{}"]

@@ -95,7 +95,9 @@ class FakeVllm:
 
 @asynccontextmanager
 async def helper_at(path: Path, policy: Goodput) -> AsyncIterator[None]:
-    server = await asyncio.start_unix_server(Rehearsal(policy, policy, VOCAB).serve, path)
+    rehearsal = Rehearsal(policy, policy, VOCAB)
+    rehearsal.drafter = "draft"
+    server = await asyncio.start_unix_server(rehearsal.serve, path)
     yield
     server.close()
 

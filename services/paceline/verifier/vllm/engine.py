@@ -134,7 +134,7 @@ class VllmEngine:
             case Submit() | Cancel():
                 self._events.append(event)
             case Rehearse() if self._helper is not None:
-                self._helper.rehearse(event.drafts, over=event.over)
+                self._helper.rehearse(event.drafts, over=bool(event.over))
             case Taught(learned=bytes(learned)) if self._helper is not None:
                 self._helper.teach(learned)
 

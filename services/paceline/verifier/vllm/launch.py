@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
 from paceline.engine.process import prepare_process
-from paceline.service.learned import KEEP_NOTHING, kept_in
+from paceline.service.learned import KEEP_NOTHING, TunedState, kept_in
 from paceline.verifier.config import NEVER, VerifierConfig
 from paceline.verifier.served import ALONE, SAMPLED, ServedEngine, warm_up
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
@@ -97,8 +97,7 @@ def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
             default_rule=REJECTION,
             max_num_seqs=config.max_num_seqs,
             make=lambda: _make_engine(config, settings, identity, helper, processes),
-            # The helper keeps what it learns.
-            learned=kept_in(KEEP_NOTHING, os.environ, identity.vocab_hash, str(config.model), *config.vllm_arg),
+            learned=_kind(config, identity),
             rehearsal=NEVER if helper is None else config.rehearse,
             helper=helper,
         )
@@ -150,6 +149,12 @@ def _precision(settings: Any) -> str:
         *([f"{ranks} ranks"] if ranks > 1 else []),
     )
     return ", ".join(words)
+
+
+def _kind(config: VerifierConfig, identity: ModelIdentity) -> TunedState:
+    """Names such verifiers for a rehearsal; what it has shown, the helper keeps."""
+    facts = (current_platform.get_device_name(), identity.vocab_hash, str(config.model), *config.vllm_arg)
+    return kept_in(KEEP_NOTHING, os.environ, *facts)
 
 
 def _make_engine(
