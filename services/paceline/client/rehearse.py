@@ -33,14 +33,14 @@ PROG = "paceline rehearse"
 DESCRIPTION = """Shows the drafter tier under vLLM what drafting is worth, before users ask: at 1, 2, 4, ... streams it
 has URL continue short random prompts, greedily and at temperature 0.8 by turns, first plainly and then with drafts.
 Run it once vllm serve and its drafters are up, on vLLM's host and as its user (in its container):
-paceline rehearse http://127.0.0.1:8000. It takes about a minute. Users who ask meanwhile are served in the mode that
-is being tried. The result is kept with what the helper learns (learned_dir); whenever the machine or the drafters
+paceline rehearse http://127.0.0.1:8000. It takes one to two minutes. Users who ask meanwhile are served in the mode
+that is being tried. The result is kept with what the helper learns (learned_dir); whenever the machine or the drafters
 change, rehearse again. Ctrl-C ends it, and vLLM goes on with what has been seen. See docs/vllm.md."""
 
 TEMPERATURES = (0.0, 0.8)
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48
-# Of each stream, in a mode at a load: one greedy, one not.
-TEXTS = 2
+# Of each stream, in a mode at a load: what began in the other mode, and then one greedy and one not, which count.
+UNCOUNTED, TEXTS = 1, 2
 # Of the vocabulary: special tokens lie at its ends.
 USUAL_TOKENS = 0.125, 0.5
 # The helper is told the mode so often, and answers at once.
@@ -178,7 +178,7 @@ class _Rehearsal:
     async def run(self, loads: Sequence[int]) -> list[Sequence[str]]:
         """Tries both modes at each load, until one is above the server's places."""
         found: dict[int, list[float]] = {}
-        with tqdm(total=len(MODES) * TEXTS * sum(loads), unit="text", leave=False) as bar:
+        with tqdm(total=len(MODES) * (UNCOUNTED + TEXTS) * sum(loads), unit="text", leave=False) as bar:
             for streams in loads:
                 before = self._rates(streams)
                 speeds = await self._load(streams, bar)
@@ -205,8 +205,8 @@ class _Rehearsal:
         """Tokens/s of one mode, while streams go on."""
         bar.set_description(f"{len(streams)} streams, {'drafting' if mode else 'plain'}")
         await self._tell(mode)
-        began_s, before = time.monotonic(), len(self._done_s)
-        done, wanted = 0, TEXTS * len(streams)
+        before, done = len(self._done_s), 0
+        wanted = (UNCOUNTED + TEXTS) * len(streams)
         while done < wanted:
             broken, _ = await asyncio.wait(streams, timeout=PULSE_S, return_when=asyncio.FIRST_EXCEPTION)
             for stream in broken:
@@ -216,7 +216,8 @@ class _Rehearsal:
             now = min(len(self._done_s) - before, wanted)
             bar.update(now - done)
             done = now
-        return wanted * OUTPUT_TOKENS / (self._done_s[before + wanted - 1] - began_s)
+        done_s = self._done_s[before : before + wanted]
+        return TEXTS * len(streams) * OUTPUT_TOKENS / (done_s[-1] - done_s[UNCOUNTED * len(streams) - 1])
 
     async def _stream(self, number: int) -> None:
         """Asks for one text after another, greedy or not by turns."""
