@@ -6,13 +6,13 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, Launch, plan_endpoints
+from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, Launch, Ports, plan_endpoints
 from paceline.cluster.supervisor import Supervisor
 
 # `FleetSpec` settings of the demo pair as shipped, whose steps are short.
@@ -57,7 +57,8 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
         ConfigError, UnavailableError: It did not start.
     """
     spec = FleetSpec(**FREE_PORTS)
-    endpoint = next(each for each in plan_endpoints(spec) if each.role == "drafter")
+    with ExitStack() as held:
+        endpoint = next(each for each in plan_endpoints(spec, Ports(spec.host, held)) if each.role == "drafter")
     share = CpuShare(num_threads=len(cpus), cpus=tuple(cpus), lends=True)
     supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-") as logs:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,7 @@ from paceline.cluster.spec import (
     Endpoint,
     FleetSpec,
     Launch,
+    Ports,
     available_cpus,
     gateway_scheme,
     plan_endpoints,
@@ -73,6 +75,8 @@ class LocalFleet:
         self._modules = modules or {}
         self._supervisor = Supervisor(say, back_off)
         self._temporary_dir: Path | None = None
+        # Its ports, until it has stopped.
+        self._held = ExitStack()
 
     async def __aenter__(self) -> Self:
         """Starts everything.
@@ -85,7 +89,7 @@ class LocalFleet:
             await self._start()
         except BaseException:
             # The logs stay: the error names one of them.
-            await self._supervisor.stop(self.spec.grace_s)
+            await self._end()
             raise
         return self
 
@@ -147,10 +151,14 @@ class LocalFleet:
 
     async def stop(self) -> None:
         """Stops everything, gateways first, and removes temporary logs; no process outlives this call."""
-        await self._supervisor.stop(self.spec.grace_s)
+        await self._end()
         if self._temporary_dir is not None:
             shutil.rmtree(self._temporary_dir, ignore_errors=True)
             self._temporary_dir = None
+
+    async def _end(self) -> None:
+        await self._supervisor.stop(self.spec.grace_s)
+        self._held.close()
 
     async def _start(self) -> None:
         environ = self._environ
@@ -161,12 +169,13 @@ class LocalFleet:
         spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say))
         self.spec = spec
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, self._say)
-        self.endpoints = plan_endpoints(spec)
+        ports = Ports(spec.host, self._held)
+        self.endpoints = plan_endpoints(spec, ports)
         self._temporary_dir = Path(tempfile.mkdtemp(prefix="paceline-"))
         self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
         with named("--log-dir", self.log_dir):
             self.log_dir.mkdir(parents=True, exist_ok=True)
-        await self._start_store(self._temporary_dir)
+        await self._start_store(self._temporary_dir, ports)
         launch = Launch(
             spec=spec, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ, modules=self._modules
         )
@@ -174,14 +183,14 @@ class LocalFleet:
         gateways = [launch.gateway(endpoint, self.checkpoints.target) for endpoint in self.endpoints_of("gateway")]
         await self._supervisor.start(gateways, spec.start_timeout_s)
 
-    async def _start_store(self, work_dir: Path) -> None:
+    async def _start_store(self, work_dir: Path, ports: Ports) -> None:
         spec = self.spec
         if spec.redis_url is not None:
             self.redis_url = spec.redis_url
             self._say(f"using the store at {public_url(spec.redis_url)}")
             return
         server = find_server(spec.redis_server)
-        port = plan_store_port(spec, self.endpoints)
+        port = plan_store_port(spec, ports)
         child = store_child(server, spec.host, port, work_dir, self._environ)
         endpoint = Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
         self.endpoints.append(endpoint)

@@ -5,6 +5,7 @@ Pure, except that it looks which ports and CPUs are free. It knows the services 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -28,8 +29,7 @@ from paceline.service.config import setting
 from paceline.service.credentials import PROBE, folder_of, load_tls
 
 PORT_STRIDE = 10
-# Free ports are looked for here, below those that systems give to outgoing connections: one of these may take a port
-# between this look and the start of the service it is for.
+# Free ports are looked for here, below those that systems give to outgoing connections.
 UNCLAIMED = range(10_240, 32_768)
 TRIES = 100
 MAX_REPLICAS = 1024
@@ -185,11 +185,19 @@ class Endpoint:
 
 
 class Ports:
-    """Hands out ports; each is listened on until all are given, so that none is given twice."""
+    """Hands out ports, each of which is held: the service that it is for can listen, and no other fleet is given it.
+
+    Services listen seconds after their ports were chosen. Two fleets that started together had one port now and then,
+    and clients of the one talked to the other.
+
+    Args:
+        held: Holds them, until it is closed.
+    """
 
     def __init__(self, host: str, held: ExitStack) -> None:
         self._host = host
         self._held = held
+        self._given: set[int] = set()
 
     def take(self, port: int, flag: str) -> int:
         """Returns the port, or a free one for 0.
@@ -198,7 +206,7 @@ class Ports:
             ConfigError: It is in use; names the flag.
         """
         try:
-            return self._listen(port) if port else self._take_any()
+            return self._take(port) if port else self._take_any()
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", "there is no such port")
             raise ConfigError(
@@ -208,21 +216,42 @@ class Ports:
     def _take_any(self) -> int:
         for port in secrets.SystemRandom().sample(UNCLAIMED, TRIES):
             with suppress(OSError):
-                return self._listen(port)
-        return self._listen(0)
+                return self._bind(self._socket(), port)
+        return self._bind(self._socket(), 0)
 
-    def _listen(self, port: int) -> int:
-        family = socket.AF_INET6 if is_ipv6(self._host) else socket.AF_INET
-        probe = self._held.enter_context(socket.socket(family))
-        # Connections of an earlier fleet that linger do not hold the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((self._host, port))
-        # A port that is bound only may be bound again.
-        probe.listen()
-        return int(probe.getsockname()[1])
+    def _take(self, port: int) -> int:
+        if port in self._given:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        # Connections of an earlier fleet that linger do not hold the port, and neither does another's `Ports`.
+        with socket.socket(self._family) as probe:
+            _share(probe)
+            probe.bind((self._host, port))
+            probe.listen()
+        holder = self._socket()
+        _share(holder)
+        return self._bind(holder, port)
+
+    def _bind(self, holder: socket.socket, port: int) -> int:
+        """Holds a port: nobody is reached there, and whoever shares it may listen."""
+        holder.bind((self._host, port))
+        _share(holder)
+        self._given.add(given := int(holder.getsockname()[1]))
+        return given
+
+    def _socket(self) -> socket.socket:
+        return self._held.enter_context(socket.socket(self._family))
+
+    @property
+    def _family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if is_ipv6(self._host) else socket.AF_INET
 
 
-def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:
+def _share(holder: socket.socket) -> None:
+    """Lets others bind the same port that do so too, as every server of ours does, while nobody listens."""
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def plan_endpoints(spec: FleetSpec, ports: Ports) -> list[Endpoint]:
     """Gives each process of the services its ports.
 
     Raises:
@@ -233,41 +262,34 @@ def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:
         ("drafter", spec.num_drafters if spec.drafter else 0, spec.drafter_port, spec.drafter_metrics_port),
         ("gateway", spec.num_gateways, spec.gateway_port, spec.gateway_grpc_port),
     ]
-    with ExitStack() as held:
-        ports = Ports(spec.host, held)
-        endpoints = []
-        for role, count, first_port, first_second_port in kinds:
-            for index in range(count):
-                step = index * PORT_STRIDE
-                flag = f"--{role}-port"
-                second_flag = "--gateway-grpc-port" if role == "gateway" else f"--{role}-metrics-port"
-                endpoints.append(
-                    Endpoint(
-                        name=f"{role}-{index}",
-                        role=role,
-                        host=spec.host,
-                        port=ports.take(first_port and first_port + step, flag),
-                        second_port=ports.take(first_second_port and first_second_port + step, second_flag),
-                    )
+    endpoints = []
+    for role, count, first_port, first_second_port in kinds:
+        for index in range(count):
+            step = index * PORT_STRIDE
+            flag = f"--{role}-port"
+            second_flag = "--gateway-grpc-port" if role == "gateway" else f"--{role}-metrics-port"
+            endpoints.append(
+                Endpoint(
+                    name=f"{role}-{index}",
+                    role=role,
+                    host=spec.host,
+                    port=ports.take(first_port and first_port + step, flag),
+                    second_port=ports.take(first_second_port and first_second_port + step, second_flag),
                 )
-        return endpoints
+            )
+    return endpoints
 
 
-def plan_store_port(spec: FleetSpec, endpoints: Sequence[Endpoint] = ()) -> int:
-    """Gives the Valkey server of the fleet its port: none that was given to these endpoints.
+def plan_store_port(spec: FleetSpec, ports: Ports) -> int:
+    """Gives the Valkey server of the fleet its port.
 
     Raises:
         ConfigError: The port that is set is in use.
     """
-    with ExitStack() as held:
-        ports = Ports(spec.host, held)
-        for endpoint in endpoints:
-            for port in {endpoint.port, endpoint.second_port}:
-                ports.take(port, f"port of {endpoint.name}")
-        try:
-            return ports.take(spec.redis_port, "--redis-port")
-        except ConfigError as error:
-            raise ConfigError(f"{error}, or --redis-url to use the server that runs there") from None
+    try:
+        return ports.take(spec.redis_port, "--redis-port")
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or --redis-url to use the server that runs there") from None
 
 
 def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare], list[CpuShare]]:

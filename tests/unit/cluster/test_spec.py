@@ -37,8 +37,10 @@ from paceline.cluster.spec import (
 from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError
+from paceline.gateway.doors import listening_socket
 from paceline.service.config import load
 
+HOST = "127.0.0.1"
 VERIFIER = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
 DRAFTER = Endpoint(name="drafter-0", role="drafter", host="127.0.0.1", port=3, second_port=4)
 GATEWAY = Endpoint(name="gateway-0", role="gateway", host="127.0.0.1", port=5, second_port=6)
@@ -83,6 +85,16 @@ def port_in_use() -> Iterator[str]:
         yield str(taken.getsockname()[1])
 
 
+def planned(spec: FleetSpec) -> list[Endpoint]:
+    with ExitStack() as held:
+        return plan_endpoints(spec, Ports(HOST, held))
+
+
+def store_port(spec: FleetSpec) -> int:
+    with ExitStack() as held:
+        return plan_store_port(spec, Ports(HOST, held))
+
+
 def all_ports(endpoints: Iterable[Endpoint]) -> list[int]:
     return [port for endpoint in endpoints for port in (endpoint.port, endpoint.second_port)]
 
@@ -96,7 +108,7 @@ def test_default_ports_are_those_of_the_services() -> None:
 
 def test_free_ports_are_all_different() -> None:
     spec = load_free("--num-verifiers", "3", "--num-drafters", "2", "--num-gateways", "2")
-    endpoints = plan_endpoints(spec)
+    endpoints = planned(spec)
     assert [endpoint.name for endpoint in endpoints] == [
         *("verifier-0", "verifier-1", "verifier-2", "drafter-0", "drafter-1", "gateway-0", "gateway-1")
     ]
@@ -120,7 +132,7 @@ def test_where_traces_go_reaches_all_services_and_the_ratio_those_that_begin_the
 
 
 def test_without_drafter_none_is_planned() -> None:
-    roles = {endpoint.role for endpoint in plan_endpoints(load_free("--no-drafter"))}
+    roles = {endpoint.role for endpoint in planned(load_free("--no-drafter"))}
     assert roles == {"verifier", "gateway"}
 
 
@@ -128,18 +140,33 @@ def test_a_port_in_use_is_named_by_its_flag() -> None:
     with port_in_use() as port:
         for flag in ("--verifier-port", "--drafter-metrics-port", "--gateway-grpc-port"):
             with pytest.raises(ConfigError, match=rf"{flag} \d+: cannot listen"):
-                plan_endpoints(load_free(flag, port))
+                planned(load_free(flag, port))
         with pytest.raises(ConfigError, match=r"--redis-port .*--redis-url"):
-            plan_store_port(load_free("--redis-port", port))
+            store_port(load_free("--redis-port", port))
 
 
 def test_two_processes_get_no_port_both() -> None:
-    endpoints = plan_endpoints(load_free())
-    port = str(endpoints[0].port)
+    with ExitStack() as held:
+        ports = Ports(HOST, held)
+        port = str(plan_endpoints(load_free(), ports)[0].port)
+        with pytest.raises(ConfigError, match=rf"--redis-port {port}: cannot listen"):
+            plan_store_port(load_free("--redis-port", port), ports)
     with pytest.raises(ConfigError, match=rf"--drafter-port {port}: cannot listen"):
-        plan_endpoints(load_free("--verifier-port", port, "--drafter-port", port))
-    with pytest.raises(ConfigError, match=rf"--redis-port {port}: cannot listen"):
-        plan_store_port(load_free("--redis-port", port), endpoints)
+        planned(load_free("--verifier-port", port, "--drafter-port", port))
+
+
+def test_a_port_is_its_services_alone_from_the_moment_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as held:
+        port = Ports(HOST, held).take(0, "--gateway-port")
+        # Another fleet looks there.
+        monkeypatch.setattr("secrets.SystemRandom.sample", lambda *_: [port, port - 1, port + 1])
+        assert Ports(HOST, held).take(0, "--drafter-metrics-port") != port
+        with socket.socket() as client, pytest.raises(ConnectionRefusedError):
+            client.connect((HOST, port))
+        with listening_socket(HOST, port), socket.socket() as client:
+            client.connect((HOST, port))
+            with pytest.raises(ConfigError, match="cannot listen"):
+                Ports(HOST, held).take(port, "--gateway-port")
 
 
 def test_drafters_get_one_cpu_each_and_verifiers_the_rest() -> None:

@@ -12,7 +12,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,7 @@ from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.fleet_file import RaySettings, RayTier, Scaling, check_for_ray
 from paceline.cluster.health import store_health
 from paceline.cluster.ray.host import Order, Report, ServiceHost, own_address
-from paceline.cluster.spec import PORT_STRIDE, Endpoint, FleetSpec, plan_store_port, store_child
+from paceline.cluster.spec import PORT_STRIDE, Endpoint, FleetSpec, Ports, plan_store_port, store_child
 from paceline.cluster.supervisor import Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.core.addresses import host_port
@@ -395,7 +395,9 @@ async def shared_store(spec: FleetSpec, environ: Mapping[str, str], say: Callabl
         yield spec.redis_url
         return
     host = own_address()
-    port, password = plan_store_port(replace(spec, host=host)), secrets.token_urlsafe(24)
+    with ExitStack() as held:
+        port = plan_store_port(spec, Ports(host, held))
+    password = secrets.token_urlsafe(24)
     url = f"redis://:{password}@{host_port(host, port)}"
     supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as work_dir:
