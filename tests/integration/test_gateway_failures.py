@@ -373,9 +373,11 @@ async def test_a_stopping_gateway_finishes_its_streams_and_refuses_new_ones(fres
 async def test_at_the_deadline_a_stopping_gateway_ends_streams_with_an_error_event(tmp_path: Path) -> None:
     async with scripted_fleet(tmp_path, grace_s=0.0) as fleet:
         fleet.verifier.script = PAUSED
-        running = asyncio.create_task(post(fleet, stream=True))
-        await fleet.verifier.paused.get()
-        fleet.stop.set()
-        last = events_of(await running)[-1]
+        async with fleet.http.stream("POST", COMPLETIONS, json={**REQUEST, "stream": True}) as answer:
+            # Its head was sent: an error has to come as an event.
+            await fleet.verifier.paused.get()
+            fleet.stop.set()
+            await answer.aread()
+        last = events_of(answer)[-1]
         assert last["error"]["message"] == "the gateway is shutting down"
         await fleet.gateway
