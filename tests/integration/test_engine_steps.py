@@ -26,9 +26,9 @@ class Called(Goodput):
     def drafts(self):
         return self.price < 1.0
 
-    def enter(self, num_sessions):
+    def enter(self, num_sessions, *, drafters, sources):
         self.answered = []
-        return num_sessions > 0 and self.drafts
+        return drafters and self.drafts
 
     def allocate(self, picked, *, answered=None, other_rows=0):
         self.answered = answered.tolist()

@@ -5,11 +5,13 @@ verifying are `best_prefix(B, s, T)` (`paceline.core.goodput`), and
 
     price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
-Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`).
+Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`), and while drafters idle, whether the
+sources inside the verifier guess.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,8 +43,9 @@ class Goodput:
             have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
-        times: Of steps that draft.
-        mode: Whether steps draft.
+        times: Of steps while drafters work.
+        mode: Whether drafters work, and sources with them.
+        inside: Whether sources inside the verifier guess while drafters idle.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
         answered: Whether the time of the step that `allocate` was for shows what its mode is worth.
         rehearsed: The draft model with which a rehearsal has shown what both modes are worth at all loads; empty: none.
@@ -54,6 +57,8 @@ class Goodput:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
         self.mode = DraftingMode(most_on_loan)
+        # A trial of these takes nothing but the rows of its guesses.
+        self.inside = DraftingMode(math.inf)
         self._price: MovingAverage | None = None
         self._between_s = MovingAverage(0.0)
         self.answered, self.rehearsed = True, ""
@@ -68,13 +73,19 @@ class Goodput:
 
     @property
     def drafts(self) -> bool:
-        """Whether the step that `enter` announced drafts; if not, nothing of speculation runs."""
+        """Whether drafters work for the step that `enter` announced."""
         return self.mode.mode is Mode.DRAFTING
 
     @property
+    def guesses(self) -> bool:
+        """Whether that step verifies guesses, of drafters or of sources alone; if not, nothing of speculation runs."""
+        return self.drafts or self.inside.mode is Mode.DRAFTING
+
+    @property
     def reason(self) -> Reason:
-        """Why that step drafts, or does not."""
-        return self.mode.reason
+        """Why that step verifies guesses, or does not."""
+        why = self.mode.reason
+        return why if self.drafts or not (self.guesses or why is Reason.NO_DRAFTER) else self.inside.reason
 
     def rehearse(self, drafts: bool | None, *, over: str = "") -> None:
         """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
@@ -102,14 +113,21 @@ class Goodput:
             doubt: How many times as far off as a measured profile it may be.
             steps: Rows and seconds of steps without guesses that were seen since.
         """
-        self._plain, self.times = plain or cost, StepTimes(cost, doubt=doubt)
+        self._plain = plain or cost
+        # Of steps while drafters idle: on shared cores they are faster.
+        self.times, self._idle_times = StepTimes(cost, doubt=doubt), StepTimes(self._plain, doubt=doubt)
         for rows, seconds in steps:
-            self.times.observe(roots=rows, guesses=0, seconds=seconds)
+            for times in (self.times, self._idle_times):
+                times.observe(roots=rows, guesses=0, seconds=seconds)
 
     def learned(self) -> dict[str, list[Any]]:
         """What a successor may begin with: step times, the rates of both modes, and with whom these were rehearsed."""
-        rates = self.mode.learned()
-        return {"step_times": self.times.learned(), "rates": rates, REHEARSED: [self.rehearsed]}
+        return {
+            "step_times": self.times.learned(),
+            "rates": self.mode.learned(),
+            "inside": self.inside.learned(),
+            REHEARSED: [self.rehearsed],
+        }
 
     def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
@@ -119,21 +137,25 @@ class Goodput:
         """
         self.times.resume(learned["step_times"])
         self.mode.resume(learned["rates"])
+        self.inside.resume(learned["inside"])
         (self.rehearsed,) = map(str, learned[REHEARSED])
 
-    def enter(self, num_sessions: int) -> bool:
+    def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
 
         Args:
-            num_sessions: How many; 0 where none of them may speculate.
+            drafters: Whether some of them have a drafter.
+            sources: Whether sources inside the verifier may guess for some.
         """
-        drafts = self.mode.enter(num_sessions) is Mode.DRAFTING
+        drafts = self.mode.enter(num_sessions if drafters else 0) is Mode.DRAFTING
+        alone = sources and not drafts and self.mode.rehearsing is None
+        self.inside.enter(num_sessions if alone else 0)
         if not drafts:
             self._price, self.answered = None, True
         return drafts
 
     def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
-        """Picks the nodes of highest goodput, for a step that drafts.
+        """Picks the nodes of highest goodput, for a step that verifies guesses.
 
         Args:
             picked: The best nodes of each session that decodes, within its cap and `max_nodes`.
@@ -150,12 +172,16 @@ class Goodput:
         ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
         count = 0
         if num_sessions:
-            step = Steps(self.times, num_sessions, other_rows, self._between_s.value)
+            step = Steps(self._times_now, num_sessions, other_rows, self._between_s.value)
             best = step.best(ranked)
             self._set_prices(step.price(best), reads=other_rows > 0)
             count = best.count
         self.answered = answered is None or bool(2 * answered.sum() >= len(answered))
         return best_each(held, count)
+
+    @property
+    def _times_now(self) -> StepTimes:
+        return self.times if self.drafts else self._idle_times
 
     def _set_prices(self, price: float, *, reads: bool) -> None:
         self.least_survival = price
@@ -167,7 +193,7 @@ class Goodput:
     def observe(
         self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
     ) -> None:
-        """Learns the time of a step that drafts, and what the mode is worth.
+        """Learns the time of a step that verifies guesses, and what its mode is worth.
 
         Args:
             roots: Sessions that decoded.
@@ -180,17 +206,18 @@ class Goodput:
         rows = roots + guesses
         reads = other_rows > MOST_PROMPT * rows
         without_prompts = self._plain.at(rows) / self._plain.at(rows + other_rows)
-        if self.drafts and not reads:
-            self.times.observe(roots=roots, guesses=guesses, seconds=without_prompts * step_s)
+        if self.guesses and not reads:
+            self._times_now.observe(roots=roots, guesses=guesses, seconds=without_prompts * step_s)
             self._between_s.add(cycle_s - step_s)
-        self.mode.observe(
-            num_sessions=roots,
-            tokens=tokens,
-            seconds=cycle_s - (1.0 - without_prompts) * step_s,
-            plain_s=self._plain.at(roots),
-            reads=reads,
-            answered=self.answered,
-        )
+        for mode in (self.mode, self.inside):
+            mode.observe(
+                num_sessions=roots,
+                tokens=tokens,
+                seconds=cycle_s - (1.0 - without_prompts) * step_s,
+                plain_s=self._plain.at(roots),
+                reads=reads,
+                answered=self.answered,
+            )
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
@@ -223,9 +250,9 @@ class FixedGamma(Goodput):
         """The setting."""
         return Reason.FIXED
 
-    def enter(self, num_sessions: int) -> bool:
+    def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
         """Drafts wherever a session may speculate."""
-        return num_sessions > 0 and self.drafts
+        return num_sessions > 0 and (drafters or sources) and self.drafts
 
     def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""

@@ -90,17 +90,19 @@ class StepDrafts:
         """
         rows, links = np.concatenate((decoding, joining)), self._forest.links
         caps = self.caps(rows)
-        drafted = links.drafted(rows) & (caps > 0)
-        speculate = drafted.any() or (links.has_sources(rows) & (caps > 0)).any()
-        if not self._policy.enter(len(rows) if speculate else 0):
+        drafted, sourced = (each & (caps > 0) for each in (links.drafted(rows), links.has_sources(rows)))
+        drafts = self._policy.enter(len(rows), drafters=bool(drafted.any()), sources=bool(sourced.any()))
+        if not drafts:
             links.idle(rows)
+        if not (drafts or (sourced.any() and self._policy.guesses)):
             return Choice(np.zeros(len(decoding), np.int32), *_NOTHING)
         mine = slice(len(decoding))
         most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
         picked = self._forest.best(decoding, most, links.takes_chains(decoding))
-        answered = links.answered(decoding)[drafted[mine] & (most > 0)]
+        answered = links.answered(decoding)[drafted[mine] & (most > 0)] if drafts else None
         counts = self._policy.allocate(picked, answered=answered, other_rows=other_rows)
-        links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
+        if drafts:
+            links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
         return Choice(counts, decoding.repeat(counts), self._forest.gather(decoding, picked.slots, counts))
 
     def call(self, fresh: Ints) -> None:
@@ -110,7 +112,7 @@ class StepDrafts:
 
     def describe(self, report: StepReport) -> None:
         """Adds to a report whether its step drafts, at which price, and why."""
-        report.price, report.drafts, report.reason = self._policy.price, self._policy.drafts, self._policy.reason
+        report.price, report.drafts, report.reason = self._policy.price, self._policy.guesses, self._policy.reason
         report.answered = self._policy.answered
 
     def num_silenced(self, rows: Ints, now_s: float) -> int:

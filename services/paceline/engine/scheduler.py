@@ -202,7 +202,7 @@ class Scheduler:
     def _may_guess(self) -> bool:
         """Whether a drafter, or a source inside the verifier, may come up with guesses."""
         links, rows = self.forest.links, self._rows
-        return self._policy.drafts and bool((links.drafted(rows) | links.has_sources(rows)).any())
+        return self._policy.guesses and bool((links.drafted(rows) | links.has_sources(rows)).any())
 
     def _announce(self, plan: StepPlan) -> None:
         announced = [(part.session.number, part.session.announce()) for part in plan.parts]

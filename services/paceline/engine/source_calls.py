@@ -1,4 +1,4 @@
-"""While a verifier drafts, calls all its sources for guesses once a step has committed its tokens."""
+"""While steps verify guesses, calls all sources inside the verifier once a step has committed its tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class SourceCalls:
-    """All sources of an engine; whether they pay is part of whether drafting does.
+    """All sources of an engine; whether they pay is measured, beside drafters and without them (`Goodput`).
 
     Args:
         sources: Called in this order.
-        policy: Says whether the verifier drafts, and what a guess must be worth.
+        policy: Says whether steps verify guesses, and what one must be worth.
         default_rule: Acceptance rule of requests that name none.
         clock: Seconds, monotonic.
         forest: The trees of all sessions.
@@ -64,7 +64,7 @@ class SourceCalls:
 
     def add(self, session: TargetSession) -> None:
         """A session got tokens in this step, and goes on."""
-        if self._sources and self._policy.drafts:
+        if self._sources and self._policy.guesses:
             self._sessions.append(session)
 
     def grow(self, report: StepReport) -> None:
