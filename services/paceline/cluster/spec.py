@@ -65,7 +65,7 @@ class FleetSpec:
         None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
     )
     draft_model: Path | None = setting(None, help="Draft model, named likewise.")
-    drafter: bool = setting(True, help="Run drafters; --no-drafter decodes plainly.")
+    drafter: bool = setting(True, help="Run drafters; with --no-drafter only sources inside verifiers guess.")
     speculative_config: str = setting(
         "", help='JSON with vLLM\'s keys, such as {"method": "draft_model", "num_speculative_tokens": 8}.'
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.drafting_mode import MOST_ON_LOAN, DraftingMode, Mode
+from paceline.core.drafting_mode import MOST_LOST, MOST_ON_LOAN, DraftingMode, Mode
 from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.core.target_events import Reason
@@ -57,8 +57,8 @@ class Goodput:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
         self.mode = DraftingMode(most_on_loan)
-        # A trial of these takes nothing but the rows of its guesses.
-        self.inside = DraftingMode(math.inf)
+        # A trial of these takes nothing but the rows of its guesses: it is begun at any load, and shows soon enough.
+        self.inside = DraftingMode(math.inf, most_lost=MOST_LOST / 2)
         self._price: MovingAverage | None = None
         self._between_s = MovingAverage(0.0)
         self.answered, self.rehearsed = True, ""

@@ -134,6 +134,7 @@ class Load:
         mode: That in use, trials apart.
         loss: Share that drafting is taken to be slower by, before it was tried.
         on_loan: The first trial need not be saved up for: it is paid off later.
+        most_lost: What a trial may lose that is not saved up, in plain steps.
 
     Attributes:
         rates: Of both modes.
@@ -144,6 +145,7 @@ class Load:
     mode: Mode
     loss: float = UNKNOWN_LOSS
     on_loan: bool = False
+    most_lost: float = MOST_LOST
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     saved: float = 0.0
     cut_off: float = 0.0
@@ -167,7 +169,7 @@ class Load:
         if self.trial is not None:
             self._go_on(self.trial, tokens, time, reads=reads, answered=answered)
         elif self.rates[self.mode].steps >= LEAST_STEPS and (self.on_loan or self._expected_loss() <= self.saved):
-            self.trial = Trial(most_lost=max(MOST_LOST, self.saved))
+            self.trial = Trial(most_lost=max(self.most_lost, self.saved))
             other = self.rates[self.mode.other]
             if other.steps > LEAST_STEPS:
                 # The machine and the texts may have changed since.
@@ -210,7 +212,7 @@ class Load:
             return
         # Nothing is saved up for several trials in a row.
         self.saved = min(0.0, self.saved - max(0.0, self.trial.lost))
-        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS and self.trial.lost <= MOST_LOST
+        self.on_loan = self.on_loan and self.trial.steps < LEAST_STEPS and self.trial.lost <= self.most_lost
         self.cut_off = self.trial.lost if self.trial.counted < LEAST_STEPS else 0.0
         self.trial = None
         if won:
@@ -234,14 +236,15 @@ class DraftingMode:
 
     Args:
         most_on_loan: Sessions up to which a first trial is on loan.
+        most_lost: What a trial may lose that is not saved up, in plain steps.
 
     Attributes:
         loads: By the logarithm of their sessions to the base 2.
         rehearsing: The mode of all steps at present, whatever pays; None: there is no rehearsal.
     """
 
-    def __init__(self, most_on_loan: float = MOST_ON_LOAN) -> None:
-        self._most_on_loan = most_on_loan
+    def __init__(self, most_on_loan: float = MOST_ON_LOAN, *, most_lost: float = MOST_LOST) -> None:
+        self._most_on_loan, self._most_lost = most_on_loan, most_lost
         self.loads: dict[int, Load] = {}
         self.rehearsing: Mode | None = None
         self._at = 0
@@ -284,6 +287,7 @@ class DraftingMode:
             load = self.loads.get(self._at)
             if load is None:
                 load = self.loads[self._at] = self._new_load(self._at)
+                load.most_lost = self._most_lost
             self._leave(load)
         return self.mode
 
@@ -354,6 +358,6 @@ class DraftingMode:
             mode = Mode.DRAFTING if values[1] > values[0] else Mode.PLAIN
             # What did not pay on a busy machine or with another drafter is tried anew, as if it were not known.
             on_loan = mode is Mode.PLAIN and 2**at <= self._most_on_loan
-            loads[int(at)] = Load(mode, on_loan=on_loan, rates=rates)
+            loads[int(at)] = Load(mode, on_loan=on_loan, most_lost=self._most_lost, rates=rates)
         self.loads = loads
         self._leave(None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.draft_policy import MOST_PRICE, FixedGamma, Goodput
-from paceline.core.drafting_mode import LEAST_STEPS
+from paceline.core.drafting_mode import LEAST_STEPS, MOST_LOST
 from paceline.core.errors import ConfigError
 from paceline.core.goodput import LEAST_SURVIVAL
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost
+from paceline.core.target_events import Reason
 from paceline.core.tree import DraftTree
 from paceline.forest import ROOT, rows_of
 from paceline.forest.linking import CHILD_SHARE
@@ -254,6 +257,56 @@ def test_steps_draft_where_that_commits_more_tokens_a_second():
     gentle = StepCost(rows=(1, 512), seconds=(0.010, 0.020))
     assert measured(Goodput(gentle), gentle)[-1]
     assert sum(measured(Goodput(gentle), StepCost(rows=(1, 512), seconds=(0.001, 1.0)))) < 20
+
+
+def beside_sources(policy: Goodput, seconds: dict[str, float], num_steps: int = 300) -> list[str]:
+    """Who guessed in each of so many steps of eight sessions: with guesses each gets two tokens, without one."""
+    who = []
+    for _ in range(num_steps):
+        drafts = policy.enter(8, drafters="drafters" in seconds, sources=True)
+        who.append("drafters" if drafts else "sources" if policy.guesses else "nobody")
+        guesses, step_s = 8 * policy.guesses, seconds[who[-1]]
+        policy.observe(roots=8, guesses=guesses, tokens=8 + guesses, step_s=step_s, cycle_s=step_s)
+    return who
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({"nobody": 1.0, "sources": 1.2, "drafters": 2.5}, "sources"),
+        ({"nobody": 1.0, "sources": 1.2}, "sources"),
+        ({"nobody": 1.0, "sources": 1.9, "drafters": 1.2}, "drafters"),
+        ({"nobody": 1.0, "sources": 2.5, "drafters": 3.0}, "nobody"),
+    ],
+)
+def test_drafters_sources_alone_or_nobody_guess_whatever_commits_most(seconds, best):
+    policy = Goodput(most_on_loan=math.inf)
+    who = beside_sources(policy, seconds)
+    assert Counter(who[100:]).most_common(1)[0][0] == best
+    assert who[100:].count(best) > 170
+    lost = sum(seconds[each] - seconds["nobody"] * (1 + (each != "nobody")) for each in who[:200])
+    # Either trial may lose a step more than it is allowed.
+    assert lost < 1.5 * MOST_LOST + 2 * max(seconds.values()), "never slower than plain steps"
+
+
+def test_sources_rest_in_a_rehearsal_of_plain_steps_and_are_not_asked_where_a_session_has_none():
+    policy = Goodput()
+    beside_sources(policy, {"nobody": 1.0, "sources": 1.2})
+    policy.enter(8, drafters=True, sources=True)
+    assert (policy.drafts, policy.guesses, policy.reason, policy.price) == (False, True, Reason.PAYS, 1.0)
+    policy.enter(8, drafters=False, sources=False)
+    assert (policy.guesses, policy.reason) == (False, Reason.NO_DRAFTER)
+    policy.rehearse(False)
+    policy.enter(8, drafters=True, sources=True)
+    assert not policy.guesses
+
+
+def test_a_successor_knows_what_sources_are_worth():
+    before, after = Goodput(), Goodput()
+    beside_sources(before, {"nobody": 1.0, "sources": 1.2})
+    after.resume(before.learned())
+    after.enter(8, drafters=False, sources=True)
+    assert after.guesses
 
 
 def test_steps_show_nothing_of_drafting_before_drafters_have_answered():
