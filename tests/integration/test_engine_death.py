@@ -130,7 +130,8 @@ async def test_a_session_that_waits_for_a_place_is_no_part_of_the_step_that_died
         assert type(await innocent.end()) is UnavailableError
         assert not innocent.heard
         late = Stream(calls, ask("late"))
-        assert type(await late.end()) is UnavailableError
+        # gRPC may lose why.
+        assert isinstance(await late.end(), UnavailableError)
         poison.cure.set()
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,9 @@ class Rehearsal:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Does what one says, until it ends."""
         if self._taken:
+            # Unread, its order would tear down the answer.
+            with suppress(OSError, TimeoutError, ValueError):
+                await asyncio.wait_for(reader.readline(), SILENCE_S)
             writer.write(_line({"error": "another rehearsal is under way"}))
             writer.close()
             return

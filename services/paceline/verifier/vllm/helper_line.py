@@ -15,8 +15,8 @@ from paceline.vllm.rehearsal import LINE_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Pause between two times that the helper is told the same in a rehearsal, or is asked whether it has a drafter; and the
-# longest wait for its answer.
+# Pauses between two times that the helper is told the same in a rehearsal, and between two looks whether it has a
+# drafter, or time for us; and the longest wait for its answer.
 PULSE_S, LOOK_S, ANSWER_S = 0.1, 2.0, 5.0
 
 Order = Mapping[str, Any]
@@ -92,17 +92,21 @@ class HelperLine:
             await asyncio.sleep(LOOK_S)
 
     async def _told(self, order: Order) -> Mapping[str, Any]:
-        """Gives an order, and returns the helper's state; nothing, if it does not answer."""
+        """Gives an order once nobody else rehearses; returns the helper's state, nothing if it does not answer."""
+        while "error" in (said := await self._tried(order)):
+            logger.info("vLLM's helper is told later", extra={"error": said["error"]})
+            await asyncio.sleep(LOOK_S)
+        return said
+
+    async def _tried(self, order: Order) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(ANSWER_S):
-                said: Mapping[str, Any] = await self._said(order)
-                if order["drafts"] is None:
+                said = await self._said(order)
+                if order["drafts"] is None or "error" in said:
                     await self._hang_up()
         except (OSError, TimeoutError, ValueError) as error:
-            said = {"error": repr(error)}
+            logger.info("vLLM's helper cannot be told", extra={"error": repr(error)})
             self._drop()
-        if "error" in said:
-            logger.info("vLLM's helper cannot be told", extra={"error": said["error"]})
             return {}
         return said
 
