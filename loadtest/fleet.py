@@ -57,11 +57,10 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
         ConfigError, UnavailableError: It did not start.
     """
     spec = FleetSpec(**FREE_PORTS)
-    with ExitStack() as held:
-        endpoint = next(each for each in plan_endpoints(spec, Ports(spec.host, held)) if each.role == "drafter")
     share = CpuShare(num_threads=len(cpus), cpus=tuple(cpus), lends=True)
     supervisor = Supervisor(say)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as logs:
+    with ExitStack() as held, tempfile.TemporaryDirectory(prefix="paceline-") as logs:
+        endpoint = next(each for each in plan_endpoints(spec, Ports(spec.host, held)) if each.role == "drafter")
         launch = Launch(spec=spec, redis_url="memory://", log_dir=Path(logs), environ=os.environ)
         child = launch.model(endpoint, checkpoint, share)
         try:

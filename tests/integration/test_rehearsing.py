@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from paceline.service.learned import TunedState
 from paceline.service.supervision import Supervisor
 from paceline.simulated.measured import LINK_S
 from paceline.simulated.profile import MEASURED, read_profile
-from paceline.verifier.rehearsing import TTL_S, WORK_S, Shelf, is_usable
+from paceline.verifier.rehearsing import TTL_S, WORK_S, Shelf, is_taught, is_usable
 from paceline.verifier.verifier_host import TargetHost
 from tests.integration.conftest import NUM_PAGES, know, running_drafter, verifier_at
 from tests.support.log_stream import VerifierCalls, verifier_calls
@@ -80,6 +81,17 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
 )
 def test_a_document_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
     assert not is_usable(content, "draft")
+
+
+def test_what_was_rehearsed_with_another_draft_model_is_rehearsed_anew() -> None:
+    policy = Goodput()
+    policy.rehearse(None, over="draft")
+    learned = {"policy": policy.learned(), "calibrations": {}}
+    assert is_taught(learned, "draft")
+    assert not is_taught(learned, "another")
+    assert is_usable(json.dumps(learned).encode(), "draft")
+    assert not is_usable(json.dumps(learned).encode(), "another")
+    assert not is_taught({}, "draft"), "a helper that does not answer"
 
 
 async def test_a_session_that_comes_in_the_midst_is_served_as_if_there_were_no_rehearsal(

@@ -261,13 +261,14 @@ class VerifierMetrics:
         )
         self.price = meter.gauge(
             "paceline:price",
-            "Least survival worth verifying at this load; 1: plain decoding, see paceline:mode_since_seconds.",
+            "Least survival worth drafting for at this load; 1: drafters idle, see paceline:mode_since_seconds.",
         )
         # The policy starts from there: nothing is drafted yet.
         self.price.set(1.0)
         self.mode_since = meter.gauge(
             "paceline:mode_since_seconds",
-            f"Unix time since when steps have had this mode for this reason; one series. mode: {', '.join(MODES)}. "
+            f"Unix time since when steps have had this mode for this reason; one series. mode: {', '.join(MODES)} "
+            "(steps verify guesses, be it those of sources inside the verifier alone). "
             f"reason: {', '.join(Reason)}.",
             ("mode", "reason"),
         )

@@ -219,8 +219,8 @@ class TargetHost:
         own: dict[str, Work] = {"life": self._show_life, "learned": self._keep_learned}
         if self._served.rehearsal != NEVER:
             own["rehearsal"] = partial(self._rehearser.run, store)
-        if self._served.helper is not None:
-            own["helper"] = partial(self._served.helper.run, self._rehearser.linked)
+            if self._served.helper is not None:
+                own["helper"] = partial(self._served.helper.run, self._rehearser.linked)
         return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.core.errors import ConfigError
 from paceline.service.learned import Learned
 from paceline.vllm.rehearsal import LINE_BYTES
 
@@ -79,10 +80,14 @@ class HelperLine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if order["drafts"] is None else PULSE_S):
                 order, wants = await self._orders.get()
-        state = await self._told(order)
+        state: Mapping[str, Any] = {}
+        try:
+            state = await self._told(order)
+        finally:
+            # Whoever asked gets an answer, whatever ends this.
+            if wants is not None and not wants.done():
+                wants.set_result(state.get("learned", {}))
         self.answered = bool(state.get("answered", True))
-        if wants is not None and not wants.done():
-            wants.set_result(state.get("learned", {}))
         return order
 
     async def _drafter(self) -> str:
@@ -104,7 +109,7 @@ class HelperLine:
                 said = await self._said(order)
                 if order["drafts"] is None or "error" in said:
                     await self._hang_up()
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError, ConfigError) as error:
             logger.info("vLLM's helper cannot be told", extra={"error": repr(error)})
             self._drop()
             return {}
