@@ -109,9 +109,6 @@ class ComputedTarget(SimulatedTarget):
     def new_cache(self, num_blocks: int) -> ComputedCache:
         return ComputedCache(self._decoder, num_blocks)
 
-    def rows_computed(self, rows: int) -> int:
-        return self._decoder.rows_computed(rows)
-
     def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
         """Computes the step, chooses its tokens on the device, and answers with those of the text."""
         assert isinstance(cache, ComputedCache), "of new_cache"

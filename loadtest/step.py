@@ -51,7 +51,7 @@ def time_linears(folder: Path, count: int) -> float:
     decoder = load_decoder(folder, num_threads=1)
     assert isinstance(decoder.backend, LlamaBackend), "the demo target is of the Llama family"
     layers = [linear for layer in decoder.backend.weights.layers for linear in layer.linears]
-    inputs = [torch.zeros(layer.rows_computed(1), layer.in_features, dtype=layer.dtype) for layer in layers]
+    inputs = [torch.zeros(1, layer.in_features, dtype=layer.dtype) for layer in layers]
     hidden = torch.zeros(1, layers[0].in_features)
     seconds = []
     with torch.inference_mode():

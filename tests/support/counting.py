@@ -104,9 +104,6 @@ class CountingDevice:
         del num_blocks
         return EmptyCache(self.feature_width)
 
-    def rows_computed(self, rows: int) -> int:
-        return rows
-
     def launch(self, batch: Batch, cache: EmptyCache, wanted: Walks | Ranks | None) -> HostPending:
         del cache, wanted
         self._clock.now_s += self.step_s

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken; linear between them.
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -52,7 +51,6 @@ class StepCost:
         rows: Increasing numbers of rows, the first at least 1.
         seconds: Time of a step with each of these numbers, never decreasing.
         node_s: Seconds that a guess costs besides its row.
-        computed: [most rows + 1], by rows the rows that the model really computes: kernels round up. None: the same.
 
     Raises:
         ConfigError: The table is empty or not monotone.
@@ -61,7 +59,6 @@ class StepCost:
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
     node_s: float = 0.0
-    computed: Ints | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         increasing = all(map(operator.lt, self.rows, self.rows[1:]))
@@ -70,28 +67,18 @@ class StepCost:
 
     def at(self, rows: int) -> float:
         """Seconds of a step of `rows` rows."""
-        return self._between(self.rows_computed(rows))
-
-    def slope(self, rows: int) -> float:
-        """Seconds of one guess more, rounding apart."""
-        return self._between(rows + 1) - self._between(rows) + self.node_s
-
-    def rows_computed(self, rows: int) -> int:
-        """Rows that the model computes for `rows` rows."""
-        return int(self.computed[rows]) if self.computed is not None and rows < len(self.computed) else rows
-
-    def _between(self, rows: int) -> float:
         right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
         x0, x1 = self.rows[right - 1], self.rows[right]
         y0, y1 = self.seconds[right - 1], self.seconds[right]
         return max(self.seconds[0], y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
+    def slope(self, rows: int) -> float:
+        """Seconds of one guess more."""
+        return self.at(rows + 1) - self.at(rows) + self.node_s
+
     def from_to(self, first: int, last: int) -> Floats:
         """Seconds of steps with `first` to `last` rows, `[last - first + 1]`."""
         rows = np.arange(first, last + 1)
-        if self.computed is not None:
-            known = min(max(len(self.computed) - first, 0), len(rows))
-            rows[:known] = self.computed[first : first + known]
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
         beyond = np.maximum(rows - self.rows[-1], 0) * slope
         return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
@@ -153,7 +140,7 @@ class StepTimes:
         return np.asarray(whole * seconds[0] + extra * (seconds - seconds[0]))
 
     def slope(self, rows: int) -> float:
-        """Seconds of one guess more than make `rows` rows, rounding apart."""
+        """Seconds of one guess more than make `rows` rows."""
         return float(self._factors[1]) * self._base.slope(rows)
 
     def learned(self) -> list[float]:

@@ -64,10 +64,6 @@ class Decoder:
         """Makes at once what steps of up to `max_rows` rows over a cache need, and bursts where it drafts."""
         self.backend.prepare(max_rows, cache, self.states, drafts=drafts)
 
-    def rows_computed(self, rows: int) -> int:
-        """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
-        return self.backend.rows_computed(rows)
-
     @memory_errors()
     @torch.inference_mode()
     def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:

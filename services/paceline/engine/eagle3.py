@@ -185,7 +185,7 @@ def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> D
     config = eagle.decoder_config(DecoderConfig.from_transformers(of_target, target))
     shape = _shape(eagle, of_target, config.head_dim)
     target_checkpoint, checkpoint = Checkpoint(target), Checkpoint(folder)
-    kind = choose_dtype(dtype, target_checkpoint, platform)
+    kind = choose_dtype(dtype, target_checkpoint)
     hidden = shape.hidden_size
     reader = LlamaReader(checkpoint, config, shape, kind, platform)
     of_the_target = LlamaReader(target_checkpoint, config, shape, kind, platform)

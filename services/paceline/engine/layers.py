@@ -7,6 +7,7 @@ since a row must not depend on its neighbours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,19 +39,13 @@ class Linear:
             self._weight = weight.contiguous()
 
     def raw(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in] -> [rows, out] of as many rows as `rows_computed` says; in inference mode."""
+        """[rows, in] -> [rows, out], both of the weight's kind; in inference mode."""
         return torch.nn.functional.linear(rows, self._weight, self._bias)
-
-    def rows_computed(self, count: int) -> int:
-        """Rows that `raw` takes for `count` rows."""
-        return count
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [rows, in] -> float32 [rows, out]."""
-        count = len(rows)
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, self.rows_computed(count) - count))
-        return self.raw(rows.to(self.dtype))[:count].to(torch.float32)
+        return self.raw(rows.to(self.dtype)).to(torch.float32)
 
 
 class Head:
@@ -109,12 +104,33 @@ def rope_frequencies(config: PretrainedConfig, head_dim: int) -> RopeFrequencies
     return RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=float(scaling))
 
 
+# pi / 2 in three parts, of which the first two are short enough for exact products; Taylor's coefficients in squares.
+_HALF_PI: Final = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+_COSINE: Final = [(-1) ** n / math.factorial(2 * n) for n in range(9, -1, -1)]
+_SINE: Final = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9, -1, -1)]
+
+
+def _cos_sin(angles: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Cosines and sines of angles below a million, by IEEE additions and products alone: libraries' differ by CPU."""
+    turns = np.rint(angles.astype(np.float64) * (2.0 / math.pi))
+    rest = angles.astype(np.float64)
+    for part in _HALF_PI:
+        rest = rest - turns * part
+    square, quarter = rest * rest, turns.astype(np.int64) % 4
+    cosine, sine = np.polyval(_COSINE, square), np.polyval(_SINE, square) * rest
+    signed = [cosine, sine, -cosine, -sine]
+    return (
+        np.choose(quarter, [signed[each] for each in (0, 3, 2, 1)]).astype(np.float32),
+        np.choose(quarter, [signed[each] for each in (1, 0, 3, 2)]).astype(np.float32),
+    )
+
+
 class RopeTable:
     """Cosines and sines by position, in chunks of fixed shape: a position always has the same bits."""
 
     def __init__(self, frequencies: RopeFrequencies) -> None:
-        self._inverse = torch.tensor(frequencies.inverse, dtype=torch.float32)
-        self._scaling = frequencies.attention_scaling
+        self._inverse = np.array(frequencies.inverse, np.float32)
+        self._scaling = np.float32(frequencies.attention_scaling)
         half = len(frequencies.inverse)
         self._cos = np.empty((0, half), dtype=np.float32)
         self._sin = np.empty((0, half), dtype=np.float32)
@@ -123,10 +139,10 @@ class RopeTable:
     def _grow_to(self, length: int) -> None:
         cosines, sines = [self._cos], [self._sin]
         for first in range(len(self._cos), length, _CHUNK):
-            positions = torch.arange(first, first + _CHUNK, dtype=torch.float32)
-            angles = positions[:, None] * self._inverse
-            cosines.append((angles.cos() * self._scaling).numpy())
-            sines.append((angles.sin() * self._scaling).numpy())
+            positions = np.arange(first, first + _CHUNK, dtype=np.float32)
+            cosine, sine = _cos_sin(positions[:, None] * self._inverse)
+            cosines.append(cosine * self._scaling)
+            sines.append(sine * self._scaling)
         self._cos, self._sin = np.concatenate(cosines), np.concatenate(sines)
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

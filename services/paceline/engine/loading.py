@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BlockPool, SessionPages
 from paceline.engine.backends.cpu.platform import CpuPlatform
+from paceline.engine.backends.cpu.simd import CPU_NAME, FUSES
 from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import (
@@ -59,16 +60,15 @@ logger = logging.getLogger(__name__)
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def choose_dtype(dtype: str, checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
-    """Returns the type that a checkpoint's weights are served in; "auto" takes none that the platform only emulates.
+def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the type that a checkpoint's weights are served in.
 
     Raises:
         ConfigError: The name is none of those known.
     """
     if dtype == "auto":
         kinds = {checkpoint.tensor(name).dtype for name in checkpoint.names if "embed" in name}
-        stored_wide = kinds <= {torch.float32, torch.float64}
-        return torch.float32 if stored_wide or platform.emulates_bfloat16 else torch.bfloat16
+        return torch.float32 if kinds <= {torch.float32, torch.float64} else torch.bfloat16
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be bfloat16, float32 or auto, got {dtype!r}")
     return _DTYPES[dtype]
@@ -79,8 +79,7 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
 
     Args:
         folder: In the Hugging Face format, with safetensors.
-        dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16, and both float32
-            on a CPU that only emulates bfloat16).
+        dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16).
         device: "cpu", "cuda" or "auto" (CUDA if there is one).
         num_threads: CPU threads of the linear layers, for the whole process; None leaves torch's choice.
 
@@ -88,17 +87,14 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
         ConfigError: The folder or a setting makes serving impossible; says what to do.
     """
     platform = choose_platform(device)
+    if platform.device.type == "cpu" and not FUSES:
+        logger.warning("this CPU (%s) has no fused multiply-add: texts may differ from those of CPUs that do", CPU_NAME)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     described = read_transformers_config(folder)
     config = DecoderConfig.from_transformers(described, folder)
     checkpoint = Checkpoint(folder)
-    kind = choose_dtype(dtype, checkpoint, platform)
-    if kind is torch.bfloat16 and platform.emulates_bfloat16:
-        logger.warning(
-            "this CPU emulates bfloat16: slow, and with several threads tokens may depend on the batch; "
-            "--dtype auto takes float32, which is neither, for twice the memory"
-        )
+    kind = choose_dtype(dtype, checkpoint)
     if config.architecture not in LEAN_ARCHITECTURES:
         from paceline.engine.backends.generic.backend import GenericBackend
 
@@ -144,17 +140,17 @@ def model_identity(
         vocab_size=config.vocab_size,
         context_len=max(config.context_len, min(max_model_len, config.longest_context_len)),
         eos_token_ids=config.eos_token_ids,
-        weights_hash=weights_hash(path, dtype, device),
+        weights_hash=weights_hash(path, dtype),
         arithmetic=choose_platform(device).arithmetic,
     )
 
 
-def weights_hash(folder: Path, dtype: str, device: str = "auto") -> str:
+def weights_hash(folder: Path, dtype: str) -> str:
     """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
 
     Raises:
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
-    served_in = str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode()
+    served_in = str(choose_dtype(dtype, checkpoint)).encode()
     return fingerprint([served_in, (folder / "config.json").read_bytes()], checkpoint.paths)

@@ -66,7 +66,7 @@ def model_needs(folder: Path, dtype: str, device: str, *, state_width: int = 0) 
         ConfigError: The checkpoint cannot be served.
     """
     platform, config, checkpoint = choose_platform(device), DecoderConfig.from_folder(folder), Checkpoint(folder)
-    itemsize = choose_dtype(dtype, checkpoint, platform).itemsize
+    itemsize = choose_dtype(dtype, checkpoint).itemsize
     # The generic decoder loads float32 where linears are packed, and keeps KV in it.
     wide = platform.packs and config.architecture not in LEAN_ARCHITECTURES
     kept = torch.float32.itemsize if wide else itemsize

@@ -115,10 +115,6 @@ class Model(Protocol):
         """
         ...
 
-    def rows_computed(self, rows: int) -> int:
-        """Rows that a step of `rows` rows computes."""
-        ...
-
 
 class DraftModel(Model, Protocol):
     """A model that drafts."""

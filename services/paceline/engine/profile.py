@@ -54,8 +54,7 @@ def profile_steps(
         seconds.append(max([min(step_s(count) for _ in range(SAMPLES)), *seconds[-1:]]))
     if len(rows) < 2:
         return DEFAULT_STEP_COST.scaled(seconds[0])
-    computed = np.array([decoder.rows_computed(count) for count in range(most_rows + 1)])
-    return StepCost(rows=tuple(rows), seconds=tuple(seconds), computed=computed)
+    return StepCost(rows=tuple(rows), seconds=tuple(seconds))
 
 
 def _roots(count: int) -> Walks:

@@ -162,9 +162,6 @@ class SimulatedTarget:
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)
 
-    def rows_computed(self, rows: int) -> int:
-        return rows
-
     def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
         """Takes a step's time."""
         del wanted
@@ -225,9 +222,6 @@ class SimulatedDraft:
 
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)
-
-    def rows_computed(self, rows: int) -> int:
-        return rows
 
     def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
         """Takes a step's time."""

@@ -69,20 +69,6 @@ def test_what_was_not_seen_for_long_is_learned_faster():
     assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300) < 1.5
 
 
-def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
-    computed = np.array([0, *(4 * -(-rows // 4) for rows in range(1, 65))])
-    cost = StepCost(rows=(1, 101), seconds=(1.0, 101.0), computed=computed)
-    assert [cost.at(rows) for rows in (1, 4, 5, 63, 64, 70)] == [4.0, 4.0, 8.0, 64.0, 64.0, 70.0]
-    assert cost.from_to(1, 70).tolist() == [cost.at(rows) for rows in range(1, 71)]
-    assert cost.slope(2) == pytest.approx(1.0)
-    times = StepTimes(replace(cost, node_s=1e-6))
-    for _ in range(200):
-        times.observe(roots=5, guesses=0, seconds=16.0)
-    seconds = times.with_guesses(4, 4)
-    assert seconds[1] == pytest.approx(seconds[4], rel=1e-3)
-    assert seconds[0] < seconds[1]
-
-
 def test_steps_that_scatter_do_not_shake_the_factors():
     times, rng = StepTimes(PROFILE), np.random.default_rng(5)
     slopes, ratios = [], []

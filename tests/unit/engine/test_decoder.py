@@ -12,9 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.engine.backends.cpu.fused_layers import FusedLayers
-from paceline.engine.backends.cpu.linear import has_own_product
-from paceline.engine.hidden_states import StateLayout
 from paceline.engine.loading import load_decoder
 from tests.unit.engine.tiny_models import (
     FAMILIES,
@@ -29,7 +26,6 @@ from tests.unit.engine.tiny_models import (
     greedy,
     pack,
 )
-from tests.unit.engine.traffic import ALL_BLOCKS, Traffic
 
 each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -133,30 +129,6 @@ def test_settings_that_cannot_work_are_refused_by_name(tiny):
         load_decoder(folder, "int4", "cpu")
     with pytest.raises(ConfigError, match="device must be cpu, cuda or auto"):
         load_decoder(folder, "auto", "tpu")
-
-
-@pytest.mark.skipif(not has_own_product(torch.bfloat16), reason="needs a CPU that multiplies bfloat16")
-@each_family
-def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(family, tiny, monkeypatch):
-    whole = tiny(family).load("bfloat16")
-    with monkeypatch.context() as patch:
-        patch.setattr(FusedLayers, "are_possible", lambda _layers, _hidden: False)
-        one_by_one = tiny(family).load("bfloat16")
-    layout = StateLayout(hidden_size=whole.hidden_size, layers=(0, whole.config.num_layers - 1), final=True)
-    traffic, caches = Traffic(7), []
-    for decoder in (whole, one_by_one):
-        decoder.keep_states(layout)
-        caches.append(decoder.new_cache(ALL_BLOCKS))
-    for _ in range(12):
-        batch = traffic.step(40)
-        logits = [each.forward(batch, cache) for each, cache in zip((whole, one_by_one), caches, strict=True)]
-        assert torch.equal(*logits)
-        early = [each.forward(batch, cache, (0,)) for each, cache in zip((whole, one_by_one), caches, strict=True)]
-        assert torch.equal(*early)
-    assert torch.equal(caches[0].keys, caches[1].keys)
-    assert torch.equal(caches[0].values, caches[1].values)
-    assert torch.equal(caches[0].states, caches[1].states)
-    assert float(caches[0].states.abs().sum()) > 0.0
 
 
 @pytest.mark.parametrize(

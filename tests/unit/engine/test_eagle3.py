@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from paceline.checkpoints.families import is_eagle3
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
-from paceline.engine.backends.cpu.linear import has_native_bfloat16
 from paceline.engine.backends.cpu.platform import CpuPlatform
 from paceline.engine.batch import Batch
 from paceline.engine.eagle3 import EagleConfig, load_eagle3, load_fusion, read_eagle3, states_hash
@@ -116,7 +115,6 @@ def test_rows_have_the_same_bits_in_any_batch(tiny, tmp_path):
     assert torch.equal(torch.cat(rows), whole)
 
 
-@pytest.mark.skipif(not has_native_bfloat16(), reason="this CPU emulates bfloat16")
 def test_bfloat16_stays_near(tiny, tmp_path):
     model = tiny(FAMILY)
     folder = save_eagle3(tmp_path / "head", model.folder, draft_vocab=None)

@@ -33,12 +33,12 @@ each_way = pytest.mark.parametrize("way", sorted(WAYS))
 
 
 def layout() -> StateLayout:
-    weight = torch.randn(FUSED, 2 * HIDDEN, generator=torch.Generator().manual_seed(5))
+    weight = torch.randn(FUSED, 2 * HIDDEN, generator=torch.Generator().manual_seed(5)) / (2 * HIDDEN) ** 0.5
     return StateLayout(hidden_size=HIDDEN, layers=(1, 0), fuse=PackedLinear(weight), final=True)
 
 
 def expected_states(model, token_ids) -> torch.Tensor:
-    weight = torch.randn(FUSED, 2 * HIDDEN, generator=torch.Generator().manual_seed(5))
+    weight = torch.randn(FUSED, 2 * HIDDEN, generator=torch.Generator().manual_seed(5)) / (2 * HIDDEN) ** 0.5
     with torch.no_grad():
         streams = model.oracle(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     fused = torch.cat([streams[2][0], streams[1][0]], dim=-1) @ weight.T

@@ -100,10 +100,6 @@ class Backend(ABC):
             drafts: Bursts are to come, too.
         """
 
-    def rows_computed(self, rows: int) -> int:
-        """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
-        return self.platform.rows_computed(rows, self.dtype)
-
 
 class Platform(ABC):
     """What one kind of device computes with: the parts of which back ends and heads are made.
@@ -125,18 +121,9 @@ class Platform(ABC):
     def arithmetic(self) -> str:
         """Names what decides the last bits of logits beside weights: kind of device, versions, our own kernels."""
 
-    @property
-    def emulates_bfloat16(self) -> bool:
-        """Whether it multiplies bfloat16 by other instructions: slowly, and not always with the same bits."""
-        return False
-
     @abstractmethod
     def new_cache(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, state_width: int) -> KVCache:
         """An empty cache of `num_blocks` blocks."""
-
-    def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
-        """Rows that linears of this kind compute for `rows` rows."""
-        return rows
 
     @abstractmethod
     def attention(self, batch: Batch) -> Attention:

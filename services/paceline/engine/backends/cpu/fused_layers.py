@@ -1,9 +1,8 @@
-"""All layers of a step as one compiled call, for models whose products are all our own.
+"""All layers of a step as one compiled call.
 
 A layer is ten calls of some ten microseconds. Made one by one from Python, each lets go of the interpreter and has to
 win it back from the event loop, which is busy with the last step's tokens: a small model's step took twice as long
-beside a gateway as alone. Here the interpreter is let go once. The loops are those of `layer_kernels`, `attention` and
-`bfloat16_product`, in the same order, so rows have the same bits either way.
+beside a gateway as alone. Here the interpreter is let go once.
 
 Layers are told to compiled code by the addresses of their arrays: as arguments their number would be part of its type.
 """
@@ -18,13 +17,13 @@ import numpy.typing as npt
 import torch
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from paceline.engine.backends.cpu.attention import attend_rows
-from paceline.engine.backends.cpu.bfloat16_product import OUTPUTS, multiply
 from paceline.engine.backends.cpu.kv import CpuKVCache, as_array
 from paceline.engine.backends.cpu.layer_kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.backends.cpu.linear import PackedLinear
+from paceline.engine.backends.cpu.product import OUTPUTS, multiply
 from paceline.engine.backends.cpu.simd import LANES
 from paceline.engine.batch import Batch
 from paceline.engine.layers import LlamaLayer
@@ -44,12 +43,27 @@ def _pointer(typing: Any, address: Any) -> Any:
     return signature, codegen
 
 
+def _weights_at(address: Any, groups: Any, inputs: Any) -> Any:
+    """The weights of a `Product` of rows `inputs`, whose kind they have; compiled code only."""
+    raise NotImplementedError
+
+
+@overload(_weights_at)  # type: ignore[untyped-decorator]
+def _weights_of(address: Any, groups: Any, inputs: Any) -> Any:
+    def single(address: Any, groups: Any, inputs: Any) -> Any:
+        return carray(_pointer(address), (groups, inputs.shape[1], 2, LANES), np.float32)
+
+    def pairs(address: Any, groups: Any, inputs: Any) -> Any:
+        return carray(_pointer(address), (groups, (inputs.shape[1] + 1) // 2, 2, LANES), np.uint32)
+
+    return single if inputs.dtype == types.float32 else pairs
+
+
 @kernel
 def _multiply_at(addresses: Any, product: Any, inputs: Any, out: Any) -> None:
-    groups, pairs = (out.shape[1] + OUTPUTS - 1) // OUTPUTS, inputs.shape[1] // 2
-    words = carray(_pointer(addresses[product]), (groups, pairs, 2, LANES), np.uint32)
+    groups = (out.shape[1] + OUTPUTS - 1) // OUTPUTS
     bias = carray(_pointer(addresses[product + 1]), (groups * OUTPUTS,), np.float32)
-    multiply(inputs.view(np.uint32), words, bias, out)
+    multiply(inputs, _weights_at(addresses[product], groups, inputs), bias, out)
 
 
 @kernel
@@ -61,6 +75,7 @@ def _run_layers(
     eps: Any,
     scale: Any,
     residual: Any,
+    entering: Any,
     taps: Any,
     tapped: Any,
     cos: Any,
@@ -71,14 +86,20 @@ def _run_layers(
     values: Any,
     query: Any,
 ) -> Any:
-    """Runs layers over rows; `taps` [layers] are rows of `tapped` [taps, rows, hidden], -1: none."""
+    """Runs layers over rows; their weights are of the kind of `entering`.
+
+    Args:
+        entering: [rows, width], the first layer's input in place of the norm of the residual stream; no rows: that.
+        taps: [layers], rows of `tapped` [taps, rows, hidden]; -1: none.
+    """
     rows, hidden = residual.shape
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[2]
-    normed, delta = np.empty((rows, hidden), np.uint16), np.empty((rows, hidden), np.uint16)
-    qkv = np.empty((rows, (heads + 2 * kv_heads) * head_dim), np.uint16)
-    attended = np.empty((rows, heads * head_dim), np.uint16)
-    gate_up, activated = np.empty((rows, 2 * inner), np.uint16), np.empty((rows, inner), np.uint16)
+    kind = entering.dtype
+    normed, delta = np.empty((rows, hidden), kind), np.empty((rows, hidden), kind)
+    qkv = np.empty((rows, (heads + 2 * kv_heads) * head_dim), kind)
+    attended = np.empty((rows, heads * head_dim), kind)
+    gate_up, activated = np.empty((rows, 2 * inner), kind), np.empty((rows, inner), kind)
     for number in range(wanted.shape[0]):
         layer = wanted[number]
         at = addresses[layer]
@@ -92,7 +113,7 @@ def _run_layers(
             rms_norm_rows(residual, input_norm, eps, normed)
         if taps[layer] >= 0:
             tapped[taps[layer]] = residual
-        _multiply_at(at, _QKV, normed, qkv)
+        _multiply_at(at, _QKV, normed if number or not len(entering) else entering, qkv)
         project_rows(qkv, query_norm, key_norm, eps, cos, sin, slots, keys[layer], values[layer], query)
         attend_rows(query, keys[layer], values[layer], arrays, scale, attended)
         _multiply_at(at, _OUT, attended, delta)
@@ -107,7 +128,7 @@ class FusedLayers:
     """All layers of a model, run by one compiled call.
 
     Args:
-        layers: Of one shape; see `are_possible`.
+        layers: Of one shape, but for the width that the first one takes.
         inner: Width of their MLPs.
         eps: Of their norms.
         scale: Of attention scores.
@@ -121,36 +142,28 @@ class FusedLayers:
         self._qk_norm = len(arrays[0][_QUERY_NORM])
         self._inner, self._eps, self._scale = inner, eps, scale
 
-    @staticmethod
-    def are_possible(layers: Sequence[LlamaLayer], hidden: int) -> bool:
-        """Whether every product is our own, and every layer takes [rows, hidden]."""
-        linears = [linear for layer in layers for linear in layer.linears]
-        own = all(
-            isinstance(each, PackedLinear) and each.product is not None and each.in_features % 2 == 0
-            for each in linears
-        )
-        return own and all(layer.qkv.in_features == hidden for layer in layers)
-
     def run(
         self,
         wanted: Sequence[int],
         residual: npt.NDArray[np.float32],
+        entering: npt.NDArray[Any],
         taps: Sequence[int],
         rope: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
         batch: Batch,
         cache: CpuKVCache,
         num_heads: int,
-    ) -> tuple[npt.NDArray[np.uint16], dict[int, torch.Tensor]]:
+    ) -> tuple[npt.NDArray[Any], dict[int, torch.Tensor]]:
         """Runs layers over rows, and writes their KV.
 
         Args:
             wanted: Layers, in the order in which they run.
             residual: float32 [rows, hidden], the residual stream; what the last layer adds to it is returned.
+            entering: [rows, width], the first layer's input, of the weights' kind; no rows: the residual's norm is.
             taps: Layers before which it is kept.
             rope: Cosines and sines, [rows, head_dim / 2] each.
 
         Returns:
-            bfloat16 bits [rows, hidden] that are still to be added to the residual stream, and it before each tap.
+            [rows, hidden], of the weights' kind, still to be added to the residual stream; and it before each tap.
         """
         assert len(wanted), "at least one layer runs"
         keys, values = as_array(cache.keys), as_array(cache.values)
@@ -160,7 +173,7 @@ class FusedLayers:
         query = np.empty((len(residual), num_heads, values.shape[-1]), np.float32)
         delta = _run_layers(
             np.array(wanted, np.int64), self._addresses, self._inner, self._qk_norm, self._eps, self._scale,
-            residual, places, tapped, *rope, batch.slots, batch.attention_arrays, keys, values, query,
+            residual, entering, places, tapped, *rope, batch.slots, batch.attention_arrays, keys, values, query,
         )  # fmt: skip
         return delta, dict(zip(taps, torch.from_numpy(tapped), strict=True))
 
@@ -170,7 +183,6 @@ def _arrays(layer: LlamaLayer) -> list[npt.NDArray[Any]]:
     norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.post_norm)
     arrays: list[npt.NDArray[Any]] = [norm.numpy() for norm in norms]
     for linear in layer.linears:
-        assert isinstance(linear, PackedLinear), "are_possible says so"
-        assert linear.product is not None, "and this"
-        arrays += [linear.product.words, linear.product.bias]
+        assert isinstance(linear, PackedLinear), "of the CPU's platform"
+        arrays += [linear.product.weights, linear.product.bias]
     return arrays

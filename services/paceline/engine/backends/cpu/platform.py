@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from functools import partial
 from importlib.metadata import version
 
@@ -12,7 +11,8 @@ from typing_extensions import override
 from paceline.engine.backends.cpu.attention import write_and_attend
 from paceline.engine.backends.cpu.backend import CpuBackend
 from paceline.engine.backends.cpu.kv import CpuKVCache
-from paceline.engine.backends.cpu.linear import PackedHead, PackedLinear, has_native_bfloat16, rows_computed
+from paceline.engine.backends.cpu.linear import PackedHead, PackedLinear
+from paceline.engine.backends.cpu.simd import FUSES
 from paceline.engine.backends.interface import Attention, Platform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
@@ -30,28 +30,18 @@ class CpuPlatform(Platform):
 
     @property
     def arithmetic(self) -> str:
-        """Names the architecture and the versions.
+        """Names the versions.
 
-        Two CPUs of one architecture count as one: our kernels fix the order of every sum, whatever instructions they
-        use, and oneDNN's float32 products had the same bits with AVX2 and with AVX-512 (torch 2.13; not with SSE4.1
-        alone).
+        All CPUs with fused multiply-add count as one: our kernels fix the order and the rounding of every sum, whatever
+        instructions they use.
         """
         kernels = f"kernels {sources_hash(PACKAGE, ARITHMETIC)}, numba {version('numba')}"
-        return f"cpu {platform.machine()}, {kernels}, torch {torch.__version__}"
-
-    @property
-    @override
-    def emulates_bfloat16(self) -> bool:
-        return not has_native_bfloat16()
+        return f"cpu{'' if FUSES else ' without fused multiply-add'}, {kernels}, torch {torch.__version__}"
 
     @override
     def new_cache(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, state_width: int) -> CpuKVCache:
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
         return CpuKVCache(*shape, dtype, state_width)
-
-    @override
-    def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
-        return rows_computed(rows, dtype)
 
     @override
     def attention(self, batch: Batch) -> Attention:

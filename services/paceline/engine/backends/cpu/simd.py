@@ -2,8 +2,8 @@
 
 LLVM does not keep partial sums of a plain loop in registers here, because it cannot prove that the arrays do
 not overlap; written out as vector code the score loop ran five times faster. Every operation is a fused
-multiply-add with one rounding, in a fixed order, so that a lane gives the same bits as the scalar form of the
-same sum.
+multiply-add with one rounding (see `FUSES`), in a fixed order, so that a lane gives the same bits as the scalar form
+of the same sum.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 LANES = 16
+
+_TRIPLE, CPU_NAME, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
+"""As numba compiles for: this machine's, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise."""
+FEATURES = frozenset(_FEATURES.split(","))
+FUSES = "+fma" in FEATURES or _TRIPLE.startswith(("aarch64", "arm64"))
+"""Whether the CPU multiplies and adds with one rounding; else it rounds twice, and bits may differ from others'."""
 
 _FLOAT = ir.FloatType()
 _INT16 = ir.IntType(16)
@@ -51,8 +58,13 @@ def splat(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(vector, vector, mask)
 
 
-def fused_multiply_add(builder: Any, left: Any, right: Any, addend: Any) -> Any:
-    """Left * right + addend, lane by lane, rounded once."""
+def multiply_add(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    """Left * right + addend of scalars or vectors, rounded once where the CPU can."""
+    if not FUSES:
+        # The library's function for it takes a hundred times as long.
+        return builder.fadd(builder.fmul(left, right), addend)
+    if left.type == _FLOAT:
+        return builder.fma(left, right, addend)
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(function, [left, right, addend])
@@ -79,7 +91,7 @@ def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: An
     offset = builder.mul(index, stride)
     loaded = {at: load_vector(builder, builder.gep(at, [offset])) for at in dict.fromkeys(vectors)}
     terms = zip([factors[at] for at in scalars], [loaded[at] for at in vectors], totals, strict=True)
-    sums = [fused_multiply_add(builder, *term) for term in terms]
+    sums = [multiply_add(builder, *term) for term in terms]
     following = builder.add(index, ir.Constant(count.type, 1))
     builder.branch(head)
     index.add_incoming(zero, before)
@@ -179,11 +191,11 @@ def add_weighted_lanes(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fma(typing: Any, left: Any, right: Any, addend: Any) -> Any:
-    """One lane of the vector forms above: left * right + addend, rounded once."""
+    """One lane of the vector forms above: left * right + addend."""
     signature = types.float32(types.float32, types.float32, types.float32)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.fma(*args)
+        return multiply_add(builder, *args)
 
     return signature, codegen
 

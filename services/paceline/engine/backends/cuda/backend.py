@@ -82,10 +82,6 @@ class CudaBackend(LlamaBackend):
         self._steps: _Steps | None = None
 
     @override
-    def rows_computed(self, rows: int) -> int:
-        return padded(rows)
-
-    @override
     def prepare(self, max_rows: int, cache: KVCache, kept: StateLayout, *, drafts: bool) -> None:
         steps = self._steps_over(cache)
         steps.record(max_rows, kept, drafts=drafts)

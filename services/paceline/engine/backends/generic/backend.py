@@ -133,10 +133,6 @@ class GenericBackend(Backend):
         return backend
 
     @override
-    def rows_computed(self, rows: int) -> int:
-        return self.platform.rows_computed(rows, self._model.dtype)
-
-    @override
     def new_cache(self, num_blocks: int, state_width: int) -> KVCache:
         return self.platform.new_cache(self.config, num_blocks, self._model.dtype, state_width)
 

@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.engine.backends.cpu import linear
-from paceline.engine.backends.cpu.linear import (
-    MIN_ROWS,
-    PackedHead,
-    PackedLinear,
-    has_native_bfloat16,
-    padded_rows,
-    row_counts,
-    rows_computed,
-)
+from paceline.engine.backends.cpu.linear import PackedHead, PackedLinear
 
-# Sums longer than 1,024 are where oneDNN's kernel for a lone row parts from the others; odd sizes have tails.
+# Sums longer than a block, odd sizes, and outputs that fill no group.
 SHAPES = [(64, 96), (100, 37), (1027, 130), (2304, 64)]
 ROW_COUNTS = [*range(1, 35), 63, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511, 512]
 
@@ -40,9 +31,8 @@ def random_layer(kind, in_features, out_features, dtype):
 @pytest.mark.parametrize("kind", [PackedLinear, PackedHead])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_a_row_has_the_same_bits_among_1_to_512_rows(threads, kind, dtype, in_features, out_features):
-    if dtype is torch.bfloat16 and threads > 1 and not has_native_bfloat16():
-        pytest.skip("this CPU emulates bfloat16, and services warn of it")
+@pytest.mark.usefixtures("threads")
+def test_a_row_has_the_same_bits_among_1_to_512_rows(kind, dtype, in_features, out_features):
     layer, _, _, rows = random_layer(kind, in_features, out_features, dtype)
     whole = layer(rows)
     for count in ROW_COUNTS:
@@ -59,32 +49,20 @@ def test_float32_layers_equal_the_exact_product(in_features, out_features):
     torch.testing.assert_close(layer(rows).double(), exact, atol=1e-5, rtol=1e-5)
 
 
-def test_a_bfloat16_layer_rounds_rows_and_results_to_bfloat16_and_nothing_else():
-    layer, weight, bias, rows = random_layer(PackedLinear, 96, 64, torch.bfloat16)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_a_bfloat16_layer_rounds_rows_and_results_to_bfloat16_and_nothing_else(in_features, out_features):
+    layer, weight, bias, rows = random_layer(PackedLinear, in_features, out_features, torch.bfloat16)
     exact = rows.bfloat16().double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(layer(rows).double(), exact, atol=0, rtol=2**-8)
+    torch.testing.assert_close(layer(rows).double(), exact, atol=1e-5, rtol=2**-8)
     assert layer(rows).dtype == torch.float32
 
 
-@pytest.mark.skipif(not has_native_bfloat16(), reason="this CPU emulates bfloat16: there is one product only")
-def test_our_bfloat16_product_is_onednns_but_for_the_order_of_sums(monkeypatch):
-    ours, weight, bias, rows = random_layer(PackedLinear, 1027, 130, torch.bfloat16)
-    monkeypatch.setattr(linear, "has_own_product", lambda dtype: False)
-    theirs = PackedLinear(weight, bias)
-    assert rows_computed(5, torch.bfloat16) == 8
-    torch.testing.assert_close(ours(rows), theirs(rows), atol=2**-8, rtol=2**-7)
-
-
-def test_a_head_never_rounds_logits_to_bfloat16():
-    layer, weight, _, rows = random_layer(PackedHead, 320, 200, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_a_head_never_rounds_logits_to_bfloat16(dtype, in_features, out_features):
+    layer, weight, _, rows = random_layer(PackedHead, in_features, out_features, dtype)
     exact = rows.double() @ weight.double().T
     torch.testing.assert_close(layer(rows).double(), exact, atol=1e-5, rtol=1e-5)
-
-
-def test_a_head_beyond_the_range_of_float16_is_kept_as_float32():
-    weight = torch.tensor([[1e6, 0.0], [0.0, 1.0]]).bfloat16()
-    logits = PackedHead(weight)(torch.tensor([[1.0, 2.0]]))
-    assert logits.tolist() == [[float(weight[0, 0]), 2.0]]
 
 
 def test_no_rows_give_no_rows():
@@ -97,12 +75,5 @@ def test_no_rows_give_no_rows():
 def test_raw_takes_and_gives_the_weights_kind():
     layer, *_ = random_layer(PackedLinear, 64, 96, torch.bfloat16)
     with torch.inference_mode():
-        assert layer.raw(torch.zeros(MIN_ROWS, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert layer.raw(torch.zeros(4, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert layer.nbytes == 2 * (64 * 96 + 96)
-
-
-def test_rows_are_padded_to_few_different_counts():
-    assert [padded_rows(count) for count in (1, 4, 5, 64, 65, 256, 257)] == [4, 4, 8, 64, 80, 256, 320]
-    counts = row_counts(512, torch.float32)
-    assert counts == sorted({rows_computed(count, torch.float32) for count in range(1, 513)})
-    assert len(counts) == 32
