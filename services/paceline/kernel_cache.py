@@ -11,6 +11,7 @@ The cache saves time and nothing else: where it cannot be written, kernels are c
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import hashlib
 import logging
@@ -20,6 +21,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +54,9 @@ _FLAGS = (
     "THREADING_LAYER",
     "USING_SVML",
 )
+
+# Longest that a process waits for a kernel that another one compiles, which takes half a minute; how often it looks.
+_CLAIM_S, _LOOK_S = 120.0, 0.05
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -158,19 +163,31 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], folder: Path):
         code = function.__code__
         place = "_".join(Path(code.co_filename).with_suffix("").relative_to(PACKAGE).parts)
+        self._claims: dict[Path, int | None] = {}
         self._stem = folder / f"{place}.{function.__name__}-{code.co_firstlineno}"
 
     def load_overload(self, sig: object, target_context: Any) -> Any:
-        """Returns what was compiled for a signature on a processor like this one, or none."""
+        """Returns what was compiled for a signature on a processor like this one, or none.
+
+        Where another process is compiling it, that is waited for: two services that start side by side share the work.
+        """
         target_context.refresh()
         key = self._key(sig, target_context.codegen())
-        try:
-            kept, payload = pickle.loads(_read(self._path(key)))
-        except (OSError, *_DAMAGED):
+        path = self._path(key)
+        found = _load(path, key)
+        if found is None:
+            self._claims[path] = _claim(path)
+            found = _load(path, key)
+        if found is None:
             return None
-        if kept != key:
-            return None
-        return compiler.CompileResult._rebuild(target_context, *payload)  # noqa: SLF001 - as numba keeps it
+        self._let_go(path)
+        return compiler.CompileResult._rebuild(target_context, *found)  # noqa: SLF001 - as numba keeps it
+
+    def _let_go(self, path: Path) -> None:
+        claim = self._claims.pop(path, None)
+        if claim is not None:
+            _claim_of(path).unlink(missing_ok=True)
+            os.close(claim)
 
     def save_overload(self, sig: object, cres: Any) -> None:
         """Keeps what was compiled for a signature, whole or not at all: it is in memory, and works without."""
@@ -189,6 +206,8 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
                 written.unlink(missing_ok=True)
         except OSError as error:
             _complain(path.parent, error.strerror or repr(error))
+        finally:
+            self._let_go(path)
 
     @staticmethod
     def _key(sig: object, codegen: Any) -> tuple[object, ...]:
@@ -197,6 +216,38 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
 
     def _path(self, key: tuple[object, ...]) -> Path:
         return self._stem.with_name(f"{self._stem.name}.{hashlib.sha256(str(key).encode()).hexdigest()[:16]}")
+
+
+def _load(path: Path, key: object) -> Any:
+    """What was compiled for a key, as numba keeps it; None: nothing that can be used."""
+    try:
+        kept, payload = pickle.loads(_read(path))
+    except (OSError, *_DAMAGED):
+        return None
+    return payload if kept == key else None
+
+
+def _claim_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.claim")
+
+
+def _claim(path: Path) -> int | None:
+    """Waits until no other process compiles a kernel, and says that this one does for as long as the result is open.
+
+    Only for so long: one that hangs, or cannot keep what it compiled, costs others time and nothing else.
+    """
+    try:
+        make_private(path.parent)
+        claim = os.open(_claim_of(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, PRIVATE)
+    except OSError:
+        return None
+    give_up_s = time.monotonic() + _CLAIM_S
+    while time.monotonic() < give_up_s:
+        with suppress(OSError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return claim
+        time.sleep(_LOOK_S)
+    return claim
 
 
 def _read(path: Path) -> bytes:
@@ -233,6 +284,14 @@ def compiled(function: FunctionT, sources: tuple[str, ...], **options: Any) -> F
 def kernel(function: FunctionT) -> FunctionT:
     """Compiles a loop of `ARITHMETIC`: IEEE arithmetic as written, division by zero as numpy has it."""
     return compiled(function, ARITHMETIC, error_model="numpy")
+
+
+def expanded(function: FunctionT) -> FunctionT:
+    """Writes a few lines out where compiled code calls them.
+
+    numba optimises all that a function calls once more with that function: a level less is seconds less of compiling.
+    """
+    return compiled(function, ARITHMETIC, error_model="numpy", inline="always")
 
 
 def inlined(function: FunctionT) -> FunctionT:

@@ -15,6 +15,7 @@ import pytest
 from numba.core import serialize
 
 import paceline
+from paceline import kernel_cache
 from paceline.forest.tree_loops import sigmoid
 from paceline.kernel_cache import ARITHMETIC, FOREST, KernelCache, cache_folder, take_shipped
 
@@ -53,6 +54,24 @@ def as_another_process_has_it(folder: Path) -> Any:
     kernel: Any = numba.njit(loop)
     kernel._cache = KernelCache(loop, folder)
     return kernel
+
+
+def test_a_kernel_that_another_process_is_compiling_is_waited_for(tmp_path, monkeypatch):
+    first, second = as_another_process_has_it(tmp_path), as_another_process_has_it(tmp_path)
+    assert first(0.5) == pytest.approx(0.622, abs=1e-3)
+    (kept,) = tmp_path.iterdir()
+    kept.unlink()
+    claim = kernel_cache._claim(kept)
+
+    def the_other_is_done(_: float) -> None:
+        monkeypatch.undo()
+        os.close(claim)
+        as_another_process_has_it(tmp_path)(0.5)
+
+    monkeypatch.setattr(kernel_cache.time, "sleep", the_other_is_done)
+    assert second(0.5) == first(0.5)
+    assert sum(second.stats.cache_hits.values()) == 1
+    assert [*tmp_path.iterdir()] == [kept], "claims are gone"
 
 
 def test_a_kernel_is_compiled_once_for_all_processes_and_checkouts(tmp_path):

@@ -11,12 +11,15 @@ from dataclasses import replace
 from paceline.checkpoints.families import is_eagle3
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
+from paceline.core.params import DRAFT_MODEL
 from paceline.drafter.config import DrafterConfig
+from paceline.engine import pending
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, then_yields_cpus
+from paceline.forest import Forest, warm_up
 from paceline.model_service import HOST_PAGES
 from paceline.service.config import named
 
@@ -75,6 +78,9 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     """Loads the model and grows one tree, so that the first session finds everything compiled."""
+    # First what a verifier beside it needs last: where neither finds anything compiled, each compiles half of it.
+    warm_up(Forest((DRAFT_MODEL,)))
+    pending.warm_up()
     decoder = checkpoint_of(config).load(config.threads)
     engine = DraftEngine(
         decoder=decoder,

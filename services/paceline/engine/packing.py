@@ -37,7 +37,8 @@ def fill_tables(tables: Ints, lengths: Ints, blocks: Ints) -> None:
     """Fills rows with as many blocks as each has, one after the other."""
     start = 0
     for row in range(len(lengths)):
-        tables[row, : lengths[row]] = blocks[start : start + lengths[row]]
+        for index in range(lengths[row]):
+            tables[row, index] = blocks[start + index]
         start += lengths[row]
 
 
@@ -90,7 +91,8 @@ def fill_trees(columns: Any, row: int, roots: Ints, guesses: Guesses) -> None:
             _fill(columns, mine, guesses.tokens[guess], guesses.positions[guess], guesses.kv[guess], sequence, length)
             # That of the root has none.
             depth = columns.num_ancestors[above]
-            columns.ancestors[mine, :depth] = columns.ancestors[above, :depth]
+            for each_above in range(depth):
+                columns.ancestors[mine, each_above] = columns.ancestors[above, each_above]
             columns.ancestors[mine, depth] = guesses.kv[guess]
             columns.num_ancestors[mine], columns.wanted[mine] = depth + 1, True
         first_guess += guesses.counts[each]
@@ -111,7 +113,8 @@ def fill_nodes(columns: Any, row: int, nodes: Ints, slots: Ints) -> None:
         sequence, token_id, position, end = nodes[each]
         depth = end - start
         _fill(columns, row + each, token_id, position, slots[end - 1], sequence, position - depth + 1)
-        columns.ancestors[row + each, :depth] = slots[start:end]
+        for place in range(depth):
+            columns.ancestors[row + each, place] = slots[start + place]
         columns.num_ancestors[row + each], columns.wanted[row + each] = depth, True
         start = end
 

@@ -92,6 +92,22 @@ def choices_of(choices: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(choices), step_kernels.CHOICE)
 
 
+def greedy_roots(count: int) -> Walks:
+    """A token at each row, chosen greedily: what most steps are asked, and a device need not hand its logits over."""
+    zeros, nothing = np.zeros(count, np.int64), np.zeros(0, np.int32)
+    greedy = np.zeros(count, step_kernels.CHOICE)
+    greedy["greedy"], greedy["inverse_temperature"], greedy["top_p"] = True, 1.0, 1.0
+    greedy["log_min_p"] = -np.inf
+    return Walks(np.arange(count), zeros + 1, greedy, zeros, zeros, nothing, nothing)
+
+
+def warm_up() -> None:
+    """Chooses and ranks once; what was compiled before is read from the cache."""
+    pending, walks = HostPending(np.zeros((1, 2), np.float32)), greedy_roots(1)
+    pending.follow(walks)
+    pending.rank(walks.rows, walks.positions, walks.choices)
+
+
 class HostPending:
     """A step that is over.
 

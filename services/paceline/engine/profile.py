@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, StepCost
-from paceline.engine.backends.cpu.step_kernels import CHOICE
 from paceline.engine.model import Cache, Model
 from paceline.engine.packing import BatchBuilder, TreeRow
-from paceline.engine.pending import Walks
+from paceline.engine.pending import greedy_roots
 
 # A profile of a large model on few cores ends here, and is drawn out from what was measured.
 PROFILE_S = 3.0
@@ -37,7 +34,7 @@ def profile_steps(
         assert len(slots) == count, "scratch holds as many slots as a step has rows"
         builder.add_nodes([TreeRow(nowhere, 0, 0, (slot,)) for slot in slots])
         started_s = clock()
-        walks = _roots(count)
+        walks = greedy_roots(count)
         decoder.launch(builder.build(), cache, walks).follow(walks)
         seconds = clock() - started_s
         for slot in slots:
@@ -55,12 +52,3 @@ def profile_steps(
     if len(rows) < 2:
         return DEFAULT_STEP_COST.scaled(seconds[0])
     return StepCost(rows=tuple(rows), seconds=tuple(seconds))
-
-
-def _roots(count: int) -> Walks:
-    """A token at each row, chosen greedily: what most steps are asked, and a device need not hand its logits over."""
-    zeros, nothing = np.zeros(count, np.int64), np.zeros(0, np.int32)
-    greedy = np.zeros(count, CHOICE)
-    greedy["greedy"], greedy["inverse_temperature"], greedy["top_p"] = True, 1.0, 1.0
-    greedy["log_min_p"] = -np.inf
-    return Walks(np.arange(count), zeros + 1, greedy, zeros, zeros, nothing, nothing)

@@ -15,9 +15,17 @@ import torch
 from paceline.engine.backends.cpu.kv import as_array
 from paceline.engine.backends.cpu.layer_kernels import exp32
 from paceline.engine.backends.cpu.openmp import in_parallel
-from paceline.engine.backends.cpu.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32
+from paceline.engine.backends.cpu.simd import (
+    LANES,
+    add_weighted_lanes,
+    dot_lanes,
+    encode,
+    fma,
+    side_by_side,
+    to_float32,
+)
 from paceline.engine.batch import Batch
-from paceline.kernel_cache import inlined, kernel
+from paceline.kernel_cache import expanded, inlined, kernel
 
 _MOST_ROWS = 4
 """Rows that go through their context side by side: with more, sums and scores would not stay in registers."""
@@ -27,7 +35,7 @@ _MOST_ROWS = 4
 def _score_context(query: Any, row: Any, group: Any, keys: Any, prefix: Any, context: Any, scores: Any) -> None:
     """Fills scores[group, H, :context]; lanes of the last block past the context are unused.
 
-    Blocks in the outer loop, heads in the inner: a block is read once, front to back. Four blocks at once, as their
+    Blocks in the outer loop, heads in the inner: a block is read once, front to back. Several blocks at once, as their
     sums would wait for their own additions one by one.
     """
     heads, head_dim = query.shape[1:]
@@ -36,25 +44,22 @@ def _score_context(query: Any, row: Any, group: Any, keys: Any, prefix: Any, con
     step = kv_heads * head_step
     flat_query, flat_keys, flat_scores = query.reshape(-1), keys.reshape(-1), scores.reshape(-1)
     query_step, out_step = heads * head_dim, heads * width
-    num_blocks = (context + block_size - 1) // block_size
-    in_fours = num_blocks - num_blocks % 4
-    for index in range(0, in_fours, 4):
-        b0, b1, b2, b3 = prefix[index], prefix[index + 1], prefix[index + 2], prefix[index + 3]
+    num_blocks, several = (context + block_size - 1) // block_size, side_by_side(group)
+    whole = num_blocks - num_blocks % len(several)
+    for index in range(0, whole, len(several)):
         for head in range(heads):
             at, into = head // shared * head_step, head * width + index * block_size
-            keys_at = (b0 * step + at, b1 * step + at, b2 * step + at, b3 * step + at)
-            scores_at = (into, into + block_size, into + 2 * block_size, into + 3 * block_size)
-            query_at = row * query_step + head * head_dim
             dot_lanes(
-                flat_query, query_at, group, query_step, flat_keys, keys_at, head_dim, flat_scores, scores_at, out_step
-            )
-    for index in range(in_fours, num_blocks):
+                flat_query, row * query_step + head * head_dim, group, query_step, flat_keys, prefix, index, several,
+                step, at, head_dim, flat_scores, into, out_step,
+            )  # fmt: skip
+    for index in range(whole, num_blocks):
         for head in range(heads):
-            at, into = prefix[index] * step + head // shared * head_step, head * width + index * block_size
-            query_at = row * query_step + head * head_dim
+            at, into = head // shared * head_step, head * width + index * block_size
             dot_lanes(
-                flat_query, query_at, group, query_step, flat_keys, (at,), head_dim, flat_scores, (into,), out_step
-            )
+                flat_query, row * query_step + head * head_dim, group, query_step, flat_keys, prefix, index, (0,),
+                step, at, head_dim, flat_scores, into, out_step,
+            )  # fmt: skip
 
 
 @kernel
@@ -122,28 +127,18 @@ def _add_tokens(
 
     Token by token, and for each row of the group; their weights are `weights_step` apart, their totals `step`.
     """
-    in_fours, whole = head_dim - head_dim % (4 * LANES), head_dim - head_dim % LANES
-    for dim in range(0, in_fours, 4 * LANES):
-        at, to = start + dim, into + dim
-        values_at = (at, at + LANES, at + 2 * LANES, at + 3 * LANES)
-        total_at = (to, to + LANES, to + 2 * LANES, to + 3 * LANES)
+    several = side_by_side(group)
+    in_several, whole = head_dim - head_dim % (len(several) * LANES), head_dim - head_dim % LANES
+    for dim in range(0, in_several, len(several) * LANES):
         add_weighted_lanes(
-            weights, weights_at, group, weights_step, values, values_at, count, head_dim, total, total_at, step
-        )
-    for dim in range(in_fours, whole, LANES):
+            weights, weights_at, group, weights_step, values, start + dim, several, count, head_dim,
+            total, into + dim, step,
+        )  # fmt: skip
+    for dim in range(in_several, whole, LANES):
         add_weighted_lanes(
-            weights,
-            weights_at,
-            group,
-            weights_step,
-            values,
-            (start + dim,),
-            count,
-            head_dim,
-            total,
-            (into + dim,),
-            step,
-        )
+            weights, weights_at, group, weights_step, values, start + dim, (0,), count, head_dim,
+            total, into + dim, step,
+        )  # fmt: skip
     if whole < head_dim:
         for row in group:
             for dim in range(whole, head_dim):
@@ -161,7 +156,8 @@ def _add_context(scores: Any, group: Any, values: Any, prefix: Any, context: Any
     shared, head_step, width = heads // kv_heads, block_size * head_dim, scores.shape[2]
     flat, weights, flat_total = values.reshape(-1), scores.reshape(-1), total.reshape(-1)
     weights_step, total_step = heads * width, heads * head_dim
-    total[:] = np.float32(0.0)
+    for each in group:
+        total[each] = np.float32(0.0)
     for index in range((context + block_size - 1) // block_size):
         first = index * block_size
         count, start = min(context - first, block_size), prefix[index] * kv_heads * head_step
@@ -198,22 +194,33 @@ def _add_nodes(scores: Any, row: Any, values: Any, context: Any, nodes: Any, tot
 
 @kernel
 def _attend_group(
-    query: Any, row: Any, group: Any, keys: Any, values: Any, arrays: Any, scale: Any, scores: Any, total: Any, out: Any
+    query: Any, row: Any, size: Any, keys: Any, values: Any, arrays: Any, scale: Any, scores: Any, total: Any, out: Any
 ) -> None:
-    """Attention of the rows `row + each` for each of the group; all attend the same context."""
+    """Attention of the next 1, 2 or 4 rows from one on, all of which attend the same context."""
     sequences, context_lens, ancestors, num_ancestors, block_tables = arrays
     heads, head_dim = query.shape[1:]
     context = np.intp(context_lens[row])
     prefix = block_tables[sequences[row]]
-    _score_context(query, row, group, keys, prefix, context, scores)
-    inverses, lanes = np.empty((len(group), heads), np.float32), np.empty(LANES, np.float32)
-    for each in group:
+    # The sizes are part of the compiled loops.
+    if size == 4:
+        _score_context(query, row, (0, 1, 2, 3), keys, prefix, context, scores)
+    elif size == 2:
+        _score_context(query, row, (0, 1), keys, prefix, context, scores)
+    else:
+        _score_context(query, row, (0,), keys, prefix, context, scores)
+    inverses, lanes = np.empty((size, heads), np.float32), np.empty(LANES, np.float32)
+    for each in range(size):
         nodes = ancestors[row + each, : num_ancestors[row + each]]
         _score_nodes(query[row + each], keys, context, nodes, scores[each])
         for head in range(heads):
             inverses[each, head] = _softmax(scores[each, head, : context + nodes.shape[0]], scale, lanes)
-    _add_context(scores, group, values, prefix, context, total)
-    for each in group:
+    if size == 4:
+        _add_context(scores, (0, 1, 2, 3), values, prefix, context, total)
+    elif size == 2:
+        _add_context(scores, (0, 1), values, prefix, context, total)
+    else:
+        _add_context(scores, (0,), values, prefix, context, total)
+    for each in range(size):
         nodes = ancestors[row + each, : num_ancestors[row + each]]
         _add_nodes(scores, each, values, context, nodes, total)
         for head in range(heads):
@@ -239,21 +246,16 @@ def _attend_share(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, o
     rows, heads, head_dim = query.shape
     scores = np.empty((_MOST_ROWS, heads, block_tables.shape[1] * LANES + ancestors.shape[1]), np.float32)
     total = np.empty((_MOST_ROWS, heads, head_dim), np.float32)
-    row, number = 0, 0
+    # Not a literal 0, for whose type all below would be compiled once more.
+    row, number = np.int64(0), 0
     while row < rows:
         size = _group_size(row, sequences, context_lens)
         if number % step == first:
-            # The sizes are part of the compiled loops.
-            if size == 4:
-                _attend_group(query, row, (0, 1, 2, 3), keys, values, arrays, scale, scores, total, out)
-            elif size == 2:
-                _attend_group(query, row, (0, 1), keys, values, arrays, scale, scores[:2], total[:2], out)
-            else:
-                _attend_group(query, row, (0,), keys, values, arrays, scale, scores[:1], total[:1], out)
+            _attend_group(query, row, size, keys, values, arrays, scale, scores, total, out)
         row, number = row + size, number + 1
 
 
-@kernel
+@expanded
 def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any) -> None:
     """Fills out[rows, H * D] from query[rows, H, D] and one layer's cache.
 

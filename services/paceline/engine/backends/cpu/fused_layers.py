@@ -60,10 +60,16 @@ def _weights_of(address: Any, groups: Any, inputs: Any) -> Any:
 
 
 @kernel
-def _multiply_at(addresses: Any, product: Any, inputs: Any, out: Any) -> None:
+def _copy(source: Any, target: Any) -> None:
+    for index in range(len(source)):
+        target[index] = source[index]
+
+
+@kernel
+def _multiply_at(weights: Any, bias: Any, inputs: Any, out: Any) -> None:
     groups = (out.shape[1] + OUTPUTS - 1) // OUTPUTS
-    bias = carray(_pointer(addresses[product + 1]), (groups * OUTPUTS,), np.float32)
-    multiply(inputs, _weights_at(addresses[product], groups, inputs), bias, out)
+    biases = carray(_pointer(bias), (groups * OUTPUTS,), np.float32)
+    multiply(inputs, _weights_at(weights, groups, inputs), biases, out)
 
 
 @kernel
@@ -112,15 +118,15 @@ def _run_layers(
         else:
             rms_norm_rows(residual, input_norm, eps, normed)
         if taps[layer] >= 0:
-            tapped[taps[layer]] = residual
-        _multiply_at(at, _QKV, normed if number or not len(entering) else entering, qkv)
+            _copy(residual.reshape(-1), tapped[taps[layer]].reshape(-1))
+        _multiply_at(at[_QKV], at[_QKV + 1], normed if number or not len(entering) else entering, qkv)
         project_rows(qkv, query_norm, key_norm, eps, cos, sin, slots, keys[layer], values[layer], query)
         attend_rows(query, keys[layer], values[layer], arrays, scale, attended)
-        _multiply_at(at, _OUT, attended, delta)
+        _multiply_at(at[_OUT], at[_OUT + 1], attended, delta)
         add_rms_norm_rows(residual, delta, post_norm, eps, normed)
-        _multiply_at(at, _GATE_UP, normed, gate_up)
+        _multiply_at(at[_GATE_UP], at[_GATE_UP + 1], normed, gate_up)
         silu_mul_rows(gate_up, activated)
-        _multiply_at(at, _DOWN, activated, delta)
+        _multiply_at(at[_DOWN], at[_DOWN + 1], activated, delta)
     return delta
 
 

@@ -23,15 +23,20 @@ def _copy_slots(keys: Any, values: Any, sources: Any, targets: Any) -> None:
     count = sources.shape[0]
     held_keys = np.empty((count, kv_heads, head_dim), keys.dtype)
     held_values = np.empty((count, kv_heads, head_dim), keys.dtype)
+    # Element by element: numba takes seconds to compile the message of an assignment of arrays that do not fit.
     for layer in range(layers):
         for index in range(count):
             block, offset = sources[index] // block_size, sources[index] % block_size
-            held_keys[index] = keys[layer, block, :, :, offset]
-            held_values[index] = values[layer, block, :, offset, :]
+            for head in range(kv_heads):
+                for dim in range(head_dim):
+                    held_keys[index, head, dim] = keys[layer, block, head, dim, offset]
+                    held_values[index, head, dim] = values[layer, block, head, offset, dim]
         for index in range(count):
             block, offset = targets[index] // block_size, targets[index] % block_size
-            keys[layer, block, :, :, offset] = held_keys[index]
-            values[layer, block, :, offset, :] = held_values[index]
+            for head in range(kv_heads):
+                for dim in range(head_dim):
+                    keys[layer, block, head, dim, offset] = held_keys[index, head, dim]
+                    values[layer, block, head, offset, dim] = held_values[index, head, dim]
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -141,7 +141,8 @@ def project_rows(
         for index in range(heads):
             _load_head(source, index * head_dim, query_norm, eps, head)
             _rotate(head, cos[row], sin[row])
-            query[row, index, :] = head
+            for dim in range(head_dim):
+                query[row, index, dim] = head[dim]
         block, offset = slots[row] // block_size, slots[row] % block_size
         for index in range(kv_heads):
             _load_head(source, (heads + index) * head_dim, key_norm, eps, head)

@@ -29,6 +29,7 @@ from paceline.engine.backends.cpu.simd import (
     CPU_NAME,
     FEATURES,
     LANES,
+    WIDE,
     array_data,
     load_vector,
     multiply_add,
@@ -36,12 +37,10 @@ from paceline.engine.backends.cpu.simd import (
     store_vector,
     to_float32,
 )
-from paceline.kernel_cache import kernel
+from paceline.kernel_cache import expanded, kernel
 
 OUTPUTS = 2 * LANES
 """Outputs that are packed side by side, in two vectors."""
-WIDE = "+avx512f" in FEATURES
-"""Whether there are 32 registers of 16 lanes; AVX2 has 16 of 8, NEON 32 of 4."""
 TILE_ROWS = 14 if WIDE else 6
 """Rows that are computed side by side: their sums, the weights and one input fill the registers."""
 WHOLE_ROWS = TILE_ROWS if WIDE else 2
@@ -406,7 +405,8 @@ def _store_group(totals: Any, group: Any, out: Any) -> None:
         else:
             _move_lanes(totals, at, moved, 0)
             _move_lanes(totals, at + LANES, moved, LANES)
-            flat[place : place + wanted] = moved[:wanted]
+            for column in range(wanted):
+                flat[place + column] = moved[column]
 
 
 @kernel
@@ -466,7 +466,7 @@ def _operands_of(inputs: Any, weights: Any) -> Any:
     return pairs if PAIR_BY_PAIR and inputs.dtype == types.uint16 and weights.dtype == types.uint32 else single
 
 
-@kernel
+@expanded
 def multiply(inputs: Any, weights: Any, bias: Any, out: Any) -> None:
     """Fills out[rows, out] with inputs W^T + bias.
 

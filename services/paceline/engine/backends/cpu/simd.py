@@ -22,6 +22,8 @@ LANES = 16
 _TRIPLE, CPU_NAME, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 """As numba compiles for: this machine's, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise."""
 FEATURES = frozenset(_FEATURES.split(","))
+WIDE = "+avx512f" in FEATURES
+"""Whether there are 32 registers of 16 lanes; AVX2 has 16 of 8, NEON 32 of 4."""
 FUSES = "+fma" in FEATURES or _TRIPLE.startswith(("aarch64", "arm64"))
 """Whether the CPU multiplies and adds with one rounding; else it rounds twice, and bits may differ from others'."""
 
@@ -103,14 +105,32 @@ def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: An
     return totals
 
 
-def _all_data(context: Any, builder: Any, array_type: Any, array: Any, offsets: Any) -> list[Any]:
-    return [array_data(context, builder, array_type, array, each) for each in cgutils.unpack_tuple(builder, offsets)]
+def _of_rows(builder: Any, pointer: Any, rows: Any, step: Any) -> list[Any]:
+    """The pointer `step` elements further on for every row after another."""
+    return [builder.gep(pointer, [builder.mul(row, step)]) for row in cgutils.unpack_tuple(builder, rows)]
 
 
-def _of_rows(builder: Any, pointers: Any, rows: Any, step: Any) -> list[Any]:
-    """The pointers `step` elements further on for every row after another."""
-    offsets = [builder.mul(row, step) for row in cgutils.unpack_tuple(builder, rows)]
-    return [builder.gep(pointer, [offset]) for offset in offsets for pointer in pointers]
+def _vectors(builder: Any, pointers: Any, count: int, index_type: Any) -> list[Any]:
+    """The next `count` vectors from each pointer on."""
+    offsets = [ir.Constant(index_type, LANES * number) for number in range(count)]
+    return [builder.gep(pointer, [offset]) for pointer in pointers for offset in offsets]
+
+
+def side_by_side(rows: Any) -> Any:
+    """How many vectors are added up at once for each of a few rows, as a tuple of that length; compiled code only."""
+    raise NotImplementedError
+
+
+@overload(side_by_side)  # type: ignore[untyped-decorator]
+def _side_by_side(rows: Any) -> Any:
+    # Sums wait for their own additions one by one: eight registers of them keep a core busy. Of sixteen registers, more
+    # sums would leave too few for what is added.
+    numbers = tuple(range(4 if WIDE else 4 // len(rows)))
+
+    def constant(rows: Any) -> Any:
+        return numbers
+
+    return constant
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -121,29 +141,44 @@ def dot_lanes(
     rows: Any,
     query_step: Any,
     keys: Any,
+    blocks: Any,
+    first: Any,
+    numbers: Any,
+    block_step: Any,
     keys_at: Any,
     length: Any,
     out: Any,
     out_at: Any,
     out_step: Any,
 ) -> Any:
-    """Scores of a few rows at a few places k, all lanes j.
+    """Scores of a few rows in a few blocks k, all lanes j.
 
-    out[out_at[k] + row * out_step + j] =
-        sum_d query[query_at + row * query_step + d] * keys[keys_at[k] + d * LANES + j]
+    out[out_at + row * out_step + k * LANES + j] = sum_d
+        query[query_at + row * query_step + d] * keys[blocks[first + k] * block_step + keys_at + d * LANES + j]
     """
     intp = types.intp
-    signature = types.void(query, intp, rows, intp, keys, keys_at, intp, out, out_at, intp)
+    signature = types.void(
+        query, intp, rows, intp, keys, blocks, intp, numbers, intp, intp, intp, out, intp, intp
+    )  # fmt: skip
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        first = array_data(context, builder, sig.args[0], args[0], args[1])
-        queries = _of_rows(builder, [first], args[2], args[3])
-        places = _all_data(context, builder, sig.args[4], args[4], args[5])
+        start = array_data(context, builder, sig.args[0], args[0], args[1])
+        queries = _of_rows(builder, start, args[2], args[3])
+        places = []
+        for number in cgutils.unpack_tuple(builder, args[7]):
+            at = array_data(context, builder, sig.args[5], args[5], builder.add(args[6], number))
+            block = (
+                builder.sext(builder.load(at), args[8].type) if sig.args[5].dtype.bitwidth < 64 else builder.load(at)
+            )
+            offset = builder.add(builder.mul(block, args[8]), args[9])
+            places.append(array_data(context, builder, sig.args[4], args[4], offset))
         scalars = [each for each in queries for _ in places]
         starts = [ir.Constant(_VECTOR, [0.0] * LANES)] * len(scalars)
-        vectors = places * len(queries)
-        totals = _accumulate(builder, args[6], starts, scalars, vectors, ir.Constant(args[6].type, LANES))
-        targets = _of_rows(builder, _all_data(context, builder, sig.args[7], args[7], args[8]), args[2], args[9])
+        totals = _accumulate(
+            builder, args[10], starts, scalars, places * len(queries), ir.Constant(args[10].type, LANES)
+        )
+        base = array_data(context, builder, sig.args[11], args[11], args[12])
+        targets = _vectors(builder, _of_rows(builder, base, args[2], args[13]), len(places), args[12].type)
         for total, target in zip(totals, targets, strict=True):
             store_vector(builder, total, target)
         return context.get_dummy_value()
@@ -160,28 +195,31 @@ def add_weighted_lanes(
     weights_step: Any,
     values: Any,
     values_at: Any,
+    numbers: Any,
     count: Any,
     width: Any,
     out: Any,
     out_at: Any,
     out_step: Any,
 ) -> Any:
-    """Adds weighted values to the outputs of a few rows at a few places k, all lanes j.
+    """Adds weighted values to the outputs of a few rows in a few vectors k, all lanes j.
 
-    out[out_at[k] + row * out_step + j] +=
-        sum_t weights[weights_at + row * weights_step + t] * values[values_at[k] + t * width + j]
+    out[out_at + row * out_step + k * LANES + j] +=
+        sum_t weights[weights_at + row * weights_step + t] * values[values_at + k * LANES + t * width + j]
     """
     intp = types.intp
-    signature = types.void(weights, intp, rows, intp, values, values_at, intp, intp, out, out_at, intp)
+    signature = types.void(weights, intp, rows, intp, values, intp, numbers, intp, intp, out, intp, intp)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        first = array_data(context, builder, sig.args[0], args[0], args[1])
-        factors = _of_rows(builder, [first], args[2], args[3])
-        places = _all_data(context, builder, sig.args[4], args[4], args[5])
+        start = array_data(context, builder, sig.args[0], args[0], args[1])
+        factors = _of_rows(builder, start, args[2], args[3])
+        count = len(numbers)
+        places = _vectors(builder, [array_data(context, builder, sig.args[4], args[4], args[5])], count, args[5].type)
         scalars = [each for each in factors for _ in places]
-        targets = _of_rows(builder, _all_data(context, builder, sig.args[8], args[8], args[9]), args[2], args[10])
+        base = array_data(context, builder, sig.args[9], args[9], args[10])
+        targets = _vectors(builder, _of_rows(builder, base, args[2], args[11]), count, args[10].type)
         starts = [load_vector(builder, target) for target in targets]
-        totals = _accumulate(builder, args[6], starts, scalars, places * len(factors), args[7])
+        totals = _accumulate(builder, args[7], starts, scalars, places * len(factors), args[8])
         for total, target in zip(totals, targets, strict=True):
             store_vector(builder, total, target)
         return context.get_dummy_value()
