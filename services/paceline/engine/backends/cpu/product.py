@@ -216,7 +216,9 @@ def _form(inputs: Any, weights: Any) -> Any:
     return _Halves if inputs.dtype == types.float32 else _Pairs
 
 
-def _multiply_rows(builder: Any, form: Any, inputs: Any, weights: Any, count: Any, totals: Any, aheads: Any) -> None:
+def _multiply_rows(
+    builder: Any, form: Any, inputs: Any, weights: Any, count: Any, totals: Any, aheads: Any, stride: Any
+) -> None:
     """Emits the loop over `count` words of weights, for all rows and all vectors of outputs.
 
     Args:
@@ -224,6 +226,7 @@ def _multiply_rows(builder: Any, form: Any, inputs: Any, weights: Any, count: An
         weights: Places of the vectors' weights.
         totals: Places of the sums, `[rows][vectors]`.
         aheads: Places in the weights to ask for.
+        stride: How far these move on with every word.
     """
     places = [place for row in totals for place in row]
     starts = [load_vector(builder, place) for place in places]
@@ -237,7 +240,7 @@ def _multiply_rows(builder: Any, form: Any, inputs: Any, weights: Any, count: An
     builder.position_at_end(body)
     offset = builder.mul(index, ir.Constant(count.type, OUTPUTS))
     for ahead in aheads:
-        _prefetch(builder, builder.gep(ahead, [offset]))
+        _prefetch(builder, builder.gep(ahead, [builder.mul(index, stride)]))
     first_input = builder.mul(index, ir.Constant(count.type, form.inputs_a_word))
     sums = list(phis)
     for number in form.inputs_in_order:
@@ -275,6 +278,7 @@ def _multiply_tile(
     totals_at: Any,
     columns: Any,
     aheads: Any,
+    stride: Any,
 ) -> Any:
     """Adds the products of `count` words to totals[totals_at + row * OUTPUTS + column :][:16] of 1 to TILE_ROWS rows.
 
@@ -282,10 +286,10 @@ def _multiply_tile(
         inputs: Flat; those of a row begin at `inputs_at + row * step`.
         weights: Flat; those of a column begin at `weights_at + column`.
         columns: (0, LANES), for up to WHOLE_ROWS rows, or one of them, for more.
-        aheads: Places in the weights to ask for, which move on as `weights_at` does.
+        aheads: Places in the weights to ask for, which move on by `stride` with every word.
     """
     intp = types.intp
-    signature = types.void(inputs, intp, intp, intp, weights, intp, intp, totals, intp, columns, aheads)
+    signature = types.void(inputs, intp, intp, intp, weights, intp, intp, totals, intp, columns, aheads, intp)
     form = _form(inputs, weights)
     sizes = range(1, WHOLE_ROWS + 1) if len(columns) > 1 else range(WHOLE_ROWS + 1, TILE_ROWS + 1)
 
@@ -310,7 +314,7 @@ def _multiply_tile(
             builder.position_at_end(block)
             inputs_at = [at(0, args[1], builder.mul(number(row), args[2])) for row in range(size)]
             totals_at = [[at(7, args[8], number(OUTPUTS * row), place) for place in places] for row in range(size)]
-            _multiply_rows(builder, form, inputs_at, weights_at, args[6], totals_at, ahead)
+            _multiply_rows(builder, form, inputs_at, weights_at, args[6], totals_at, ahead, args[11])
             builder.branch(ended)
         builder.position_at_end(ended)
         return context.get_dummy_value()
@@ -363,32 +367,34 @@ def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
     # Tiles of about the same size: a row or two alone would take nearly as long as a whole tile.
     num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     tile_rows = (rows + num_tiles - 1) // num_tiles
+    # What goes over a block once, one tile after the other, and one column after the other where tiles are high.
+    passes = num_tiles * (2 if tile_rows > WHOLE_ROWS else 1)
     for first in range(0, words, BLOCK_WORDS):
         count, at = min(BLOCK_WORDS, words - first), (group * words + first) * OUTPUTS
+        # Each asks for its share of the next block; a lone one reads on as it goes.
+        stride = OUTPUTS // passes if passes > 1 else OUTPUTS
+        ahead = at + (count * OUTPUTS if passes > 1 else AHEAD)
         for row in range(0, rows, tile_rows):
             size, into = min(tile_rows, rows - row), row * OUTPUTS
             from_input = row * row_step + first * (row_step // words)
-            # A lone tile reads on as it goes; of several, the first ones ask for the next block.
-            ahead = at + (AHEAD if num_tiles == 1 else count * OUTPUTS)
             if size > WHOLE_ROWS:
                 for column in (0, LANES):
-                    asked = ahead if row == 0 else at
                     _multiply_tile(
                         flat_inputs, from_input, row_step, size, flat_weights, at, count, totals, into,
-                        (column,), (asked + column,),
+                        (column,), (ahead,), stride,
                     )  # fmt: skip
-            elif num_tiles == 1:
+                    ahead += count * stride
+            elif passes == 1:
                 _multiply_tile(
                     flat_inputs, from_input, row_step, size, flat_weights, at, count, totals, into,
-                    (0, LANES), (ahead, ahead + LANES),
+                    (0, LANES), (ahead, ahead + LANES), stride,
                 )  # fmt: skip
             else:
-                # The first two ask for half of it each.
-                asked = ahead + (LANES if row else 0) if row <= tile_rows else at
                 _multiply_tile(
                     flat_inputs, from_input, row_step, size, flat_weights, at, count, totals, into,
-                    (0, LANES), (asked,),
+                    (0, LANES), (ahead,), stride,
                 )  # fmt: skip
+                ahead += count * stride
 
 
 @kernel
