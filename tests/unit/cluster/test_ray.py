@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.samples import Sample
 
 from paceline.cluster.fleet_file import Scaling, ray_settings
-from paceline.cluster.ray.fleet import Trend, bundle_of, mean_lag, scale
+from paceline.cluster.ray.fleet import LAG, SESSIONS, Trend, bundle_of, mean_lag, scale
 from paceline.cluster.ray.host import Order
 from paceline.cluster.spec import Endpoint, FleetSpec
+from paceline.obs.metrics import samples_of
 from paceline.service.config import load
 from paceline.verifier.config import VerifierConfig
 
@@ -114,10 +116,10 @@ def test_the_number_never_leaves_its_limits(steps: list[tuple[float, float]], co
     assert all(1 <= each <= 6 for each in course(count, times))
 
 
-def page(lag: float, num_sessions: int) -> str:
-    return f"paceline:drafter_lag_tokens {lag}\npaceline:drafter_sessions {num_sessions}\n"
+def page(lag: float, num_sessions: int) -> list[Sample]:
+    return samples_of(f"{LAG} {lag}\n{SESSIONS} {num_sessions}\n", (LAG, SESSIONS))
 
 
 def test_the_lag_is_the_mean_of_drafters_with_sessions() -> None:
-    assert mean_lag([page(6, 2), page(2, 1), page(99, 0), ""]) == 4.0
+    assert mean_lag([page(6, 2), page(2, 1), page(99, 0), []]) == 4.0
     assert mean_lag([page(99, 0)]) == mean_lag([]) == 0.0

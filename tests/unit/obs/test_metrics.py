@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
 from paceline.core.target_events import Reason, StepReport
+from paceline.obs import metrics as module
 from paceline.obs.metrics import (
+    MAX_SCRAPES,
     DrafterMetrics,
     GatewayMetrics,
     Meter,
@@ -132,6 +136,29 @@ def test_a_scraper_that_prefers_openmetrics_gets_our_names_all_the_same() -> Non
             request = urllib.request.Request(url, headers={"Accept": accepted})
             with urllib.request.urlopen(request, timeout=10) as response:
                 assert b'\nvllm:generation_tokens_total{model_name="tiny"} 0.0' in response.read()
+
+
+def test_connections_to_a_metrics_port_that_send_nothing_give_way_to_scrapes() -> None:
+    """300 of them held 300 threads for ever."""
+    with metrics_server(CollectorRegistry(), "127.0.0.1", 0) as port, ExitStack() as stack:
+        silent = [stack.enter_context(silent_connection(port)) for _ in range(MAX_SCRAPES)]
+        before = threading.active_count()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as scrape:
+            assert scrape.status == 200
+        silent += [stack.enter_context(silent_connection(port)) for _ in range(MAX_SCRAPES)]
+        assert [each.recv(1) for each in silent[:MAX_SCRAPES]] == [b""] * MAX_SCRAPES
+        assert threading.active_count() <= before + MAX_SCRAPES
+
+
+def test_a_connection_to_a_metrics_port_on_which_nothing_moves_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCRAPE_SILENCE_S", 0.05)
+    with metrics_server(CollectorRegistry(), "127.0.0.1", 0) as port, silent_connection(port) as silent:
+        silent.send(b"GET /metr")
+        assert silent.recv(1) == b""
+
+
+def silent_connection(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
 def test_a_metrics_port_in_use_is_named() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import httpx
 import ray
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -37,6 +37,7 @@ from paceline.cluster.valkey import find_server
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
+from paceline.obs.metrics import read_samples
 from paceline.service.config import public_url
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -85,25 +86,21 @@ async def read_lag(addresses: Sequence[str]) -> float:
     """
     # Loading certificates, which are not needed here, would take longer than the requests.
     async with httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False, verify=False) as client:
-        return mean_lag(await asyncio.gather(*(_page(client, address) for address in addresses)))
+        return mean_lag(await asyncio.gather(*(_samples(client, address) for address in addresses)))
 
 
-def mean_lag(pages: Sequence[str]) -> float:
-    """Returns the mean lag of the drafters that have sessions, by their pages of metrics; 0 if none has."""
-    values = [
-        {sample.name: sample.value for family in text_string_to_metric_families(page) for sample in family.samples}
-        for page in pages
-    ]
+def mean_lag(pages: Sequence[Sequence[Sample]]) -> float:
+    """Returns the mean lag of the drafters that have sessions, by the samples of their pages; 0 if none has."""
+    values = [{sample.name: sample.value for sample in samples} for samples in pages]
     lags = [each[LAG] for each in values if each.get(SESSIONS)]
     return sum(lags) / len(lags) if lags else 0.0
 
 
-async def _page(client: httpx.AsyncClient, address: str) -> str:
-    try:
-        response = await client.get(f"http://{address}/metrics")
-        return response.text if response.status_code == httpx.codes.OK else ""
-    except httpx.HTTPError:
-        return ""
+async def _samples(client: httpx.AsyncClient, address: str) -> Sequence[Sample]:
+    with suppress(httpx.HTTPError, TimeoutError, ValueError):
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            return await read_samples(client, address, (LAG, SESSIONS))
+    return ()
 
 
 LOOK_S = 0.5

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from paceline.core.addresses import is_address
 from paceline.core.messages import VERIFIER
+from paceline.obs.metrics import read_samples
 from paceline.store.base import Replica
 
 # However many pages ask, replicas are read no more often.
 INTERVAL_S = 0.5
-# A replica that takes longer, or says more, is shown without figures; so is the rest of a larger fleet.
+# A replica that takes longer is shown without figures; so is the rest of a larger fleet.
 READ_TIMEOUT_S = 2.0
-MAX_PAGE_BYTES = 4 * 1024 * 1024
 MAX_READ_REPLICAS = 256
 MAX_READS_AT_ONCE = 16
 # The sums that the page needs of a verifier. A turn is a session that decoded in a step: it got a token of the target's
@@ -40,7 +41,8 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
 # Its labels say whether the verifier drafts, and why; its value, since when.
-MODE = "paceline:mode_since_seconds"
+MODE, MODE_LABELS = "paceline:mode_since_seconds", ("mode", "reason")
+SHOWN = (MODE, *COUNTERS)
 
 Json = dict[str, Any]
 
@@ -75,37 +77,29 @@ class Figures:
 
 
 async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str) -> Json | None:
-    """What a verifier's page of metrics says, None if it cannot be read."""
-    page = bytearray()
+    """Returns what a verifier's page of metrics says, None if it cannot be read."""
     with suppress(httpx.HTTPError, TimeoutError, ValueError):
-        async with gate, asyncio.timeout(READ_TIMEOUT_S):
-            if not is_address(address):
-                return None
-            async with client.stream("GET", f"http://{address}/metrics") as response:
-                response.raise_for_status()
-                async for part in response.aiter_bytes():
-                    page += part
-                    if len(page) > MAX_PAGE_BYTES:
-                        return None
-        return told_by(page.decode(), time.time())
+        if is_address(address):
+            async with gate, asyncio.timeout(READ_TIMEOUT_S):
+                return summed(await read_samples(client, address, SHOWN), time.time())
     return None
 
 
-def told_by(page: str, now_s: float) -> Json:
-    """Counters of a page of metrics, by the console's short names and summed over labels, and the verifier's mode.
+def summed(samples: Sequence[Sample], now_s: float) -> Json:
+    """Returns counters by the console's short names and summed over labels, and the verifier's mode.
 
     Raises:
-        ValueError: It is no such page.
+        ValueError: A sum is not finite.
     """
     counters, mode = dict.fromkeys(COUNTERS.values(), 0.0), None
-    # Most lines are buckets of histograms, and parsing is what takes time.
-    lines = [line for line in page.splitlines() if line.startswith((MODE, *COUNTERS))]
-    for family in text_string_to_metric_families("\n".join(lines)):
-        for sample in family.samples:
-            if sample.name == MODE:
-                mode = {**sample.labels, "for_s": max(0.0, now_s - sample.value)}
-            else:
-                counters[COUNTERS[sample.name]] += sample.value
+    for sample in samples:
+        if sample.name == MODE:
+            told = {name: sample.labels.get(name, "") for name in MODE_LABELS}
+            mode = {**told, "for_s": max(0.0, now_s - sample.value)}
+        else:
+            counters[COUNTERS[sample.name]] += sample.value
+    if not all(map(math.isfinite, counters.values())):
+        raise ValueError(f"counters must be finite, got {counters}")
     return {"counters": counters, "mode": mode}
 
 

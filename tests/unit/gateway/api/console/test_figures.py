@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.target_events import Reason, StepReport
-from paceline.gateway.api.console import figures as module
-from paceline.gateway.api.console.figures import Figures, told_by
-from paceline.obs.metrics import VerifierMetrics
+from paceline.gateway.api.console.figures import SHOWN, Figures, summed
+from paceline.obs import metrics as module
+from paceline.obs.metrics import VerifierMetrics, samples_of
 from paceline.obs.steps import record_step
 from paceline.store.base import Replica
 
@@ -31,14 +33,14 @@ def page_of_two_steps() -> str:
 
 
 def test_counters_and_mode_are_those_of_a_verifiers_steps() -> None:
-    told = told_by(page_of_two_steps(), time.time() + 60.0)
+    told = summed(samples_of(page_of_two_steps(), SHOWN), time.time() + 60.0)
     assert told["counters"] == {"steps": 2, "turns": 4, "drafted": 10, "accepted": 5}
     assert told["mode"] == {"mode": "drafting", "reason": "pays", "for_s": pytest.approx(60.0, abs=10.0)}
-    assert told_by("", 0.0) == {"counters": {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}, "mode": None}
+    assert summed([], 0.0) == {"counters": {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}, "mode": None}
 
 
 @contextmanager
-def metrics_server(page: str) -> Iterator[tuple[str, list[str]]]:
+def metrics_server(page: str | bytes, encoding: str = "") -> Iterator[tuple[str, list[str]]]:
     """Its address, and what it was asked for."""
     asked: list[str] = []
 
@@ -46,8 +48,11 @@ def metrics_server(page: str) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_response(200)
+            if encoding:
+                self.send_header("content-encoding", encoding)
             self.end_headers()
-            self.wfile.write(page.encode())
+            with suppress(OSError):  # the reader has left
+                self.wfile.write(page if isinstance(page, bytes) else page.encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -77,10 +82,46 @@ async def test_pages_that_ask_together_share_one_reading_and_the_unreadable_have
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("page", "most"), [("x" * 1000, 100), ("paceline:gamma_sum many", 100)])
-async def test_a_page_that_is_too_long_or_none_counts_as_missing(
-    page: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_PAGE_BYTES", most)
-    with metrics_server(page) as (address, _):
-        assert (await Figures(lambda: [verifier("v", address)]).read())["replicas"][0]["counters"] is None
+COUNTED = "paceline:gamma_sum 1\n"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "paceline:gamma_sum many",
+        "x" * 2000,
+        COUNTED * 20,
+        "paceline:gamma_sum NaN",
+        "paceline:gamma_sum +Inf",
+        "paceline:gamma_sum 1e308\n" * 2,
+        "paceline:mode_since_seconds NaN",
+        'paceline:gamma_sum{a="b", =ode="c"} 1',
+    ],
+    ids=["no number", "too long", "too much that counts", "NaN", "infinite", "infinite sum", "NaN of a mode", "labels"],
+)
+async def test_a_page_that_is_too_long_or_none_counts_as_missing(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PAGE_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_PARSED_BYTES", 200)
+    assert await counters_of(page) is None
+
+
+async def test_a_compressed_page_is_not_unpacked() -> None:
+    """2 KiB of gzip within gzip held a gateway for over a minute and took a GiB."""
+    once = gzip.compress(COUNTED.encode())
+    assert await counters_of(once, "gzip") is None
+    assert await counters_of(gzip.compress(once), "gzip, gzip") is None
+
+
+async def test_what_only_begins_like_a_counter_is_left_out() -> None:
+    counters = await counters_of(f"paceline:gamma_sum_of_others 7\n{COUNTED}")
+    assert counters is not None
+    assert counters["drafted"] == 1
+
+
+async def counters_of(page: str | bytes, encoding: str = "") -> dict[str, float] | None:
+    """Counters of a verifier with this page, as JSON that a browser takes."""
+    with metrics_server(page, encoding) as (address, _):
+        figures = await Figures(lambda: [verifier("v", address)]).read()
+    json.dumps(figures, allow_nan=False)
+    counters: dict[str, float] | None = figures["replicas"][0]["counters"]
+    return counters
