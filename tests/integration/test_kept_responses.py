@@ -87,6 +87,33 @@ async def test_a_response_whose_client_left_is_incomplete_and_can_be_streamed_to
     assert (await fleet.http.post(RESPONSES, json={**BODY, "previous_response_id": response_id})).status_code == 200
 
 
+async def test_a_broken_off_response_goes_on_at_a_gateway_that_is_busy(fleet: ScriptedFleet) -> None:
+    async with (
+        joining_doors(fleet, max_sessions=1) as addresses,
+        httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False, verify=False) as busy,
+    ):
+        async with paused_stream(fleet, fleet.http) as (response_id, session_id):
+            pass
+        assert await fleet.verifier.abandoned.get() == session_id
+        await shown_as(fleet.http, response_id, "incomplete")
+        async with paused_stream(fleet, busy) as (_, running):
+            assert (await busy.post(RESPONSES, json=BODY)).status_code == 429
+            fleet.verifier.script = Script()
+            rest = await busy.get(f"{RESPONSES}/{response_id}?stream=true")
+            assert rest.status_code == 200
+            assert json.loads(rest.text.rstrip().rsplit("data: ", 1)[1])["type"] == "response.incomplete"
+            fleet.verifier.resume(running)
+
+
+async def test_a_head_of_a_stream_leaves_its_session_alone(fleet: ScriptedFleet) -> None:
+    async with paused_stream(fleet, fleet.http) as (response_id, session_id):
+        head = await fleet.http.head(f"{RESPONSES}/{response_id}?stream=true")
+        assert (head.status_code, head.headers["content-type"]) == (200, "application/json")
+        fleet.verifier.resume(session_id)
+        await shown_as(fleet.http, response_id, "incomplete")
+        assert len(fleet.verifier.requests) == 1
+
+
 async def test_a_response_that_the_verifier_fails_is_failed(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script(fail_after=6, error=InvalidRequestError("seed", "is not liked"))
     answer = await fleet.http.post(RESPONSES, json={**BODY, "stream": True})

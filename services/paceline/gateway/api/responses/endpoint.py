@@ -256,7 +256,8 @@ class KeptResponses:
     async def show(self, call: Call) -> Work:
         """Answers with a response: as it is, or as a stream from the last event on that the client has."""
         query, kept = call.request.query_params, await self._found(call)
-        if query.get("stream") != "true":
+        # HEAD comes here, too, and must not take the session from the call that runs it.
+        if query.get("stream") != "true" or call.request.method == "HEAD":
             return call.exchange.whole(kept.response)
         after = _number(query.get("starting_after"))
         return self._replay(kept, after, call.exchange) if kept.final else self._resume(kept, after, call.exchange)
@@ -271,9 +272,10 @@ class KeptResponses:
 
     async def _resume(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
         """Runs the rest of the session here; the call that ran it ends with an error."""
-        with self._sessions.admitted(1, current_caller()):
+        caller = current_caller()
+        with self._sessions.admitted(1, caller, continued=True):
             try:
-                session = await self._claim(kept)
+                session = await self._resumption.claim_for(caller, _session_id(kept), 0, "")
             except SessionNotFoundError:
                 if kept.response["status"] == IN_PROGRESS:
                     raise
