@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
 from paceline.gateway.fleet.generation_config import ModelDefaults
@@ -217,3 +219,14 @@ async def test_log_probabilities_of_a_long_prompt_fit_the_messages_that_clients_
         assert message.ByteSize() < 2**20
         at += len(message.prompt_logprobs)
     assert messages[len(judged)].token_ids
+
+
+async def test_a_list_of_health_is_unimplemented_and_no_error_of_ours(
+    fleet: ScriptedFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """grpcio's servicer lacks it, and anybody may ask, without a key."""
+    async with grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]

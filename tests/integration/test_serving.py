@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -41,6 +43,7 @@ from paceline.rpc.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
+from paceline.service.peer_queue import sending
 from paceline.service.process import (
     CHANNEL_OPTIONS,
     GrpcServer,
@@ -171,6 +174,27 @@ async def test_an_unknown_error_is_internal_and_tells_nothing(caplog: pytest.Log
             assert "secret" in caplog.text
 
 
+async def test_a_stream_that_the_peer_refuses_leaves_nothing_for_the_garbage_collector(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A verifier that refused its stream made the gateway log "Task was destroyed but it is pending!"."""
+
+    async def messages() -> AsyncIterator[verifier_pb2.VerifyRequest]:
+        yield verifier_pb2.VerifyRequest(protocol=PROTOCOL)
+        await asyncio.Event().wait()
+
+    async with running(FailingServicer(PermissionDeniedError("this call is for gateways"))) as (_, channel):
+        for _ in range(20):
+            call = verifier_pb2_grpc.VerifierStub(channel).Verify()
+            with pytest.raises(grpc.aio.AioRpcError):
+                async with sending(call, messages()):
+                    while True:
+                        await call.read()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert [each.getMessage() for each in caplog.records if each.name == "asyncio"] == []
+
+
 async def test_a_cancelled_call_ends_its_handler() -> None:
     servicer = FailingServicer()
     async with running(servicer) as (_, channel):
@@ -210,6 +234,17 @@ async def test_health_serves_only_between_ready_and_drain() -> None:
         await server.drain()
         await server.ready()
         assert await statuses() == {NOT_SERVING}
+
+
+async def test_a_method_that_a_servicer_lacks_is_unimplemented(caplog: pytest.LogCaptureFixture) -> None:
+    async def missing(_request: Any, _context: Any) -> None:
+        raise NotImplementedError
+
+    servicer = FailingServicer()
+    servicer.ListModels = missing  # type: ignore[assignment,method-assign]
+    async with running(servicer) as (_, channel):
+        assert (await unary_unary_error(channel)).code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 async def test_reflection_lists_the_services() -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, Generic, TypeVar
+
+import grpc
 
 from paceline.core.errors import PacelineError
 
@@ -70,3 +73,32 @@ class PeerQueue(Generic[_PartT]):
         if not self._parts:
             self._ready.clear()
         return part
+
+
+@asynccontextmanager
+async def sending(call: Any, messages: AsyncIterator[Any]) -> AsyncIterator[None]:
+    """Writes messages to a gRPC stream while a block runs; where they cannot be written, reading says why.
+
+    gRPC leaves the messages that a call gets as an iterator, and its task for them, to the garbage collector when the
+    peer refuses the stream, and asyncio logs errors of both.
+
+    Args:
+        call: A `grpc.aio` call that was made without messages.
+        messages: Closed at the end.
+    """
+
+    async def write() -> None:
+        try:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                async with aclosing(messages):  # type: ignore[type-var]  # a generator
+                    async for message in messages:
+                        await call.write(message)
+        finally:
+            call.cancel()
+
+    writing = asyncio.create_task(write(), name="messages to a peer")
+    try:
+        yield
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)

@@ -178,6 +178,9 @@ async def _errors_mapped(method: str, context: Any) -> AsyncIterator[None]:
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
+    if isinstance(error, NotImplementedError):
+        # Of a generated servicer, as health's `List`: anybody may ask for it.
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served")
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:
         _log.error("call failed", extra={"method": method}, exc_info=error)

@@ -19,7 +19,7 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import DRAFTER, Commits, ModelIdentity, OpenSession, ToDrafter, ToVerifier
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.peer_queue import PeerQueue
+from paceline.service.peer_queue import PeerQueue, sending
 from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS
 from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts, size_of
 from paceline.wire.drafts import MAX_RESPONSE_BYTES
@@ -143,15 +143,16 @@ class DrafterLink:
         self._outbox = PeerQueue(OUTBOX_BYTES)
         async with channel(self.address, tls=self._tls, role=DRAFTER, options=_OPTIONS) as opened:
             stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(opened)
-            call = stub.Draft(self._requests(self._outbox))
+            call = stub.Draft()  # type: ignore[call-arg]  # they are written below
             responses = aiter(call)
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                draft = await self._greet(responses)
-            self._up, self._complained = True, False
-            logger.info("stream to drafter is up", extra={"drafter": self.address})
-            self._on_change(self.address, draft)
-            async with self._pinged(opened):
-                await self._receive(responses)
+            async with sending(call, self._requests(self._outbox)):
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    draft = await self._greet(responses)
+                self._up, self._complained = True, False
+                logger.info("stream to drafter is up", extra={"drafter": self.address})
+                self._on_change(self.address, draft)
+                async with self._pinged(opened):
+                    await self._receive(responses)
 
     async def _receive(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
         async for response in responses:

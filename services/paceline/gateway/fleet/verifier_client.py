@@ -27,7 +27,7 @@ from paceline.core.errors import (
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.peer_queue import PeerQueue
+from paceline.service.peer_queue import PeerQueue, sending
 from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from paceline.service.status import error_from_rpc
 from paceline.wire import AskedSession, log_from_pb, start_session_to_pb
@@ -289,14 +289,12 @@ class _Stream:
         return error_from_rpc(error)
 
     async def _run(self, stub: verifier_pb2_grpc.VerifierAsyncStub) -> None:
-        call = stub.Verify(self._said())
-        try:
+        call = stub.Verify()  # type: ignore[call-arg]  # they are written below
+        async with sending(call, self._said()):
             greeting = await self._read(call)
             check_protocol(f"the verifier at {self.address}", greeting.protocol)
             while True:
                 await self._take(await self._read(call))
-        finally:
-            call.cancel()
 
     async def _said(self) -> AsyncIterator[verifier_pb2.VerifyRequest]:
         yield verifier_pb2.VerifyRequest(protocol=PROTOCOL)
