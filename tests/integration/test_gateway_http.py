@@ -308,6 +308,54 @@ async def test_a_session_waits_until_its_first_token(
     assert await gauges(fleet) == ("0.0", "0.0")
 
 
+COMMENT = ": ping\n\n"
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 12}
+
+
+@pytest.mark.parametrize(
+    ("door", "body", "ping"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": 12}, COMMENT),
+        ("/v1/chat/completions", CHAT, COMMENT),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 12}, COMMENT),
+        ("/v1/messages", CHAT, 'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+async def test_a_stream_that_waits_or_pauses_sends_pings(tmp_path: Path, door: str, body: Any, ping: str) -> None:
+    """Behind nginx, which waits 60 s by default, streams that waited for a place got 504."""
+    async with scripted_fleet(tmp_path, stream_ping_s=0.05) as fleet:
+        fleet.verifier.script = Script(pause_after=0)
+        async with fleet.http.stream("POST", door, json={"model": MODEL, **body, "stream": True}) as answer:
+            assert answer.status_code == 200
+            texts = answer.aiter_text()
+            told = await anext(texts)
+            assert told == ping
+            session_id = await fleet.verifier.paused.get()
+            fleet.verifier.step(session_id)
+            while '"model"' not in told or not told.endswith(ping):
+                told += await anext(texts)
+            fleet.verifier.script = Script()
+            fleet.verifier.resume(session_id)
+            told += "".join([each async for each in texts])
+    last = told.rstrip().rsplit("data: ", 1)[1]
+    assert last == "[DONE]" or json.loads(last)["type"] in ("response.incomplete", "message_stop")
+
+
+async def test_clients_take_pings_for_nothing(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, stream_ping_s=0.02) as fleet:
+        fleet.verifier.script = Script(pause_after=0)
+        asked = fleet.openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=6, seed=2, stream=True
+        )
+        # Its head comes with the first ping.
+        stream = await asked
+        session_id = await fleet.verifier.paused.get()
+        fleet.verifier.script = Script()
+        fleet.verifier.resume(session_id)
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
 async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> None:
     async with scripted_fleet(tmp_path) as fleet:
         await fleet.openai.completions.create(model=MODEL, prompt=[5, 6], max_tokens=7, seed=9)

@@ -34,7 +34,7 @@ from paceline.gateway.api.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, 
 from paceline.gateway.api.grpc.servicer import SERVICE_NAME
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.text.codec import TextCodec
-from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import LIVENESS, start_grpc_server
 from paceline.service.status import error_from_rpc
 from paceline.store.base import Replica
@@ -432,6 +432,35 @@ async def test_idle_connections_without_a_key_do_not_keep_health_from_answering(
         assert b"200 OK" in await reading[0].readline()
         for _, writer in (*idle, reading):
             writer.close()
+
+
+async def test_an_idle_connection_stays_open_for_as_long_as_the_setting_says(tmp_path: Path) -> None:
+    """They closed after 75 s, while balancers keep them for ten minutes: a POST sent at that moment was lost."""
+    assert GatewayConfig.__dataclass_fields__["idle_connection_s"].default > 600
+    async with scripted_fleet(tmp_path, idle_connection_s=0.1) as fleet:
+        reader, writer = await connected(fleet)
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"}")
+        assert await asyncio.wait_for(closed(reader), 30)
+        writer.close()
+
+
+async def test_an_old_grpc_connection_takes_no_new_calls_and_ends_none(tmp_path: Path) -> None:
+    """A client that kept calling stayed at its gateway for ever; those that the HPA added got nothing."""
+    async with scripted_fleet(tmp_path, grpc_connection_age_s=0.1) as fleet, raw_channel(fleet) as channel:
+        fleet.verifier.script = Script(pause_after=3)
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        request = Request(prompt="x", sampling=common_pb2.SamplingParams(max_tokens=6))
+        running = asyncio.create_task(status_of(stub.Generate(request)))
+        session_id = await fleet.verifier.paused.get()
+        async with asyncio.timeout(30):
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        fleet.verifier.script = Script()
+        # Over a connection of its own.
+        assert await status_of(stub.Generate(request)) is None
+        assert not running.done()
+        fleet.verifier.resume(session_id)
+        assert await running is None
 
 
 async def test_one_key_with_bodies_that_never_come_leaves_probes_and_other_keys_alone(

@@ -81,6 +81,30 @@ class GatewayConfig:
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
     )
     body_timeout_s: float = setting(30.0, help="Time for a body to arrive.", unit="s", low=0.1, high=3600)
+    stream_ping_s: float = setting(
+        15.0,
+        help="Longest silence of a stream that waits or pauses; then its head and a ping are sent, as proxies end "
+        "silent ones (nginx after 60 s). Refusals before it have their own status. 0: no pings.",
+        unit="s",
+        low=0,
+        high=3600,
+    )
+    idle_connection_s: float = setting(
+        620.0,
+        help="How long an idle HTTP connection stays open. Longer than at balancers (Google's: 600 s): where both "
+        "close it at once, a request is lost. Idle ones give way to new ones all the same.",
+        unit="s",
+        low=0.1,
+        high=86_400,
+    )
+    grpc_connection_age_s: float = setting(
+        300.0,
+        help="Age at which a gRPC connection takes no new calls: clients dial again, and new gateways get their share. "
+        "Calls under way end as they would; 0: none.",
+        unit="s",
+        low=0,
+        high=86_400,
+    )
     verifier_silence_s: float = setting(
         15.0,
         # A verifier with nothing else to send gives a sign of life every second (`verifier/verifier_host.py`).

@@ -32,9 +32,6 @@ from paceline.service.credentials import read_certificates, read_key, utc_now
 from paceline.service.process import GrpcServer, start_grpc_server
 
 BACKLOG = 2048
-# Longer than clients and load balancers keep an idle connection (5 to 60 s): of two that close it at once, the client
-# loses a request. Idle ones make room for new ones all the same.
-KEEP_ALIVE_S = 75
 # Time to deliver the error that ends a session at the deadline.
 FAREWELL_S = 2.0
 # Connections beyond two for every session that may run: health checks, scrapers, clients about to get status 429.
@@ -180,7 +177,7 @@ async def _start_grpc(
             add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
             service_names=[SERVICE_NAME],
             interceptors=(door,),
-            options=door_options(limits.max_connections),
+            options=door_options(limits.max_connections, config.grpc_connection_age_s),
             credentials=None if tls is None else grpc.ssl_server_credentials([(tls.key_pem, tls.certificate_pem)]),
         )
     except ConfigError as error:
@@ -236,7 +233,7 @@ async def _http_server(
         http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
         ws="none",
         timeout_graceful_shutdown=5,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=config.idle_connection_s,  # type: ignore[arg-type]  # it goes to a timer
         # uvicorn believes all of this machine otherwise.
         proxy_headers=bool(config.forwarded_allow_ips),
         forwarded_allow_ips=list(config.forwarded_allow_ips),

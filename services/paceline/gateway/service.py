@@ -145,6 +145,7 @@ class _Gateway:
             reader=reader,
             shelf=self._shelf,
             started_s=int(time.time()),
+            ping_s=config.stream_ping_s,
             console=Figures(lambda: fleet.replicas) if config.console else None,
             tracer=tracer,
             supervisor=self._supervisor,

@@ -61,6 +61,7 @@ def create_app(
     reader: BodyReader,
     shelf: ResponseShelf,
     started_s: int,
+    ping_s: float = 0.0,
     console: Figures | None = None,
     tracer: Tracer = OFF,
     supervisor: Supervisor,
@@ -74,12 +75,13 @@ def create_app(
         registry: Metrics to show.
         reader: Reads request bodies.
         started_s: Unix time that models are shown with.
+        ping_s: Longest silence of a stream; 0: any.
         console: Figures of the console; None: it is not served.
         tracer: Records spans of requests, if tracing is on.
         supervisor: Knows which background tasks fail.
         keys: Knows which API keys are in force; None: callers need none.
     """
-    serve = partial(Endpoint, count_error=sessions.count_error)
+    serve = partial(Endpoint, count_error=sessions.count_error, ping_s=ping_s)
     traced = partial(serve, tracer=tracer)
     completions = partial(CompletionEndpoint, sessions, resumption, reader)
     translated = partial(TranslatedEndpoint, sessions, reader)

@@ -97,6 +97,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   session is known (`--record-ttl-s`). All kept responses share `--response-room-bytes`; where it ends, the key that
   keeps most loses its oldest. `metadata` have 16 members, keys of 64 and values of 512 characters at most.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it is, and may hold some.
+* A stream that has nothing to say for `--stream-ping-s` (15 s) sends `: ping`, a comment, with which it may begin;
+  that of `/v1/messages` its event `ping`. An error has its status up to then.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
 """

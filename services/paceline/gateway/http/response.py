@@ -11,6 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -55,11 +56,13 @@ class ErrorForm:
         shape: Makes the error object, of the error and the name of the request.
         named: Whether the events of a stream have their types as names, and the last one ends it.
         id_headers: Headers that hold the name of the request.
+        ping: What a stream sends while it has nothing to say.
     """
 
     shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json()
     named: bool = False
     id_headers: Sequence[str] = (REQUEST_ID,)
+    ping: bytes = b": ping\n\n"
 
 
 OPENAI_ERRORS = ErrorForm()
@@ -86,6 +89,7 @@ class Exchange:
         own_id: str = "",
         form: ErrorForm = OPENAI_ERRORS,
         write_now: Callable[[bytes], bool] = lambda _: False,
+        ping_s: float = 0.0,
     ) -> None:
         """Sends nothing yet.
 
@@ -95,6 +99,7 @@ class Exchange:
             own_id: Ours, used if the client gives none.
             form: How the API reports errors and names events.
             write_now: Writes a part of a stream without waiting; False: it did not.
+            ping_s: Longest silence of a stream; 0: any.
         """
         self._send = send
         self._write_now = write_now
@@ -103,6 +108,10 @@ class Exchange:
         self._num_waiting_bytes = 0
         self._sending: asyncio.Task[None] | None = None
         self._on_error = on_error
+        self._ping_s = ping_s
+        self._pinging: asyncio.TimerHandle | None = None
+        # When a part of a stream last came; monotonic seconds.
+        self._written_s = 0.0
         self._begun = False
         self._given_id = given_id
         self._form = form
@@ -133,6 +142,27 @@ class Exchange:
             await self.write(part)
         await self.write(b"", last=True)
 
+    def ping_while_silent(self) -> None:
+        """The answer is a stream: from now on silence is filled, or proxies would end it.
+
+        Until then nothing is sent, its head neither, so that a refusal has its own status.
+        """
+        if self._ping_s:
+            self._written_s = time.monotonic()
+            self._look_for_silence()
+
+    def _look_for_silence(self) -> None:
+        if self._written_s + self._ping_s <= time.monotonic() and (self._sending is None or self._sending.done()):
+            # Its errors are those of the next event.
+            with suppress(Exception):
+                self._put(self._form.ping)
+        left_s = max(self._written_s + self._ping_s - time.monotonic(), SLICE_S)
+        self._pinging = asyncio.get_running_loop().call_later(left_s, self._look_for_silence)
+
+    def _stop_pinging(self) -> None:
+        if self._pinging is not None:
+            self._pinging.cancel()
+
     def event(self, data: Any, event_id: object = None) -> None:
         """Adds a server-sent event to a stream, with an id if it has one; an iterator in its data is a list.
 
@@ -150,6 +180,7 @@ class Exchange:
         self._put(b"".join((_id_line(event_id), b"data: ", data, b"\n\n")))
 
     def _put(self, part: bytes, rest: Iterator[bytes] | None = None) -> None:
+        self._written_s = time.monotonic()
         if self._sending is not None and self._sending.done():
             if self._sending.cancelled():
                 # Its own error would end whoever writes, and with it the streams of others.
@@ -187,6 +218,7 @@ class Exchange:
 
     async def end(self, last: bytes = b"") -> None:
         """Ends a stream; one without events has a head alone."""
+        self._stop_pinging()
         await self.flushed()
         if not self._begun:
             await self.begin(200, STREAM_HEADERS)
@@ -194,12 +226,14 @@ class Exchange:
 
     def close(self) -> None:
         """Nothing more is sent; what waits is dropped."""
+        self._stop_pinging()
         if self._sending is not None:
             self._sending.cancel()
 
     async def fail(self, error: Exception) -> None:
         """Reports an error to the client: by status before the first byte, by an event after it."""
         self._on_error(error)
+        self._stop_pinging()
         if self._sending is not None:
             await asyncio.wait([self._sending])
         told = to_http(error, self._request_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -22,16 +22,32 @@ class Client:
     def __init__(self) -> None:
         self.keeps_up = True
         self.got = b""
+        self.statuses: list[int] = []
         self._may_take = asyncio.Event()
+        self._more = asyncio.Event()
 
     def write_now(self, part: bytes) -> bool:
-        self.got += part if self.keeps_up else b""
-        return self.keeps_up
+        takes = self.keeps_up and bool(self.statuses)
+        self._take(part if takes else b"")
+        return takes
 
     async def send(self, message: Any) -> None:
         if not self.keeps_up:
             await self._may_take.wait()
-        self.got += message.get("body", b"")
+        if "status" in message:
+            self.statuses.append(message["status"])
+        self._take(message.get("body", b""))
+
+    def _take(self, part: bytes) -> None:
+        self.got += part
+        self._more.set()
+
+    async def has(self, part: bytes) -> None:
+        """Returns when it has got something."""
+        async with asyncio.timeout(10.0):
+            while part not in self.got:
+                self._more.clear()
+                await self._more.wait()
 
     def read_on(self) -> None:
         self.keeps_up = True
@@ -119,6 +135,58 @@ async def test_an_error_comes_after_the_events_before_it(client: Client, exchang
     client.read_on()
     await exchange.fail(UnavailableError("told"))
     assert client.got.startswith(events([1]))
+
+
+PING = b": ping\n\n"
+
+
+@pytest.fixture
+def patient(client: Client) -> Iterator[Exchange]:
+    """Fills silence."""
+    exchange = Exchange(client.send, write_now=client.write_now, ping_s=0.01)
+    yield exchange
+    exchange.close()
+
+
+async def test_silence_of_a_stream_is_filled_with_its_head_and_pings_and_nothing_follows_its_end(
+    client: Client, patient: Exchange
+) -> None:
+    """nginx ended three of four streams that waited for a place with 504."""
+    patient.ping_while_silent()
+    await client.has(PING)
+    patient.event(1)
+    await client.has(events([1]) + PING)
+    await patient.end()
+    assert client.statuses == [200]
+    told = client.got
+    await asyncio.sleep(0.05)
+    assert client.got == told
+
+
+async def test_a_refusal_before_the_first_ping_has_its_own_status(client: Client) -> None:
+    exchange = Exchange(client.send, write_now=client.write_now, ping_s=60.0)
+    exchange.ping_while_silent()
+    await exchange.fail(UnavailableError("no verifier"))
+    assert client.statuses == [503]
+
+
+async def test_an_error_behind_a_ping_is_an_event(client: Client, patient: Exchange) -> None:
+    patient.ping_while_silent()
+    await client.has(PING)
+    await patient.fail(UnavailableError("no verifier"))
+    assert client.statuses == [200]
+    assert client.got.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_is_behind_gets_no_pings(client: Client, patient: Exchange) -> None:
+    client.keeps_up = False
+    patient.ping_while_silent()
+    patient.event(1)
+    await asyncio.sleep(0.05)
+    client.read_on()
+    await client.has(PING)
+    assert client.got.startswith(events([1]))
+    assert client.got.count(PING) == 1
 
 
 class Runs:

@@ -48,7 +48,12 @@ def error_shape(error: HttpError, request_id: str) -> Json:
 
 
 # The first header is where the official client looks.
-ERRORS = ErrorForm(shape=error_shape, named=True, id_headers=("request-id", REQUEST_ID))
+ERRORS = ErrorForm(
+    shape=error_shape,
+    named=True,
+    id_headers=("request-id", REQUEST_ID),
+    ping=b'event: ping\ndata: {"type":"ping"}\n\n',
+)
 
 
 class MessagesApi(ChatApi):

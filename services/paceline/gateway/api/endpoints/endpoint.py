@@ -55,6 +55,7 @@ class Endpoint:
         errors: How the API reports errors.
         tracer: Records the spans of requests, if tracing is on.
         operation: Name of these spans.
+        ping_s: Longest silence of a stream; 0: any.
     """
 
     handle: Callable[[Call], Awaitable[Work]]
@@ -64,6 +65,7 @@ class Endpoint:
     errors: ErrorForm = OPENAI_ERRORS
     tracer: Tracer = OFF
     operation: str = ""
+    ping_s: float = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -76,6 +78,7 @@ class Endpoint:
                 own_id=self.id_prefix and f"{self.id_prefix}{uuid.uuid4().hex}",
                 form=self.errors,
                 write_now=scope["extensions"][WRITE_NOW][WRITE],
+                ping_s=self.ping_s,
             )
             try:
                 work = await self.handle(Call(request=request, exchange=exchange, trace=trace))

@@ -33,9 +33,16 @@ MAX_IDLE_MS = 120_000
 HANDSHAKE_TIMEOUT_MS = 10_000
 
 
-def door_options(max_calls: int) -> tuple[tuple[str, int], ...]:
-    """Returns the settings of a gRPC server that strangers can reach: limits of connections, and of calls on each."""
+def door_options(max_calls: int, connection_age_s: float = 0.0) -> tuple[tuple[str, int], ...]:
+    """Returns the settings of a gRPC server that strangers can reach: limits of connections, and of calls on each.
+
+    Args:
+        connection_age_s: At which a connection takes no new calls; 0: none. gRPC's own grace for the calls under way,
+            without limit, stays.
+    """
+    aging = (("grpc.max_connection_age_ms", round(1e3 * connection_age_s)),) if connection_age_s else ()
     return (
+        *aging,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", max_calls),
         ("grpc.max_allowed_incoming_connections", max_calls),

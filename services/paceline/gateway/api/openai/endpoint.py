@@ -160,6 +160,7 @@ class CompletionEndpoint:
         answer, exchange = parsed.answer, call.exchange
         if parsed.stream:
             exchange.num_sessions = len(parsed.requests)
+            exchange.ping_while_silent()
             stream = _Stream(parsed, exchange)
             await together(self._runs(parsed, call.trace, stream.piece, stream.ending))
             await stream.end()
@@ -202,7 +203,7 @@ async def together(runs: Iterable[Coroutine[Any, Any, None]]) -> None:
 class _Stream:
     """An answer that is sent as it grows.
 
-    Nothing is sent before the first piece, so that a refusal of the verifier still has its own status.
+    No event is sent before the first piece, so that a refusal of the verifier still has its own status.
     """
 
     def __init__(self, parsed: _ParsedRequest, exchange: Exchange) -> None:

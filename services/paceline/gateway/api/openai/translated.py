@@ -134,6 +134,8 @@ class TranslatedEndpoint:
 
     async def _answer(self, translated: Translated, request: SessionRequest, call: Call) -> None:
         with self._sessions.admitted(1, current_caller()):
+            if translated.stream:
+                call.exchange.ping_while_silent()
             message = Message(request.form, request.session_id)
             answer = self._api.answer(translated, request, message, call.exchange.own_id)
             keeper = self._api.keeper(translated, answer, request)
@@ -164,7 +166,7 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequen
 class ToldAnswer:
     """An answer that is told as it grows; what becomes of it, the keeper knows in every case.
 
-    Nothing is sent before the first piece, so that a refusal of the verifier still has its own status.
+    No event is sent before the first piece, so that a refusal of the verifier still has its own status.
 
     Args:
         answer: Still empty.

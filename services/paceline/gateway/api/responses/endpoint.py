@@ -281,6 +281,7 @@ class KeptResponses:
                     raise
                 await self._replay(kept, after, exchange)
                 return
+            exchange.ping_while_silent()
             message = Message(session.form, session.session_id)
             answer = ResponseAnswer(_begun(kept), message.call_id, after)
             begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
