@@ -10,6 +10,7 @@ import pytest
 from openai import BadRequestError
 
 import paceline
+from paceline.core.prediction import MAX_PREDICTED_TOKENS
 from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody
 from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, scripted_fleet
 
@@ -61,15 +62,46 @@ async def test_a_hundred_thousand_unknown_fields_make_a_short_header(fresh_fleet
 
 
 async def test_what_would_change_the_answer_is_refused_by_name(fleet: ScriptedFleet) -> None:
-    for fields in ({"web_search_options": {}}, {"prediction": {"type": "content", "content": "x"}}):
-        with pytest.raises(BadRequestError) as caught:
-            await fleet.openai.chat.completions.create(model=MODEL, messages=[USER], **fields)
-        assert caught.value.param == next(iter(fields))
+    with pytest.raises(BadRequestError) as caught:
+        await fleet.openai.chat.completions.create(model=MODEL, messages=[USER], web_search_options={})
+    assert caught.value.param == "web_search_options"
     image: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     with pytest.raises(BadRequestError) as caught:
         await fleet.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [image]}])
     assert caught.value.param == "messages[0].content[0].image_url"
     assert fleet.verifier.requests == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_prediction_reaches_the_verifier_and_usage_says_how_much_came_true(
+    fleet: ScriptedFleet, streamed: bool
+) -> None:
+    """It was refused as if it changed the answer."""
+    fields: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 12, "seed": 2}
+    text = (await fleet.openai.chat.completions.create(**fields)).choices[0].message.content
+    assert text is not None
+    parts = [{"type": "text", "text": text + "and more"}]
+    body = {**fields, "prediction": {"type": "content", "content": parts}, "stream": streamed}
+    if streamed:
+        body["stream_options"] = {"include_usage": True}
+        chunks = [chunk async for chunk in await fleet.openai.chat.completions.create(**body)]
+        usage = chunks[-1].usage
+    else:
+        usage = (await fleet.openai.chat.completions.create(**body)).usage
+    predicted = fleet.verifier.requests[-1].speculation.predicted_token_ids
+    assert fleet.codec.decode(predicted) == text + "and more"
+    assert usage is not None
+    details = usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, len(predicted) - 12)
+
+
+@pytest.mark.parametrize("content", ["", "x" * 600_000, None], ids=["empty", "long", "none"])
+async def test_no_request_is_refused_for_its_prediction(fleet: ScriptedFleet, content: str | None) -> None:
+    body = {"messages": [USER], "max_tokens": 2, "prediction": {"type": "content", "content": content}}
+    assert (await fleet.http.post(CHAT, json=body)).status_code == 200
+    assert (await fleet.http.post(COMPLETIONS, json={**PROMPT, "prediction": body["prediction"]})).status_code == 200
+    assert len(fleet.verifier.requests[-1].speculation.predicted_token_ids) <= MAX_PREDICTED_TOKENS
 
 
 async def test_strict_fields_refuses_what_is_unknown(tmp_path: Path) -> None:

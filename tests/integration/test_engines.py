@@ -116,6 +116,23 @@ def random_heads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_prediction_makes_a_text_faster_and_leaves_its_tokens_alone(tiny_pair, plain, sampling):
+    """Its own text as the prediction, one with a change in the midst, and another's."""
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), methods=(NGRAM,))
+    pair.kill_drafter()
+    [prompt], text = prompts(1), plain[sampling][0]
+    predictions = {"own": text, "changed": [*text[:10], 3, *text[11:]], "another's": plain[sampling][1]}
+    steps = {}
+    for name, predicted in predictions.items():
+        speculation = SpeculationParams(predicted_token_ids=tuple(predicted))
+        pair.submit(name, prompt, SAMPLINGS[sampling], speculation)
+        pair.run()
+        assert pair.sessions[name].token_ids == text
+        steps[name] = pair.sessions[name].result.speculation.num_steps
+    assert steps["own"] <= steps["changed"] < steps["another's"]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_look_up_leaves_the_tokens_alone(tiny_pair, plain, sampling):
     pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), methods=(NGRAM,))
     pair.kill_drafter()

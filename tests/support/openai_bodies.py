@@ -39,7 +39,7 @@ USER = [{"role": "user", "content": "the fox"}]
 
 def completion(raw: bytes, *, model: ServedModel = MODEL) -> list[SessionRequest]:
     unknown = UnknownFields(strict=False)
-    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw), unknown), model, "cmpl-1")
+    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw), unknown), model, "cmpl-1", unknown)
 
 
 def chat(raw: bytes, unknown: UnknownFields | None = None, *, model: ServedModel = MODEL) -> list[SessionRequest]:

@@ -142,7 +142,8 @@ class SpeculationParams:
     """What one request asks of speculation.
 
     `acceptance` "" is the verifier's default. Under "coupled" nothing of this changes the tokens, under "rejection"
-    nothing changes their distribution. Which names are served, a verifier says.
+    nothing changes their distribution. Which names are served, a verifier says. Of what the client predicts of the
+    output, `MAX_PREDICTED_TOKENS` are looked at.
 
     Raises:
         InvalidRequestError: A field is outside its limits.
@@ -152,6 +153,7 @@ class SpeculationParams:
     max_draft_tokens: int | None = None
     acceptance: str = ""
     method: str = ""
+    predicted_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_draft_tokens is not None:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from paceline.core.grammar import OutputGrammar
 from paceline.core.params import GRAMMAR, NGRAM
+from paceline.core.prediction import PredictedText
 from paceline.core.tree import DraftTree
 from paceline.drafting.growing import grow_best_first
 from paceline.engine.source_interface import Followed, LocalSource, Turn
@@ -23,13 +24,15 @@ READ_TOKENS = 8192
 
 
 class Voter(NamedTuple):
-    """A place in the text, whose next token is a vote.
+    """A place in a text, whose next token is a vote.
 
     Attributes:
+        text: The session's own, or its prediction.
         at: Index of the next token.
         match: Tokens before it that agree with the session's last ones.
     """
 
+    text: Sequence[int]
     at: int
     match: int
 
@@ -37,15 +40,16 @@ class Voter(NamedTuple):
 class NgramSource(LocalSource["NgramFollower"]):
     """Method `ngram` (prompt lookup decoding): guesses what followed the same tokens before.
 
-    The last tokens of a session are looked up in its prompt and output, and the tokens that followed there are grown as
-    a tree in which every place found has a vote. Nothing is done when nothing matches.
+    The last tokens of a session are looked up in its prompt and output, and in what its client predicts of the output.
+    The tokens that followed there are grown as a tree in which every place found has a vote. Nothing is done when
+    nothing matches.
     """
 
     name = NGRAM
 
     @override
     def follow(self, session: Followed) -> NgramFollower:
-        return NgramFollower(session.tokens)
+        return NgramFollower(session.tokens, *session.output)
 
     @override
     def grow(self, turns: Sequence[Turn[NgramFollower]]) -> list[list[float]]:
@@ -62,10 +66,14 @@ class NgramFollower:
 
     Args:
         tokens: The session's committed tokens; read as they grow.
+        output_at: Where in them the output begins.
+        predicted: What the client predicts of the output; empty: nothing.
     """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], output_at: int = 0, predicted: Sequence[int] = ()) -> None:
         self._tokens = tokens
+        self._predicted = PredictedText(predicted)
+        self._output_at = output_at
         # Where the same tokens ended.
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._read_to = max(LEAST_MATCH, len(tokens) - READ_TOKENS)
@@ -80,7 +88,17 @@ class NgramFollower:
                 del places[0]
         self._read_to = max(self._read_to, len(tokens))
         ends = self._places.get(tuple(tokens[-LEAST_MATCH:]), ())
-        return [Voter(end, _common(tokens, end)) for end in ends]
+        return [*self._foretold(), *(Voter(tokens, end, _common(tokens, end)) for end in ends)]
+
+    def _foretold(self) -> list[Voter]:
+        """The place in the prediction, if the output is there."""
+        predicted = self._predicted
+        if not predicted.token_ids:
+            return []
+        predicted.take(self._tokens[self._output_at :])
+        self._output_at = max(self._output_at, len(self._tokens))
+        match = min(MOST_MATCH, predicted.num_agreed)
+        return [] if predicted.at is None else [Voter(predicted.token_ids, predicted.at, match)]
 
     def ballot(self, voters: Sequence[Voter]) -> Iterator[tuple[int, float, list[Voter]]]:
         """The votes for the next token: `(token_id, confidence, its voters, moved on by one token)`.
@@ -90,9 +108,9 @@ class NgramFollower:
         sides: dict[int, list[Voter]] = {}
         total = 0
         for voter in voters:
-            if voter.at < len(self._tokens):
-                side = sides.setdefault(self._tokens[voter.at], [])
-                side.append(Voter(voter.at + 1, voter.match + 1))
+            if voter.at < len(voter.text):
+                side = sides.setdefault(voter.text[voter.at], [])
+                side.append(Voter(voter.text, voter.at + 1, voter.match + 1))
                 total += voter.match
         for token_id, side in sides.items():
             longest = max(voter.match for voter in side)

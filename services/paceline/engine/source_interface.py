@@ -22,6 +22,11 @@ class Followed(Protocol):
         ...
 
     @property
+    def output(self) -> tuple[int, Sequence[int]]:
+        """Where in its tokens the output begins, and what its client predicts of it."""
+        ...
+
+    @property
     def greedy(self) -> bool:
         """Whether its target chooses without noise."""
         ...

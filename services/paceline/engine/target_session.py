@@ -164,6 +164,11 @@ class TargetSession:
         return self.pages.num_missing == 1 and self.committed_len > self._resumed_len
 
     @property
+    def output(self) -> tuple[int, Sequence[int]]:
+        """Where in its tokens the output begins, and what its client predicts of it."""
+        return self.prompt_len, self.request.speculation.predicted_token_ids
+
+    @property
     def greedy(self) -> bool:
         """Whether the target chooses without noise."""
         return self.request.sampling.temperature == 0.0

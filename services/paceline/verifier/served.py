@@ -97,6 +97,8 @@ class ServedEngine:
             )
         check_token_ids("prompt_token_ids", request.prompt_token_ids, identity.vocab_size)
         check_token_ids("committed_token_ids", request.committed_token_ids, identity.vocab_size)
+        predicted = request.speculation.predicted_token_ids
+        check_token_ids("speculation.predicted_token_ids", predicted, identity.vocab_size)
         request.sampling.check_vocabulary(identity.vocab_size, identity.eos_token_ids)
         self._check_speculation(request.speculation)
         self._check_lengths(request)

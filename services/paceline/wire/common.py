@@ -19,6 +19,7 @@ from paceline.core.params import (
     check_bad_word,
     check_counts,
 )
+from paceline.core.prediction import MAX_PREDICTED_TOKENS
 from paceline.rpc.v1 import common_pb2
 from paceline.wire.columns import check_count
 
@@ -109,6 +110,7 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
         acceptance=message.acceptance,
         method=message.method,
+        predicted_token_ids=tuple(message.predicted_token_ids[:MAX_PREDICTED_TOKENS]),
     )
 
 

@@ -41,6 +41,29 @@ def test_nothing_is_guessed_when_nothing_matches():
     assert (tree.num_nodes, survivals) == (0, [])
 
 
+PROMPT, PREDICTED = [1, 2, 3], [50, 51, 52, 53, 54, 55]
+
+
+def test_a_prediction_is_guessed_from_the_first_token_on():
+    tree, _ = grown(NgramFollower(PROMPT, len(PROMPT), PREDICTED), PROMPT, limit=4)
+    assert longest_path(tree) == [50, 51, 52, 53]
+
+
+def test_behind_a_deviation_the_rest_of_a_prediction_is_guessed():
+    tokens = [*PROMPT]
+    follower = NgramFollower(tokens, len(PROMPT), PREDICTED)
+    for output, guessed in (([50], [51, 52]), ([9], []), ([52], []), ([53], [54, 55])):
+        tokens += output
+        tree, _ = grown(follower, tokens, limit=2)
+        assert longest_path(tree) == guessed
+
+
+def test_a_prediction_and_the_text_itself_share_the_vote():
+    tokens = [60, 61, 62, 7, 60, 61]
+    tree, _ = grown(NgramFollower(tokens, 4, [60, 61, 80]), tokens)
+    assert seen(tree).children.keys() == {62, 80}
+
+
 def test_places_that_disagree_share_the_vote_and_the_longer_match_weighs_more():
     tokens = [1, 2, 3, 4, 50, 9, 3, 4, 60, 8, 1, 2, 3, 4]
     tree, _ = grown(NgramFollower(tokens), tokens)

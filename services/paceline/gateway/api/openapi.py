@@ -97,6 +97,9 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   session is known (`--record-ttl-s`). All kept responses share `--response-room-bytes`; where it ends, the key that
   keeps most loses its oldest. `metadata` have 16 members, keys of 64 and values of 512 characters at most.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it is, and may hold some.
+* `prediction`, what the client expects of the answer, such as the file that it wants changed, can only make it faster:
+  look-up takes it as one more text to look in. `usage.completion_tokens_details` says how many of its tokens the answer
+  followed and how many it did not (`accepted_prediction_tokens`, `rejected_prediction_tokens`).
 * A stream that has nothing to say for `--stream-ping-s` (15 s) sends `: ping`, a comment, with which it may begin;
   that of `/v1/messages` its event `ping`. An error has its status up to then.
 * A stream that fails after its first byte ends with an event that holds the error object.

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
     prompt = np.asarray(request.prompt_token_ids, dtype="<u4").tobytes()
     parameters: dict[str, Any] = {
         "sampling": asdict(request.sampling),
-        "speculation": asdict(request.speculation),
+        # Without the prediction, which may be long: it can only change speed.
+        "speculation": asdict(replace(request.speculation, predicted_token_ids=())),
         "stop": list(request.stops),
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,

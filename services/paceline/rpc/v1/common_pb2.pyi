@@ -214,6 +214,7 @@ class SpeculationParams(google.protobuf.message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTANCE_FIELD_NUMBER: builtins.int
     METHOD_FIELD_NUMBER: builtins.int
+    PREDICTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     enabled: builtins.bool
     """False: plain decoding for this session."""
     max_draft_tokens: builtins.int
@@ -222,6 +223,12 @@ class SpeculationParams(google.protobuf.message.Message):
     """Acceptance rule: "coupled" or "rejection"; empty: the verifier's default."""
     method: builtins.str
     """Ways to draft, joined by "+": "draft_model", "ngram", "grammar" and others; empty: all that the verifier serves."""
+    @property
+    def predicted_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """What the client expects of the output, such as the file that it wants changed; the method "ngram" looks there, too.
+        Of more than 32768 tokens the first ones count.
+        """
+
     def __init__(
         self,
         *,
@@ -229,9 +236,10 @@ class SpeculationParams(google.protobuf.message.Message):
         max_draft_tokens: builtins.int | None = ...,
         acceptance: builtins.str = ...,
         method: builtins.str = ...,
+        predicted_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "acceptance", b"acceptance", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "method", b"method"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "acceptance", b"acceptance", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "method", b"method", "predicted_token_ids", b"predicted_token_ids"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]) -> typing.Literal["max_draft_tokens"] | None: ...
 
 Global___SpeculationParams: typing_extensions.TypeAlias = SpeculationParams

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
+from paceline.core.prediction import PredictedText
 from paceline.gateway.message.growing import Message
 from paceline.gateway.message.reader import Content, Part
 from paceline.gateway.sessions.output import Ending, Piece, sum_of_records
@@ -58,6 +59,7 @@ class ChoiceState:
     characters: CharacterCount = field(default_factory=CharacterCount)
     ending: Ending | None = None
     message: Message | None = None
+    predicted: PredictedText | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -73,6 +75,12 @@ class ChoiceState:
             return {"finish_reason": None, "stop_reason": None}
         stop = self.ending.stop_token_id if self.ending.stop is None else self.ending.stop
         return {"finish_reason": self.finish_reason, "stop_reason": stop}
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Counts generated tokens."""
+        self.num_generated_tokens += len(token_ids)
+        if self.predicted is not None:
+            self.predicted.take(token_ids)
 
     def read(self, piece: Piece) -> Sequence[Part]:
         """Returns the parts of a piece that belong to the message; it is there."""
@@ -114,6 +122,7 @@ class CompletionAnswer:
                 request=each,
                 num_generated_tokens=each.offset,
                 message=None if each.form is None else Message(each.form, each.session_id),
+                predicted=PredictedText(predicted) if (predicted := each.speculation.predicted_token_ids) else None,
             )
             for each in requests
         ]
@@ -129,7 +138,7 @@ class CompletionAnswer:
         choice.judged += judged + _judged(piece)
         choice.token_ids += piece.token_ids
         choice.tokens += piece.tokens
-        choice.num_generated_tokens += len(piece.token_ids)
+        choice.count(piece.token_ids)
 
     def add_ending(self, index: int, ending: Ending) -> Json:
         """Takes the end of a choice; returns what it adds to the message."""
@@ -157,7 +166,7 @@ class CompletionAnswer:
             or choice.request.return_token_ids
         ):
             return None
-        choice.num_generated_tokens += len(piece.token_ids)
+        choice.count(piece.token_ids)
         if choice.message is not None:
             choice.message.take(piece.parts)
         return part.text
@@ -169,7 +178,7 @@ class CompletionAnswer:
     def piece_chunk(self, index: int, piece: Piece) -> Json | None:
         """Returns the chunk of a piece; None if there is nothing to show."""
         choice = self._choices[index]
-        choice.num_generated_tokens += len(piece.token_ids)
+        choice.count(piece.token_ids)
         first = not choice.begun
         echo, judged = choice.begin(piece)
         text, logprobs = echo + piece.text, self._logprobs(choice, judged + _judged(piece))
@@ -240,7 +249,17 @@ class CompletionAnswer:
             "completion_tokens": num_generated,
             "total_tokens": num_prompt_tokens + num_generated,
             "prompt_tokens_details": {"cached_tokens": num_cached},
-            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning, **self._predicted()},
+        }
+
+    def _predicted(self) -> Json:
+        """Returns how much of the prediction was in the output, if there is one."""
+        texts = [choice.predicted for choice in self._choices if choice.predicted is not None]
+        if not texts:
+            return {}
+        return {
+            "accepted_prediction_tokens": sum(text.num_accepted for text in texts),
+            "rejected_prediction_tokens": sum(text.num_rejected for text in texts),
         }
 
     def _metrics(self) -> Json:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import (
@@ -64,7 +64,6 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "logits_processors": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
     "regex": (),
@@ -121,6 +120,13 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
+class PredictionBody(Fields):
+    """What the client expects of the output; it can only change how fast that comes."""
+
+    type: Literal["content"] = "content"
+    content: SkipValidation[str | list[TextPart] | None] = None
+
+
 class SpeculationBody(Fields):
     """What the request asks of speculation; our own field."""
 
@@ -153,7 +159,11 @@ class CommonBody(SharedBody):
 
     no_effect = NO_EFFECT
     not_served = NOT_SERVED
-    objects = {"stream_options": StreamOptions, "speculation": SpeculationBody}  # noqa: RUF012 - a class variable
+    objects = {  # noqa: RUF012 - a class variable
+        "stream_options": StreamOptions,
+        "speculation": SpeculationBody,
+        "prediction": PredictionBody,
+    }
 
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
     max_tokens: int | None = _described(None, minimum=1)
@@ -183,12 +193,18 @@ class CommonBody(SharedBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = _described(None, minItems=1)
     guided_grammar: str | None = None
+    prediction: PredictionBody | None = None
     truncate_prompt_tokens: int | None = _described(
         None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
     )
     prompt_logprobs: int | None = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
     return_token_ids: bool = False
     stream_options: StreamOptions | None = None
+
+
+def _count(value: Any) -> Any:
+    """Returns how many alternatives a boolean stands for, as clients of chats give one."""
+    return (1 if value else None) if isinstance(value, bool) else value
 
 
 class CompletionBody(CommonBody):
@@ -198,7 +214,7 @@ class CompletionBody(CommonBody):
     max_tokens: int | None = _described(None, minimum=0)
     echo: bool = False
     add_special_tokens: bool = True
-    logprobs: int | None = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    logprobs: Annotated[int | None, BeforeValidator(_count)] = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
 class ChatMessage(Fields):

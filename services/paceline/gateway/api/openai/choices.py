@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams, check_priority
+from paceline.core.prediction import MAX_PREDICTED_TOKENS
 from paceline.gateway.api.openai.bodies import ChatBody, CommonBody, CompletionBody
 from paceline.gateway.api.openai.prompts import chat_tokens, split_prompts
 from paceline.gateway.api.openai.tools import read_toolbox
@@ -27,7 +28,7 @@ from paceline.gateway.grammars.formats import (
     loosened,
 )
 from paceline.gateway.grammars.partial import Opening, after_reasoning
-from paceline.gateway.http.fields import UnknownFields
+from paceline.gateway.http.fields import UnknownFields, read_text
 from paceline.gateway.message.form import LLAMA3_JSON, QWEN3_CODER, MessageForm, begins_thinking
 from paceline.gateway.message.tools import Toolbox
 from paceline.gateway.sessions.request import (
@@ -131,12 +132,17 @@ def _schema(value: Any, field: str) -> Mapping[str, Any]:
     return value
 
 
+PREDICTION = "prediction"
+# Of a prediction that are read; few tokens of a text have more than four characters on the average.
+MAX_PREDICTED_CHARACTERS = 4 * MAX_PREDICTED_TOKENS
 # Enough to see whether it ends within reasoning.
 PROMPT_END_TOKENS = 16
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
-def completion_sessions(body: CompletionBody, model: ServedModel, request_id: str) -> list[SessionRequest]:
+def completion_sessions(
+    body: CompletionBody, model: ServedModel, request_id: str, unknown: UnknownFields
+) -> list[SessionRequest]:
     """Returns the sessions of a text completion, samples of the same prompt side by side.
 
     Raises:
@@ -161,7 +167,11 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
     sampling = _sampling(body, model, grammar, body.logprobs, prompt_logprobs)
     default = min(DEFAULT_MAX_TOKENS, most)
     limit = partial(model.output_limit, max_tokens=max_tokens, default=default, field="max_tokens")
-    more = {"prompt_only": prompt_only, "grammar_field": grammar_field}
+    more = {
+        "prompt_only": prompt_only,
+        "grammar_field": grammar_field,
+        "speculation": _speculation(body, model, unknown),
+    }
     sessions = _sessions(body, model, request_id, prompts, sampling, limit, **more)
     if not body.echo:
         return sessions
@@ -199,7 +209,11 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     default = min(model.defaults.max_new_tokens or model.context_len, most)
     limit = partial(model.output_limit, max_tokens=max_tokens, default=default, field=field)
     form = _form(model, toolbox, prompt_end, bool(content_grammar))
-    more = {"form": form, "grammar_field": grammar_field or "tools"}
+    more = {
+        "form": form,
+        "grammar_field": grammar_field or "tools",
+        "speculation": _speculation(body, model, unknown),
+    }
     return _sessions(body, model, request_id, [token_ids], sampling, limit, **more)
 
 
@@ -327,12 +341,6 @@ def _sessions(
     session = partial(
         SessionRequest,
         model=model,
-        speculation=SpeculationParams(
-            enabled=body.speculation.enabled,
-            max_draft_tokens=body.speculation.max_draft_tokens,
-            acceptance=body.speculation.acceptance,
-            method=body.speculation.method,
-        ),
         stops=stops,
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
@@ -352,6 +360,22 @@ def _sessions(
             session_id = f"{request_id}-{len(sessions)}"
             sessions.append(session(session_id=session_id, prompt_token_ids=token_ids, sampling=params))
     return sessions
+
+
+def _speculation(body: CommonBody, model: ServedModel, unknown: UnknownFields) -> SpeculationParams:
+    predicted: tuple[int, ...] = ()
+    if body.prediction is not None and body.prediction.content:
+        text = read_text(body.prediction.content, unknown, f"{PREDICTION}.content")[:MAX_PREDICTED_CHARACTERS]
+        # However long it is, nothing is refused for it.
+        limit = len(text.encode(errors="replace"))
+        predicted = model.codec.encode(text, field=PREDICTION, special_tokens=False, context_len=limit)
+    return SpeculationParams(
+        enabled=body.speculation.enabled,
+        max_draft_tokens=body.speculation.max_draft_tokens,
+        acceptance=body.speculation.acceptance,
+        method=body.speculation.method,
+        predicted_token_ids=predicted[:MAX_PREDICTED_TOKENS],
+    )
 
 
 def _sampling(

@@ -124,7 +124,7 @@ class CompletionEndpoint:
             requests = chat_sessions(body, self._sessions.model(body.model), request_id, unknown)
         else:
             body = parse_body(CompletionBody, fields, unknown)
-            requests = completion_sessions(body, self._sessions.model(body.model), request_id)
+            requests = completion_sessions(body, self._sessions.model(body.model), request_id, unknown)
         requests = [replace(request, api_key=current_caller().name, span=call.trace.span) for request in requests]
         return self._parsed(call, requests, body.stream_options or StreamOptions(), body.stream, body.n)
 

@@ -200,6 +200,13 @@ def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
     assert b"a\nb" in b"".join(CODEC.token_bytes(t) for t in session.prompt_token_ids)
 
 
+@pytest.mark.parametrize(("given", "alternatives"), [(False, None), (True, 1), ("true", 1), (0, 0), (3, 3)])
+def test_log_probabilities_of_a_completion_may_be_asked_for_as_those_of_a_chat(
+    given: Any, alternatives: int | None
+) -> None:
+    assert completion(body(logprobs=given))[0].sampling.logprobs == alternatives
+
+
 def test_chat_logprobs_count_alternatives_in_their_own_field() -> None:
     assert chat(chat_body())[0].sampling.logprobs is None
     assert chat(chat_body(logprobs=True))[0].sampling.logprobs == 0
