@@ -31,7 +31,7 @@ from paceline.store.base import (
     Written,
 )
 from paceline.store.opening import open_store
-from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
+from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, URL_OPTIONS, RedisStore
 from tests.support.listening import listens
 from tests.support.memory_store import MemoryStore
 
@@ -408,7 +408,11 @@ async def test_ping_answers(store: Store) -> None:
         ("redis://host?nonsense=1", "the option 'nonsense' is not one of client_name, db, "),
         ("redis://host?decode_responses=true", "the option 'decode_responses' is not one of "),
         ("redis://host?retry_on_error=a", "the option 'retry_on_error' is not one of "),
-        ("redis://host?ssl_cert_reqs=none", "unexpected keyword argument 'ssl_cert_reqs'"),
+        (
+            "redis://host?ssl_cert_reqs=none",
+            "the option 'ssl_cert_reqs' is one of TLS, whose URLs begin with rediss://",
+        ),
+        ("redis://host?timeout=1", "the option 'timeout' is not one of "),
         ("rediss://host?ssl_cert_reqs=bad", "Invalid SSL Certificate Requirements Flag: bad"),
         ("rediss://host?ssl_ca_certs=/nope", "the option 'ssl_ca_certs' must name a file, got '/nope'"),
         ("redis://host?socket_timeout=x", "Invalid value for 'socket_timeout'"),
@@ -422,6 +426,19 @@ async def test_a_url_or_an_option_of_it_that_cannot_be_used_is_named(url: str, s
         open_store(url)
     assert str(caught.value).startswith(f"--redis-url {url.partition('?')[0]}: ")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "unix"])
+@pytest.mark.parametrize("option", sorted(URL_OPTIONS))
+def test_every_option_fits_or_is_refused_in_words_of_ours(scheme: str, option: str) -> None:
+    """One that exists and does not fit was answered by Python's `unexpected keyword argument`."""
+    for value in ("1", "x", ""):
+        said = ""
+        try:
+            open_store(f"{scheme}:///run/socket?{option}={value}")
+        except ConfigError as error:
+            said = str(error)
+        assert "argument" not in said
 
 
 async def test_without_a_store_a_replica_serves_unlisted_and_what_should_last_is_refused() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from paceline.checkpoints.json_files import (
     EXTRA_TOKENS,
@@ -25,6 +26,8 @@ from paceline.core.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
+# Those whose own tokenizers transformers builds anew, with the setting in place of what tokenizer.json says.
+PREFIX_SPACE_CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer")
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -46,7 +49,17 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         _add_tokens(tokenizer, settings, _listed(folder, settings))
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / TOKENIZER}: names tokens that cannot be added: {error}") from error
+    _apply(settings, tokenizer)
     return tokenizer
+
+
+def _apply(settings: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Sets what transformers takes from the settings, and not from the tokenizer's own file."""
+    # Then special tokens are special by their ids alone, in chats, too.
+    tokenizer.encode_special_tokens = settings.get("split_special_tokens") is True
+    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if kind in PREFIX_SPACE_CLASSES and isinstance(tokenizer.pre_tokenizer, ByteLevel):
+        tokenizer.pre_tokenizer.add_prefix_space = settings.get("add_prefix_space") is True
 
 
 def _listed(folder: Path, settings: Mapping[str, Any]) -> dict[int, AddedToken]:

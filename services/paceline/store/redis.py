@@ -191,7 +191,7 @@ URL_FILES = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"})
 URL_OPTIONS = URL_FILES | {
     "client_name", "db", "health_check_interval", "max_connections", "password", "protocol", "socket_connect_timeout",
     "socket_keepalive", "socket_timeout", "ssl_ca_path", "ssl_cert_reqs", "ssl_check_hostname", "ssl_ciphers",
-    "ssl_min_version", "ssl_password", "timeout", "username",
+    "ssl_min_version", "ssl_password", "username",
 }  # fmt: skip
 SOCKET_TIMEOUT_S = 1.0
 # One try over a connection that went stale, one over a new one, and the time to connect.
@@ -451,7 +451,12 @@ def _place(url: str) -> str:
 
 def _check_options(url: str) -> None:
     """Refuses options that redis-py would hand to its classes as text, and those that change what it answers."""
+    scheme = urlsplit(url).scheme
     for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
+        if name.startswith("ssl_") and scheme != "rediss":
+            raise ConfigError(f"the option {name!r} is one of TLS, whose URLs begin with rediss://, got {scheme}://")
+        if name == "socket_keepalive" and scheme == "unix":
+            raise ConfigError(f"the option {name!r} is none of a socket's file, got {scheme}://")
         if name not in URL_OPTIONS:
             raise ConfigError(f"the option {name!r} is not one of {', '.join(sorted(URL_OPTIONS))}")
         if name in URL_FILES and not Path(value).is_file():

@@ -49,6 +49,7 @@ def test_what_can_be_served_passes() -> None:
         ({"committed_token_ids": (4,) * 10}, "committed_token_ids.*fewer than max_tokens"),
         ({"committed_token_ids": (64,)}, "committed_token_ids.*64"),
         ({"prompt_token_ids": (1, 64)}, "prompt_token_ids.*64"),
+        ({"speculation": SpeculationParams(predicted_token_ids=(1, 64))}, "predicted_token_ids.*64"),
         ({"prompt_token_ids": (1,) * 91, "committed_token_ids": ()}, "91 prompt tokens.*context of 100"),
         ({"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, f"cache_salt.*{MAX_SALT_CHARS}"),
         ({"speculation": SpeculationParams(method="medusa")}, "speculation.method.*medusa is not served"),

@@ -9,6 +9,7 @@ the chat, since a template may quote a text in its error.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -103,17 +104,31 @@ class SpecialSpellings:
     """The special tokens of one tokenizer, and the marks that replace them while a chat becomes a prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        # A tokenizer that splits them has none in any text.
+        split = tokenizer.encode_special_tokens
+        special = {token_id: token for token_id, token in added.items() if token.special and not split}
         secret = secrets.token_hex(8)
         # Longest first: one may be part of another.
         self._spelled = sorted((token.content for token in special.values()), key=len, reverse=True)
         # These characters are in no alphabet, and have no meaning in any text.
         self._of_template = {token.content: f"\ufdd0{secret}.{number}\ufdd1" for number, token in special.items()}
+        # Within a word these are text, as everywhere.
+        self._alone = {
+            token.content: re.compile(rf"(?<!\w){re.escape(token.content)}(?!\w)")
+            for token in special.values()
+            if token.single_word
+        }
         self._tokenizer = _twin(tokenizer)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.add_tokens(
             [
-                AddedToken(self._of_template[each.content], lstrip=each.lstrip, rstrip=each.rstrip, normalized=False)
+                AddedToken(
+                    self._of_template[each.content],
+                    lstrip=each.lstrip,
+                    rstrip=each.rstrip,
+                    normalized=each.normalized,
+                )
                 for each in special.values()
             ]
         )
@@ -154,7 +169,9 @@ class SpecialSpellings:
         """
         text = rendered
         for spelled in self._spelled:
-            text = text.replace(spelled, self._of_template[spelled])
+            mark = self._of_template[spelled]
+            alone = self._alone.get(spelled)
+            text = text.replace(spelled, mark) if alone is None else alone.sub(mark, text)
         ids = token_ids(
             self._tokenizer,
             marked.restored(text),

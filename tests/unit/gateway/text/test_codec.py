@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import pre_tokenizers, processors
 
 from paceline.checkpoints.identity import eos_token_ids
 from paceline.core.errors import ConfigError, InvalidRequestError
@@ -213,6 +214,9 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "added_tokens.json": {"<void>": 322},
         "special_tokens_map.json": {"eos_token": "<void>"},
     },
+    "special tokens that are split": {
+        "tokenizer_config.json": {"added_tokens_decoder": LISTED, "split_special_tokens": True}
+    },
     "no token of begin": {"tokenizer_config.json": {"bos_token": "<|begin|>", "add_bos_token": False}},
     "a token of end": {
         "tokenizer_config.json": {"eos_token": "<|end|>", "bos_token": "<|begin|>", "add_eos_token": True}
@@ -241,6 +245,24 @@ def test_a_folder_s_tokenizer_is_the_one_that_transformers_makes_of_it(tmp_path:
             assert codec.decode(told, special_tokens=True) == oracle.decode(told)
     assert codec.vocab_size == len(oracle)
     assert eos_token_ids(tmp_path, None, 10_000) == tuple(each for each in [oracle.eos_token_id] if each is not None)
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPT2TokenizerFast", "GPTNeoXTokenizerFast", "CodeGenTokenizer"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"add_prefix_space": True}, {"add_prefix_space": False}])
+def test_the_space_before_a_text_is_the_one_that_the_settings_of_gpt_2_ask_for(
+    tmp_path: Path, kind: str, own: bool, settings: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = tiny_tokenizer.train()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=own)
+    tokenizer.post_processor = processors.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<|end|>", "eos_token": "<|end|>", "unk_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, **named, **settings}))
+    oracle = getattr(transformers, kind).from_pretrained(tmp_path)
+    told = TextCodec.from_folder(tmp_path).encode("the fox", field="text", special_tokens=False, context_len=99)
+    assert list(told) == oracle("the fox", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("settings", [{"added_tokens_decoder": {"one": {}}}, {"extra_special_tokens": [7.5]}])

@@ -72,6 +72,31 @@ def test_what_somebody_spells_out_is_no_special_token(make: Callable[[], Tokeniz
     assert "\ufdd2" not in joined
 
 
+@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized", "none"])
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.Lowercase(), normalizers.Strip()])
+def test_the_beginning_of_a_chat_stays_whatever_is_spelled_out_behind_it(
+    normalizer: normalizers.Normalizer, flag: str
+) -> None:
+    """Marks that are single words became other tokens once any message spelled out a special token."""
+    tokenizer = tiny_tokenizer.train()
+    tokenizer.normalizer = normalizer
+    settings = {"normalized": False, **({flag: True} if flag != "none" else {})}
+    tokenizer.add_special_tokens([AddedToken(each, **settings) for each in SPECIAL])
+    codec = codec_of(tokenizer)
+    for begun in (" the fox", "the fox ", "fox", " "):
+        plain = tokens(codec, begun, "dog")
+        assert tokens(codec, begun, "dog", "<|end|>")[: len(plain) - 2] == plain[:-2]
+
+
+def test_a_tokenizer_that_splits_special_tokens_has_none_in_a_chat() -> None:
+    tokenizer = byte_level()
+    tokenizer.encode_special_tokens = True
+    codec = codec_of(tokenizer)
+    found = tokens(codec, "the <|end|> fox")
+    assert not {each.encode() for each in SPECIAL} & set(found)
+    assert b"".join(found).startswith(b"<|user|>the <|end|> fox<|end|>")
+
+
 @KINDS
 def test_special_tokens_are_read_in_completions_but_not_in_variables_of_a_template(
     make: Callable[[], Tokenizer],
