@@ -16,7 +16,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS
 from paceline.gateway.grammars.formats import LAYOUT, LOOSE, grammar_of_json_schema, loosened, text_of
 from paceline.gateway.grammars.partial import Opening, joined, named, pattern, up_to
-from paceline.gateway.message.form import CALL_MARKERS, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
+from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER, call_in_reasoning
 from paceline.gateway.message.schemas import TYPES, Definitions, Json, enumerated, followed, type_of, types_of, whole
 from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
 from paceline.gateway.message.tools import Toolbox
@@ -68,7 +68,10 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening, content: st
             raise InvalidRequestError("tools", f"must make a grammar of at most {MAX_GRAMMAR_CHARS} characters")
         parts.append({"name": name, "json_schema": {**_GUIDANCE, **schema}})
 
-    rules = [*opening.rules("answer", CALL_MARKERS.get(family, "")), *writes.rules(toolbox, opening, bool(content))]
+    rules = [
+        *opening.rules("answer", call_in_reasoning(opening.reasoning, family)),
+        *writes.rules(toolbox, opening, bool(content)),
+    ]
     return joined(rules, parts, "tools")
 
 

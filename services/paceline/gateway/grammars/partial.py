@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.gateway.grammars.formats import checked
-from paceline.gateway.message.form import DEEPSEEK_R1, QWEN3, begins_thinking
-from paceline.gateway.message.reasoning import THINK, THINK_END
+from paceline.gateway.message.form import THINK_TAGS, begins_thinking
 
 Json = dict[str, Any]
 # Id of an added token by its spelling; None: there is none.
@@ -39,7 +38,8 @@ class Opening:
     @property
     def may_reason(self) -> bool:
         """Whether the answer is within reasoning, or may begin it."""
-        return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(THINK_END)
+        tags = THINK_TAGS.get(self.reasoning)
+        return tags is not None and not self.prompt_end.rstrip().endswith(tags[0][1])
 
     def rules(self, part: str, call: str = "") -> list[str]:
         """Returns rules from `start` to the bound part.
@@ -50,15 +50,16 @@ class Opening:
         """
         if not self.may_reason:
             return [f"start: {part}", _GAP]
+        begin, end = THINK_TAGS[self.reasoning][0]
         within = begins_thinking(self.reasoning, self.prompt_end)
         ends = [f"to_thought GAP {part}", *(["to_call_in_thought begun"] if call else [])]
         begun = [f"start: {' | '.join(ends)}"]
-        maybe = [f"start: {part} | GAP thinking ({' | '.join(ends)})", self.marker("thinking", THINK)]
+        maybe = [f"start: {part} | GAP thinking ({' | '.join(ends)})", self.marker("thinking", begin)]
         called = [
             self._up_to_token("to_call_in_thought", "call_in_thought", "WITHOUT_THOUGHT", call),
             up_to("call_in_thought", call),
         ]
-        thought = self.text_up_to("thought", THINK_END, *([call] if call else []))
+        thought = self.text_up_to("thought", end, *([call] if call else []))
         return [*(begun if within else maybe), _GAP, *thought, *(called if call else [])]
 
     def marker(self, name: str, text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -17,6 +18,8 @@ from paceline.gateway.message.reasoning import (
     ANALYSIS,
     CHANNEL_TOKENS,
     MESSAGE_END,
+    MISTRAL_THINK,
+    MISTRAL_THINK_END,
     THINK,
     THINK_END,
     ChannelReader,
@@ -40,21 +43,25 @@ _TOOL_SIGNS = (
 )
 _REASONING_SIGNS = (
     (GPT_OSS, ("<|channel|>",)),
+    (MISTRAL, (MISTRAL_THINK,)),
     (DEEPSEEK_R1, ("<｜Assistant｜>",)),  # noqa: RUF001 - its own spelling
     (QWEN3, (THINK_END,)),
 )
-# Special tokens that a reader must see.
+# By family, the pairs of tags around reasoning; the first one is that of today's models.
+THINK_TAGS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    QWEN3: ((THINK, THINK_END),),
+    DEEPSEEK_R1: ((THINK, THINK_END),),
+    MISTRAL: ((MISTRAL_THINK, MISTRAL_THINK_END), (THINK, THINK_END)),
+}
+# Special tokens that a reader of calls must see.
 _SHOWN: Mapping[str, tuple[str, ...]] = {
     HERMES: (json_formats.HERMES_BEGIN, json_formats.HERMES_END),
     LLAMA3_JSON: (json_formats.LLAMA3_BEGIN,),
     MISTRAL: (json_formats.MISTRAL_BEGIN, json_formats.CALL_ID, json_formats.ARGS),
     QWEN3_CODER: (qwen3_coder.OUTER, qwen3_coder.OUTER_END),
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
-    QWEN3: (THINK, THINK_END),
-    DEEPSEEK_R1: (THINK, THINK_END),
-    GPT_OSS: CHANNEL_TOKENS,
 }
-# Markers with which a call may begin amid text, in the midst of reasoning, too.
+# Markers with which a call may begin amid text.
 CALL_MARKERS: Mapping[str, str] = {
     HERMES: json_formats.HERMES_BEGIN,
     MISTRAL: json_formats.MISTRAL_BEGIN,
@@ -137,7 +144,8 @@ class MessageForm:
     @property
     def shown(self) -> tuple[str, ...]:
         """Special tokens that belong to the text."""
-        return (*_SHOWN.get(self.reasoning, ()), *_SHOWN.get(self.tool_calls, ()))
+        marks = CHANNEL_TOKENS if self.reasoning == GPT_OSS else chain(*THINK_TAGS.get(self.reasoning, ()))
+        return (*marks, *_SHOWN.get(self.tool_calls, ()))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,21 +172,22 @@ class MessageForm:
         if not self.reasoning:
             return None
         if self.reasoning == GPT_OSS:
-            return ReasoningCount(ANALYSIS, (MESSAGE_END,), decode, begun=self.thinks)
-        call = CALL_MARKERS.get(self.tool_calls)
-        return ReasoningCount(THINK, (THINK_END, *([call] if call else [])), decode, begun=self.thinks)
+            return ReasoningCount((ANALYSIS,), (MESSAGE_END,), decode, begun=self.thinks)
+        begins, ends = zip(*THINK_TAGS[self.reasoning], strict=True)
+        call = call_in_reasoning(self.reasoning, self.tool_calls)
+        return ReasoningCount(begins, (*ends, *([call] if call else [])), decode, begun=self.thinks)
 
     def _reasoning_reader(self) -> StatefulReader | None:
         if self.reasoning == GPT_OSS:
             return ChannelReader()
         if not self.reasoning:
             return None
-        call = CALL_MARKERS.get(self.tool_calls, "")
-        if self.tool_calls == QWEN3_CODER:
+        call = call_in_reasoning(self.reasoning, self.tool_calls)
+        if call and self.tool_calls == QWEN3_CODER:
             calls: StatefulReader | None = qwen3_coder.Qwen3CoderCalls(self.types, (call,))
         else:
             calls = self._call_reader() if call else None
-        return ThinkReader(open_already=self.thinks, call=call, calls=calls)
+        return ThinkReader(THINK_TAGS[self.reasoning], open_already=self.thinks, call=call, calls=calls)
 
     def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
@@ -236,6 +245,11 @@ def call_id(session_id: str, index: int, *, short: bool) -> str:
     return digest[:9] if short else f"call_{digest[:24]}"
 
 
+def call_in_reasoning(reasoning: str, tool_calls: str) -> str:
+    """Returns the marker of a call that ends reasoning; empty: none does. Mistral's models only mention calls there."""
+    return "" if reasoning == MISTRAL else CALL_MARKERS.get(tool_calls, "")
+
+
 def begins_thinking(reasoning: str, prompt_end: str) -> bool:
     """Tells whether an answer begins within reasoning.
 
@@ -243,7 +257,8 @@ def begins_thinking(reasoning: str, prompt_end: str) -> bool:
         reasoning: Family of the model.
         prompt_end: The end of its prompt, special tokens spelled out.
     """
-    opened = prompt_end.rstrip().endswith(THINK)
+    tags = THINK_TAGS.get(reasoning, ())
+    opened = bool(tags) and prompt_end.rstrip().endswith(tags[0][0])
     if reasoning == DEEPSEEK_R1:
         return opened or not prompt_end.rstrip().endswith(THINK_END)
     return opened

@@ -1,9 +1,11 @@
 """Readers of reasoning, one for each way in which models set it apart, and the count of its tokens.
 
-* `ThinkReader`: between `<think>` and `</think>` at the beginning of an answer, as Qwen3 and DeepSeek-R1 write it.
+* `ThinkReader`: between two tags at the beginning of an answer: `<think>` and `</think>`, as Qwen3 and DeepSeek-R1
+  write it, or `[THINK]` and `[/THINK]`, as Mistral does.
 * `ChannelReader`: reasoning, calls and content in channels, the harmony format of gpt-oss, read from its text:
   `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`; a call of a tool is a
-  message to it: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
+  message to it: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or with the
+  recipient before the channel, with which an answer may begin, as the prompt ends with the role.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from paceline.gateway.message.reader import (
 from paceline.gateway.text.streaming import certain_len
 
 THINK, THINK_END = "<think>", "</think>"
+MISTRAL_THINK, MISTRAL_THINK_END = "[THINK]", "[/THINK]"
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 MESSAGE_END = "<|end|>"
 ENDS = (MESSAGE_END, "<|call|>", "<|return|>")
@@ -33,6 +36,7 @@ ANALYSIS = f"{CHANNEL}analysis"
 CHANNEL_TOKENS = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
 # Tokens that the end of reasoning may spread over, each a byte at least.
 MARKER_TOKENS = 24
+TO = " to="
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:-]+)")
 
 
@@ -40,13 +44,23 @@ class ThinkReader(StatefulReader):
     """Separates reasoning from content; line breaks at the edges of both belong to the tags.
 
     Args:
-        open_already: Whether the answer begins within the reasoning, because the prompt ends with its tag.
+        tags: Pairs of tags of which an answer may have one.
+        open_already: Whether the answer begins within the reasoning, because the prompt ends with its first tag.
         call: Marker with which a call may begin before the end of reasoning, which it ends.
         calls: Finds such a call in the reasoning; what is no call is content to it.
     """
 
-    def __init__(self, *, open_already: bool, call: str = "", calls: StatefulReader | None = None) -> None:
+    def __init__(
+        self,
+        tags: Sequence[tuple[str, str]] = ((THINK, THINK_END),),
+        *,
+        open_already: bool,
+        call: str = "",
+        calls: StatefulReader | None = None,
+    ) -> None:
         super().__init__(self._inside_begin if open_already else self._begin)
+        self._tags = tags
+        self._open, self._close = tags[0]
         self._call = call
         self._calls = NoCalls() if calls is None else calls
         # What that has taken and not given back.
@@ -55,18 +69,20 @@ class ThinkReader(StatefulReader):
     def _begin(self) -> bool:
         begun = self.held[:MAX_HEAD_CHARS]
         bare = begun.lstrip()
-        if bare.startswith(THINK):
-            self.take(len(begun) - len(bare) + len(THINK))
-            self.state = self._inside
-            return True
-        if THINK.startswith(bare) and len(begun) < MAX_HEAD_CHARS and not self.final:
+        for pair in self._tags:
+            if bare.startswith(pair[0]):
+                self._open, self._close = pair
+                self.take(len(begun) - len(bare) + len(self._open))
+                self.state = self._inside
+                return True
+        if any(tag.startswith(bare) for tag, _ in self._tags) and len(begun) < MAX_HEAD_CHARS and not self.final:
             return False
         self.state = self.rest_is_content
         return True
 
     def _inside_begin(self) -> bool:
         """A model may repeat the tag that the prompt ends with."""
-        return self.pass_marker(THINK, self._inside)
+        return self.pass_marker(self._open, self._inside)
 
     def _inside(self) -> bool:
         self.held = self.held.lstrip("\n")
@@ -74,8 +90,8 @@ class ThinkReader(StatefulReader):
         return bool(self.held)
 
     def _reasoning(self) -> bool:
-        end = self.held.find(THINK_END)
-        certain = len(self.held) if self.final else certain_len(self.held, (THINK_END,))
+        end = self.held.find(self._close)
+        certain = len(self.held) if self.final else certain_len(self.held, (self._close,))
         text = self.take(end if end >= 0 else certain)
         self._tried += text
         parts = self._calls.feed(text)
@@ -88,7 +104,7 @@ class ThinkReader(StatefulReader):
             return self._to_call(given)
         self.parts.append(Reasoning(given.rstrip("\n") if end >= 0 else given))
         if end >= 0:
-            self.take(len(THINK_END))
+            self.take(len(self._close))
             self.state = self._after
         return end >= 0
 
@@ -107,24 +123,29 @@ class ThinkReader(StatefulReader):
 
 
 class ChannelReader(StatefulReader):
-    """Reads messages; an answer that has no channels is content."""
+    """Reads messages; an answer that has no channels is content. A head that breaks off with the answer is nothing."""
 
     def __init__(self) -> None:
         super().__init__(self._head)
+        # What a head may begin with.
+        self._heads: tuple[str, ...] = (START, CHANNEL, TO)
         self._kind: type[Content | Reasoning | CallArguments] = Content
 
     def _head(self) -> bool:
         """Between messages: the head names the channel and the recipient."""
         begun = self.held[:MAX_HEAD_CHARS]
-        known = any(begun.startswith(each) or each.startswith(begun) for each in (START, CHANNEL))
+        known = any(begun.startswith(each) or each.startswith(begun) for each in self._heads)
         at = begun.find(MESSAGE)
         if at < 0 and known and len(begun) < MAX_HEAD_CHARS and not self.final:
             return False
+        if at < 0 and self.final and CHANNEL in begun:
+            self.take_all()
         self.state = self._body
         if at < 0 or not known:
             self._kind = Content
             return bool(self.held)
         self._begin(self.take(at))
+        self._heads = (START, CHANNEL)
         self.take(len(MESSAGE))
         return True
 
@@ -153,13 +174,16 @@ class ReasoningCount:
     """Counts the tokens up to the end of reasoning, its marks included.
 
     Args:
+        begins: What it may begin with.
         ends: What may end it.
         decode: Text of tokens, special ones spelled out.
         begun: Whether the answer begins within it.
     """
 
-    def __init__(self, begin: str, ends: Sequence[str], decode: Callable[[Sequence[int]], str], *, begun: bool) -> None:
-        self._begin = begin
+    def __init__(
+        self, begins: tuple[str, ...], ends: Sequence[str], decode: Callable[[Sequence[int]], str], *, begun: bool
+    ) -> None:
+        self._begin_marks = begins
         self._end_marks = ends
         self._decode = decode
         self._begun = begun
@@ -185,8 +209,9 @@ class ReasoningCount:
     def _begins(self) -> bool:
         """Tells whether it has begun; an answer that begins otherwise has none."""
         text = self._decode(self._last).lstrip()
-        self._begun = text.startswith(self._begin)
-        self._over = not self._begun and (not self._begin.startswith(text) or len(self._last) > MARKER_TOKENS)
+        self._begun = text.startswith(self._begin_marks)
+        may_begin = any(mark.startswith(text) for mark in self._begin_marks) and len(self._last) <= MARKER_TOKENS
+        self._over = not self._begun and not may_begin
         return self._begun
 
     def _ends(self, count: int) -> bool:

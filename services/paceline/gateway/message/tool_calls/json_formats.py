@@ -92,7 +92,11 @@ class MistralCalls(MarkedCalls):
         open_yet = not rest or (head is not None and any(each.startswith(rest) for each in (CALL_ID, ARGS)))
         if open_yet and len(begun) < MAX_HEAD_CHARS and not self.final:
             return False
-        self.no_call()
+        if bare or not self.final:
+            self.no_call()
+        else:
+            # The answer breaks off behind a special token, which nobody is to see.
+            self.state = self.content
         return True
 
     def _in_list(self) -> bool:
