@@ -21,6 +21,7 @@ class Served:
     """Where the fleet serves, what, and whose tokens it speaks."""
 
     url: str
+    grpc: str
     model: str
     folder: Path
 
@@ -33,13 +34,19 @@ class Served:
 def served_by(name: str) -> Served:
     """What one of the fleets serves."""
     folder = Path(SERVED[name]["model"])
-    return Served(url=SERVED[name]["url"], model=folder.name, folder=folder)
+    return Served(url=SERVED[name]["url"], grpc=SERVED[name]["grpc"], model=folder.name, folder=folder)
 
 
 @pytest.fixture(scope="session")
 def served() -> Served:
     """The demo pair, which knows no tools."""
     return served_by("demo")
+
+
+@pytest.fixture(scope="session")
+def queued() -> Served:
+    """The demo pair with one place, whose streams soon send pings."""
+    return served_by("queued")
 
 
 @pytest.fixture(scope="session")

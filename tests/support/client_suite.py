@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _specs(scratch: Path) -> dict[str, FleetSpec]:
-    """Returns the fleets: the demo pair, a model that calls tools, and an agent of each family, which drafts itself."""
+    """Returns the fleets: the demo pair, alone with one place, a model that calls tools, an agent of each family."""
     tool_caller = scratch / "tool-caller"
     save_tool_caller(tool_caller, DEMO_TARGET)
     for name, family in FAMILIES.items():
@@ -61,6 +61,14 @@ def _specs(scratch: Path) -> dict[str, FleetSpec]:
     }
     return {
         "demo": FleetSpec(**COMMON, model=DEMO_TARGET, draft_model=DEMO_DRAFTER),
+        "queued": FleetSpec(
+            **COMMON,
+            model=DEMO_TARGET,
+            drafter=False,
+            verifier_arg=("--max-num-seqs=1",),
+            gateway_arg=("--stream-ping-s=0.1",),
+            verifier_threads=1,
+        ),
         "caller": FleetSpec(**COMMON, model=tool_caller, drafter=False),
         **agents,
     }
@@ -69,14 +77,18 @@ def _specs(scratch: Path) -> dict[str, FleetSpec]:
 async def _with_fleets(python: Path, arguments: Sequence[str]) -> int:
     async with AsyncExitStack() as stack:
         specs = _specs(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        # Six verifiers that rehearse would leave clients little of the cores.
+        # Verifiers that rehearse would leave clients little of the cores.
         environ = {**os.environ, "PACELINE_REHEARSE": "off"}
         fleets = [LocalFleet(spec, environ=environ) for spec in specs.values()]
         # The first one alone: it compiles what all others then find compiled.
         await stack.enter_async_context(fleets[0])
         await asyncio.gather(*(stack.enter_async_context(fleet) for fleet in fleets[1:]))
         served = {
-            name: {"url": fleet.gateway_url, "model": str(spec.model)}
+            name: {
+                "url": fleet.gateway_url,
+                "grpc": fleet.endpoint("gateway").second_address,
+                "model": str(spec.model),
+            }
             for (name, spec), fleet in zip(specs.items(), fleets, strict=True)
         }
         command = ["-m", "pytest", "-c", TESTS / "pytest.ini", "--rootdir", TESTS, "--confcutdir", TESTS, TESTS]
