@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,14 +29,21 @@ from paceline.gateway.message.reasoning import (
 )
 from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
 from paceline.gateway.message.tool_calls.json_call import Extent, ListOnly, NamedCall
+from paceline.gateway.message.tool_calls.marked_json import DEEPSEEK_MARKS, KIMI_MARKS, MarkedJsonCalls
+from paceline.gateway.message.tool_calls.tagged import DSML, DSML_TAGS, GLM_TAGS, TaggedCalls
 from paceline.gateway.text.streaming import StopMatcher
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, PYTHONIC = "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"
+DEEPSEEK, DEEPSEEK_V32, GLM, KIMI_K2 = "deepseek", "deepseek_v32", "glm", "kimi_k2"
 QWEN3, DEEPSEEK_R1, GPT_OSS = "qwen3", "deepseek_r1", "gpt_oss"
 # Strings in the template of a family; the first family that fits is taken.
 _TOOL_SIGNS = (
     (MISTRAL, (json_formats.MISTRAL_BEGIN,)),
+    (GLM, ("<arg_key>",)),
+    (DEEPSEEK_V32, (DSML,)),
+    (DEEPSEEK, (DEEPSEEK_MARKS.begin,)),
+    (KIMI_K2, (KIMI_MARKS.begin,)),
     (QWEN3_CODER, (qwen3_coder.BEGIN,)),
     (HERMES, (json_formats.HERMES_BEGIN,)),
     (PYTHONIC, ("[func_name1(", pythonic.BEGIN)),
@@ -53,6 +61,9 @@ THINK_TAGS: Mapping[str, tuple[tuple[str, str], ...]] = {
     DEEPSEEK_R1: ((THINK, THINK_END),),
     MISTRAL: ((MISTRAL_THINK, MISTRAL_THINK_END), (THINK, THINK_END)),
 }
+GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+# Families whose arguments are written bare: the schema of a tool tells their types.
+TYPED = frozenset({QWEN3_CODER, GLM})
 # Special tokens that a reader of calls must see.
 _SHOWN: Mapping[str, tuple[str, ...]] = {
     HERMES: (json_formats.HERMES_BEGIN, json_formats.HERMES_END),
@@ -60,6 +71,10 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     MISTRAL: (json_formats.MISTRAL_BEGIN, json_formats.CALL_ID, json_formats.ARGS),
     QWEN3_CODER: (qwen3_coder.OUTER, qwen3_coder.OUTER_END),
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
+    DEEPSEEK: DEEPSEEK_MARKS.tokens,
+    KIMI_K2: KIMI_MARKS.tokens,
+    GLM: GLM_TOKENS,
+    DEEPSEEK_V32: (DSML,),
 }
 # Markers with which a call may begin amid text.
 CALL_MARKERS: Mapping[str, str] = {
@@ -88,7 +103,7 @@ class Families:
         """
         return cls(
             tool_calls=_family(tool_calls, _TOOL_SIGNS, template),
-            reasoning=_family(reasoning, _REASONING_SIGNS, template),
+            reasoning=_reasoning_family(reasoning, template),
         )
 
 
@@ -107,6 +122,12 @@ def check_families(tool_calls: str, reasoning: str) -> None:
     ):
         if given not in (AUTO, NONE, *known):
             raise ConfigError(f"{flag} must be {', '.join((AUTO, NONE, *known))}, got {given!r}")
+
+
+def _reasoning_family(given: str, template: str) -> str:
+    family = _family(given, _REASONING_SIGNS, template)
+    # DeepSeek V3 has R1's marks of turns, and does not reason.
+    return "" if given == AUTO and family == DEEPSEEK_R1 and THINK_END not in template else family
 
 
 def _family(given: str, signs: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str:
@@ -194,16 +215,21 @@ class MessageForm:
             return NamedCall(self.named) if self.named else ListOnly()
         if self.tool_calls == QWEN3_CODER:
             return qwen3_coder.Qwen3CoderCalls(self.types)
+        if self.tool_calls in _TAGS:
+            return TaggedCalls(_TAGS[self.tool_calls], self.types)
         if self.tool_calls == LLAMA3_JSON:
             return json_formats.Llama3Calls(self.only)
         made = _CALL_READERS.get(self.tool_calls)
         return None if made is None else made()
 
 
+_TAGS = {GLM: GLM_TAGS, DEEPSEEK_V32: DSML_TAGS}
 _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     HERMES: json_formats.HermesCalls,
     MISTRAL: json_formats.MistralCalls,
     PYTHONIC: pythonic.PythonicCalls,
+    DEEPSEEK: partial(MarkedJsonCalls, DEEPSEEK_MARKS),
+    KIMI_K2: partial(MarkedJsonCalls, KIMI_MARKS),
 }
 
 

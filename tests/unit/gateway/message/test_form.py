@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import (
+    DEEPSEEK,
     DEEPSEEK_R1,
+    DEEPSEEK_V32,
+    GLM,
     GPT_OSS,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
     MISTRAL,
     PYTHONIC,
@@ -269,6 +273,12 @@ def test_families_are_told_by_the_template() -> None:
         ("<tool_call> </think>", (HERMES, QWEN3)),
         ("<tool_call><function=x>", (QWEN3_CODER, "")),
         ("[TOOL_CALLS]", (MISTRAL, "")),
+        ("[TOOL_CALLS] [THINK]", (MISTRAL, MISTRAL)),
+        ("<tool_call> <arg_key> </think>", (GLM, QWEN3)),
+        ("<｜Assistant｜><｜tool▁call▁begin｜>", (DEEPSEEK, "")),  # noqa: RUF001 - its own spelling
+        ("<｜Assistant｜><｜tool▁call▁begin｜></think>", (DEEPSEEK, DEEPSEEK_R1)),  # noqa: RUF001
+        ("<｜DSML｜function_calls>", (DEEPSEEK_V32, "")),  # noqa: RUF001
+        ("<|tool_call_begin|> </think>", (KIMI_K2, QWEN3)),
         ("<|python_tag|>", (LLAMA3_JSON, "")),
         ("[func_name1(params_name1=", (PYTHONIC, "")),
         ("<|channel|>", ("", GPT_OSS)),

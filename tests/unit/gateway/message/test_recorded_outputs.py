@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from paceline.gateway.message.form import (
+    DEEPSEEK,
+    DEEPSEEK_R1,
+    DEEPSEEK_V32,
+    GLM,
     GPT_OSS,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
     MISTRAL,
     PYTHONIC,
@@ -33,6 +38,9 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "llama": (LLAMA3_JSON, ""),
     "gpt-oss": ("", GPT_OSS),
     "mistral": (MISTRAL, MISTRAL),
+    "deepseek": (DEEPSEEK, DEEPSEEK_R1),
+    "glm": (GLM, QWEN3),
+    "kimi": (KIMI_K2, QWEN3),
 }
 # Read otherwise than the package says, and why.
 OTHERWISE: Mapping[str, str] = {
@@ -43,21 +51,55 @@ OTHERWISE: Mapping[str, str] = {
     "gpt-oss/llamacpp-builtin-python-recipient": "a call of a tool that was not offered is a call",
     "llama/l3-sglang-text-before-python-tag": "text before a call is no text of this family",
     "qwen3-hermes/truncated-second-parallel-call": "what was there of a call that breaks off has been sent",
+    **dict.fromkeys(
+        (f"deepseek/{version}-truncated-second-parallel-call" for version in ("v32", "v4", "v41")),
+        "what was there of a call that breaks off has been sent",
+    ),
+    "deepseek/v31-multi-turn-after-tool-result": "the prompt does not tell that it is not R1's",
+    "glm/glm47-missing-last-close-arg-value": "a value ends with its tag",
+    **dict.fromkeys(
+        (
+            f"kimi/k2i-vllm-{name}"
+            for name in (
+                *("single-call-content-before", "three-tool-calls", "multiline-json", "id-without-functions-prefix"),
+                *("noise-between-markers", "empty-tool-section", "content-after-tool-section"),
+            )
+        ),
+        "white space before a call is no content",
+    ),
     "qwen3-xml/q38-truncated-at-tool-call-open": "what is no call is content",
     "qwen3-xml/vllm-coder-missing-close-parameter": "a value ends with its tag",
     "qwen3-xml/bug-missing-close-parameter-before-function": "a value ends with its tag",
 }
-RECORDED = [each for each in fixtures.load_fixtures() if each.expected is not None and each.family in FAMILIES]
+# Formats of these families that no reader reads.
+UNREAD = "x-kimi-k3"
+PROMPTS = {
+    model.repo: model.default_generation_prompt or ""
+    for family in fixtures.load_families().values()
+    for model in family.reference_models
+}
+RECORDED = [
+    each
+    for each in fixtures.load_fixtures()
+    if each.expected is not None and each.family in FAMILIES and UNREAD not in each.tags
+]
 
 
 def form_of(fixture: Any) -> MessageForm:
     calls, reasoning = FAMILIES[fixture.family]
     if "x-llama-pythonic" in fixture.tags:
         calls = PYTHONIC
+    if {"x-deepseek-v32", "x-deepseek-v4", "x-deepseek-v41"} & set(fixture.tags):
+        calls = DEEPSEEK_V32
+    if "x-deepseek-v3" in fixture.tags:
+        reasoning = ""
+    prompt = (
+        PROMPTS.get(fixture.reference_model, "") if fixture.generation_prompt is None else fixture.generation_prompt
+    )
     tools = [{"function": {"parameters": {}, **each["function"]}} for each in fixture.tools]
     return MessageForm(
         reasoning=reasoning,
-        thinks=bool(reasoning) and begins_thinking(reasoning, fixture.generation_prompt or ""),
+        thinks=bool(reasoning) and begins_thinking(reasoning, prompt),
         tool_calls=calls,
         types=Toolbox(tools=tuple(tools)).types,
     )
@@ -83,3 +125,5 @@ def test_an_output_is_read_as_recorded_however_it_is_cut(fixture: Any) -> None:
     assert read(form, text) == whole
     cuts = sorted(random.Random(text).choices(range(len(text) + 1), k=5))
     assert read(form, [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+    # And wherever it breaks off.
+    assert all(read(form, text[:cut]) == read(form, [text[:cut]]) for cut in cuts)

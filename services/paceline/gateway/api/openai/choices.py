@@ -29,7 +29,7 @@ from paceline.gateway.grammars.formats import (
 )
 from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.http.fields import UnknownFields, read_text
-from paceline.gateway.message.form import LLAMA3_JSON, QWEN3_CODER, MessageForm, begins_thinking
+from paceline.gateway.message.form import LLAMA3_JSON, TYPED, MessageForm, begins_thinking
 from paceline.gateway.message.tools import Toolbox
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
@@ -301,7 +301,7 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
         tool_calls=calls,
         enforced=toolbox.enforced,
         named=toolbox.named,
-        types=toolbox.types if calls == QWEN3_CODER else {},
+        types=toolbox.types if calls in TYPED else {},
         short_ids=model.codec.has_short_call_ids,
         parallel=toolbox.parallel or not toolbox.parsed,
         only=tuple(toolbox.names) if bound and calls == LLAMA3_JSON else (),

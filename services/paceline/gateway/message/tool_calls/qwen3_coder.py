@@ -133,13 +133,13 @@ class Qwen3CoderCalls(MarkedCalls):
         key = (", " if self._num_parameters else "") + json.dumps(self._parameter, ensure_ascii=False) + ": "
         if not whole:
             return key + json.dumps(text, ensure_ascii=False)[:-1]
-        return key + _value(text.removesuffix("\n"), self._of_tool.get(self._parameter, _TEXT))
+        return key + bare_value(text.removesuffix("\n"), self._of_tool.get(self._parameter, _TEXT))
 
     def _end(self) -> bool:
         return self.pass_marker(OUTER_END, self.content)
 
 
-def _value(text: str, types: Sequence[str]) -> str:
+def bare_value(text: str, types: Sequence[str]) -> str:
     """Returns a value as JSON: text where that may be meant and nothing else that is allowed fits."""
     may_be_text = not types or "string" in types
     value = _NOT_JSON if tuple(types) == _TEXT else _read(text, pythons_own=not types or not may_be_text)
