@@ -42,6 +42,8 @@ SLICE_S = 0.005
 ENTRIES_AT_ONCE = 32
 # Of each session of a stream, that may wait for a client that does not read.
 CLIENT_BYTES = 16 * 1024 * 1024
+# What the part of an event that is yet to be made counts for: how much of it is made at once depends on the machine.
+REST_BYTES = 64 * 1024
 UNREAD = "the client does not read its tokens"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Broken text of a request, which is not UTF-8; and what some clients take for the end of a line of a stream.
@@ -104,7 +106,7 @@ class Exchange:
         self._send = send
         self._write_now = write_now
         # Parts of a stream that wait, each with what is yet to be made of it.
-        self._waiting: deque[tuple[bytes, Iterator[bytes]]] = deque()
+        self._waiting: deque[tuple[bytes, Iterator[bytes] | None]] = deque()
         self._num_waiting_bytes = 0
         self._sending: asyncio.Task[None] | None = None
         self._on_error = on_error
@@ -190,12 +192,13 @@ class Exchange:
             self._sending = None
         if self._sending is None and rest is None and self._write_now(part):
             return
-        if self._num_waiting_bytes and self._num_waiting_bytes + len(part) > CLIENT_BYTES * self.num_sessions:
+        size = _waiting_bytes(part, rest)
+        if self._num_waiting_bytes and self._num_waiting_bytes + size > CLIENT_BYTES * self.num_sessions:
             self._waiting.clear()
             self._num_waiting_bytes = 0
             raise ClientStalledError(UNREAD)
-        self._waiting.append((part, rest or iter(())))
-        self._num_waiting_bytes += len(part)
+        self._waiting.append((part, rest))
+        self._num_waiting_bytes += size
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_waiting(), name="answer")
 
@@ -203,11 +206,11 @@ class Exchange:
         """Sends what waits, as fast as the client reads."""
         while self._waiting:
             part, rest = self._waiting.popleft()
-            self._num_waiting_bytes -= len(part)
+            self._num_waiting_bytes -= _waiting_bytes(part, rest)
             if not self._begun:
                 await self.begin(200, STREAM_HEADERS)
             await self.write(part)
-            for pending in rest:
+            while rest is not None and (pending := next(rest, None)) is not None:
                 await asyncio.sleep(0)
                 await self.write(pending + _some(rest))
 
@@ -268,6 +271,10 @@ def _json_parts(value: Any) -> Iterator[bytes]:
     except TypeError:
         # An iterator is no JSON, and none was begun.
         return map(_encoded, _texts(value))
+
+
+def _waiting_bytes(part: bytes, rest: Iterator[bytes] | None) -> int:
+    return len(part) + (0 if rest is None else REST_BYTES)
 
 
 def _some(parts: Iterator[bytes]) -> bytes:
