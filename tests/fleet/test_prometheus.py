@@ -89,7 +89,9 @@ def dashboard_queries() -> dict[str, str]:
     """Expressions by panel and letter, as Grafana would send them."""
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     return {
-        f"{panel['title']} ({target['refId']})": target["expr"].replace("$__rate_interval", "1m")
+        f"{panel['title']} ({target['refId']})": re.sub(
+            r"\$(namespace|model_name|replica_id)", ".*", target["expr"].replace("$__rate_interval", "1m")
+        )
         for panel in panels
         for target in panel.get("targets", ())
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import helm_python
 import pytest
 
-from tests.unit.k8s.chart import CHART, RELEASE, TIERS, Document, Rendered, component, render
+from tests.unit.k8s.chart import CHART, NAMESPACE, RELEASE, TIERS, Document, Rendered, component, render
 from tests.unit.k8s.conftest import OPTIONS
 
 HPA = "HorizontalPodAutoscaler"
@@ -102,3 +102,13 @@ def test_helm_test_asks_the_gateway_for_the_model_that_users_ask_for(everything:
 
 def quantity(text: str) -> float:
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+
+
+def test_alerts_of_a_release_look_at_its_own_namespace_and_link_to_your_runbook() -> None:
+    alerts = {"enabled": True, "runbookUrl": "https://wiki/operate"}
+    (rule,) = render({"monitoring": {"alerts": alerts}}).of_kind("PrometheusRule")
+    rules = [each for group in rule["spec"]["groups"] for each in group["rules"]]
+    assert [each for each in rules if f'namespace="{NAMESPACE}"' not in each["expr"]] == []
+    assert 'namespace=~".*"' not in str(rules)
+    links = {each["annotations"]["runbook_url"].partition("#")[0] for each in rules if "alert" in each}
+    assert links == {"https://wiki/operate"}
