@@ -46,7 +46,7 @@ class PlanConfig:
 
     profile: str = setting(
         help="JSON file, the name of a measured profile in the package (demo), or one to compute: "
-        "TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as 70b+1b@4xh100+h100 or 8b+0.5b@h100+h100."
+        "TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as 70b+1b@4xh100+h100 or 32b-fp8+0.6b@h100+l40s."
     )
     trace: Path | None = setting(
         None,

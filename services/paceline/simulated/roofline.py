@@ -10,10 +10,10 @@ reads over the same bandwidth. KV takes what weights and a reserve leave of the 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.simulated.guesses import DrawnGuesses
@@ -22,7 +22,6 @@ from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Prof
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.6
 # Seconds of a step that are neither weights nor arithmetic, of an all-reduce, and of the host for each session.
 LAUNCH_S, ALL_REDUCE_S, SESSION_S = 5e-4, 1e-5, 1e-5
-BYTES_PER_WEIGHT = 2
 # Of a GPU's memory: the share in use, and what activations and scratch take of it.
 USED_MEMORY, RESERVE_BYTES = 0.9, 2e9
 TABLE_ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048)
@@ -30,8 +29,11 @@ MOST_DEVICES = 8
 # One host beside the other, and a gateway in front.
 LINK_S, DOOR_S = 2e-4, 3e-3
 NOISE, OVERHEAD = 0.05, 0.02
-Known = TypeVar("Known")
+# Bytes of a weight, by what stands behind a model's size.
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+MOST_PARAMETERS = 2e12
 
+_SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)b(?:-({'|'.join(WEIGHT_BYTES)}))?")
 _NAME = re.compile(r"([^+@]+)\+([^+@]+)@(?:([0-9]+)x)?([^+@]+)\+([^+@]+)")
 
 
@@ -48,12 +50,17 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model's sizes."""
+    """A model's sizes; the KV cache is in bfloat16."""
 
     name: str
     parameters: float
     layers: int
     kv_bytes_per_token: int
+    bytes_per_weight: float = 2.0
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.bytes_per_weight * self.parameters
 
 
 GPUS = {
@@ -63,16 +70,22 @@ GPUS = {
     "l40s": Gpu(name="L40S", bytes_per_s=0.864e12, flops=362e12, memory_bytes=48e9, price_per_hour=1.2),
     "l4": Gpu(name="L4", bytes_per_s=0.3e12, flops=121e12, memory_bytes=24e9, price_per_hour=0.6),
 }
+# Shapes of Qwen2.5, Qwen3 and Llama 3; other sizes take layers and KV of the nearest.
 MODELS = {
     "0.5b": Model(name="0.5B", parameters=0.49e9, layers=24, kv_bytes_per_token=12_288),
+    "0.6b": Model(name="0.6B", parameters=0.6e9, layers=28, kv_bytes_per_token=114_688),
     "1b": Model(name="1B", parameters=1.24e9, layers=16, kv_bytes_per_token=32_768),
+    "1.7b": Model(name="1.7B", parameters=1.72e9, layers=28, kv_bytes_per_token=114_688),
+    "4b": Model(name="4B", parameters=4.02e9, layers=36, kv_bytes_per_token=147_456),
     "8b": Model(name="8B", parameters=8.03e9, layers=32, kv_bytes_per_token=131_072),
+    "14b": Model(name="14B", parameters=14.8e9, layers=40, kv_bytes_per_token=163_840),
+    "32b": Model(name="32B", parameters=32.8e9, layers=64, kv_bytes_per_token=262_144),
     "70b": Model(name="70B", parameters=70.6e9, layers=80, kv_bytes_per_token=327_680),
 }
 
 
 def computed_profile(name: str) -> Profile:
-    """The profile of `TARGET+DRAFT@GPU+GPU`, such as `70b+1b@4xh100+h100` or `8b+0.5b@h100+h100`.
+    """The profile of `TARGET+DRAFT@GPU+GPU`, such as `70b+1b@4xh100+h100` or `32b-fp8+0.6b@h100+l40s`.
 
     Raises:
         ConfigError: The name is in another form, or one of its parts is not known or does not fit.
@@ -80,11 +93,11 @@ def computed_profile(name: str) -> Profile:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ConfigError(f"profile {name!r} is no file, and not in the form TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU")
-    target, draft = _known("model", match[1], MODELS), _known("model", match[2], MODELS)
+    target, draft = _model(match[1]), _model(match[2])
     count = int(match[3] or 1)
     if not 1 <= count <= MOST_DEVICES:
         raise ConfigError(f"profile {name!r}: a target takes from 1 to {MOST_DEVICES} GPUs, got {count}")
-    large, small = _known("GPU", match[4], GPUS), _known("GPU", match[5], GPUS)
+    large, small = _gpu(match[4]), _gpu(match[5])
     return Profile(
         name=f"{target.name} on {count} x {large.name}, {draft.name} on {small.name}",
         kind=COMPUTED,
@@ -100,10 +113,27 @@ def computed_profile(name: str) -> Profile:
     )
 
 
-def _known(kind: str, name: str, table: Mapping[str, Known]) -> Known:
-    found = table.get(name.lower())
+def _model(name: str) -> Model:
+    """A model of any number of parameters, `14b`, and of any width of its weights, `14b-fp8`."""
+    match = _SIZE.fullmatch(name.lower())
+    if match is None or not 0 < (parameters := float(match[1]) * 1e9) <= MOST_PARAMETERS:
+        raise ConfigError(
+            f"no model {name!r} is known: write its billions of parameters, up to {MOST_PARAMETERS / 1e9:g}, and how "
+            f"its weights are stored ({', '.join(WEIGHT_BYTES)}; bf16 if not said): 14b, 0.6b, 70b-fp8"
+        )
+    known = MODELS.get(f"{match[1]}b")
+    if known is None:
+        nearest = min(MODELS.values(), key=lambda each: abs(math.log(each.parameters / parameters)))
+        known = replace(nearest, name=f"{match[1]}B", parameters=parameters)
+    if match[2] is None:
+        return known
+    return replace(known, name=f"{known.name} {match[2].upper()}", bytes_per_weight=WEIGHT_BYTES[match[2]])
+
+
+def _gpu(name: str) -> Gpu:
+    found = GPUS.get(name.lower())
     if found is None:
-        raise ConfigError(f"no {kind} {name!r} is known; there are {', '.join(table)}")
+        raise ConfigError(f"no GPU {name!r} is known; there are {', '.join(GPUS)}")
     return found
 
 
@@ -118,7 +148,7 @@ def _device(model: Model, gpu: Gpu, count: int) -> dict[str, Any]:
     bytes_per_s = REACHED_BANDWIDTH * gpu.bytes_per_s * count
     flops = REACHED_FLOPS * gpu.flops * count
     fixed_s = LAUNCH_S + (2 * model.layers * ALL_REDUCE_S if count > 1 else 0.0)
-    weights_s = BYTES_PER_WEIGHT * model.parameters / bytes_per_s
+    weights_s = model.weight_bytes / bytes_per_s
     return {
         "name": gpu.name,
         "rows": TABLE_ROWS,
@@ -135,9 +165,12 @@ def _device(model: Model, gpu: Gpu, count: int) -> dict[str, Any]:
 
 def _kv_tokens(model: Model, gpu: Gpu, count: int, beside: Model | None = None) -> int:
     """Tokens that fit beside the weights; with another model beside, each token takes the KV of both."""
-    parameters = model.parameters + (beside.parameters if beside else 0.0)
+    weight_bytes = model.weight_bytes + (beside.weight_bytes if beside else 0.0)
     per_token = model.kv_bytes_per_token + (beside.kv_bytes_per_token if beside else 0)
-    left = count * (USED_MEMORY * gpu.memory_bytes - RESERVE_BYTES) - BYTES_PER_WEIGHT * parameters
+    left = count * (USED_MEMORY * gpu.memory_bytes - RESERVE_BYTES) - weight_bytes
     if left < per_token:
-        raise ConfigError(f"{model.name} does not fit {count} x {gpu.name} ({gpu.memory_bytes / 1e9:g} GB each)")
+        raise ConfigError(
+            f"{model.name} does not fit {count} x {gpu.name} ({gpu.memory_bytes / 1e9:g} GB each); take more of them, "
+            f"or weights of one byte ({model.name.partition(' ')[0].lower()}-fp8)"
+        )
     return int(left // per_token)

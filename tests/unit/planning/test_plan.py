@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from paceline.simulated.profile import read_profile, write_profile
 from paceline.simulated.roofline import computed_profile
 from tests.unit.planning.facts import profile, sure_guesses
 
+REPOSITORY = Path(__file__).parents[3]
 LOAD = [Arrival(0.02 * index, 50, 20) for index in range(200)]
 PLACES = [RecordedPlace(rank=0, confidences=(0.7, 0.1)), RecordedPlace(rank=None, confidences=(0.5,))]
 TEXTS = RecordedGuesses([PLACES])
@@ -124,6 +126,32 @@ def test_a_device_that_is_too_slow_for_its_drafter_is_named() -> None:
     slow, fast = (paces(computed_profile(f"70b+1b@4xh100+{gpu}")) for gpu in ("l4", "h100"))
     assert "L4 is too slow for this drafter" in slow
     assert "too slow" not in fast
+
+
+SET_UPS = sorted(
+    [
+        *(path for path in (REPOSITORY / "k8s/paceline/values").glob("*.yaml") if path.stem != "cpu-demo"),
+        *(path for path in (REPOSITORY / "docs/ray").glob("*.yaml") if path.stem != "demo"),
+    ]
+)
+
+
+@pytest.mark.parametrize("path", SET_UPS, ids=lambda path: path.stem)
+def test_the_pair_of_each_set_up_that_we_ship_can_be_planned_and_its_drafter_is_fast_enough(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    (named,) = re.findall(r"paceline plan --profile (\S+)", text)
+    target, draft, count, *cards = re.fullmatch(r"(.+)\+(.+)@(?:(\d)x)?(.+)\+(.+)", named).groups()  # type: ignore[union-attr]
+    assert "too slow" not in paces(computed_profile(named))
+    values = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")).lower()
+    if "simulate:" in values:
+        assert f"simulate: {named}" in values
+        return
+    sizes = re.findall(r"^ *(?:model|target|draft|draft_model): \S*?-([0-9.]+b)\b", values, re.MULTILINE)
+    assert sizes == [each.partition("-")[0] for each in (target, draft)]
+    assert ("-fp8" in target) == ("fp8" in values)
+    placed = re.findall(r"(?:gpu.product: nvidia-|accelerator_type: )([a-z0-9]+)", values)
+    assert placed in ([], cards)
+    assert (count or "1") == (re.findall(r"tensor-parallel-size=(\d)", values) or ["1"])[0]
 
 
 def test_a_computed_profile_is_written_as_a_file_to_edit(tmp_path: Path) -> None:

@@ -87,10 +87,21 @@ def test_a_computed_step_reads_all_weights_or_computes_all_rows() -> None:
     assert split.cost.at(1) == pytest.approx(weights_s / 2 + 5e-4 + 64 * 1e-5)
 
 
+def test_a_model_of_any_size_and_byte_width_can_be_computed() -> None:
+    computed = computed_profile("70b-fp8+0.6b@h200+l40s")
+    assert computed.target.cost.at(1) == pytest.approx(70.6e9 / (0.75 * 4.8e12) + 5e-4)
+    assert computed.name == "70B FP8 on 1 x H200 SXM, 0.6B on L40S"
+    other = computed_profile("24b-int4+1.5b@h100+l4")
+    assert other.target.cost.at(1) == pytest.approx(0.5 * 24e9 / (0.75 * 3.35e12) + 5e-4)
+    assert other.target.kv_token_s == computed_profile("32b+1b@h100+l4").target.kv_token_s
+
+
 def test_what_cannot_be_computed_is_refused_by_name() -> None:
     for name, message in (
         ("8b@h100", "not in the form"),
-        ("9b+1b@h100+l4", "no model '9b' is known; there are 0.5b, 1b"),
+        ("large+1b@h100+l4", "no model 'large' is known: write its billions of parameters.*14b"),
+        ("8b-fp9+1b@h100+l4", "no model '8b-fp9' is known.*bf16, fp8"),
+        ("0b+1b@h100+l4", "no model '0b' is known"),
         ("8b+1b@h100+l5", "no GPU 'l5' is known; there are h100"),
         ("70b+8b@h100+l4", "70B does not fit 1 x H100"),
         ("8b+1b@9xh100+l4", "from 1 to 8 GPUs, got 9"),
