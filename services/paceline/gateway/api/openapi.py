@@ -33,7 +33,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * A field that is null counts as absent. A number, true or false may come as a text that spells it in JSON, such as
   `"3"` or `"true"`. Nothing else is converted: `1` is not true, and true is not 1.
 * A field that is not described here is ignored, and named in the answer's header `{ignored_fields}`; `--strict-fields`
-  makes a gateway refuse it with 400. A field that would change the answer and is not served is refused by name.
+  makes a gateway refuse it with 400. A field that would change the answer and is not served is refused by name,
+  and so is an unknown field of `speculation`, which is ours alone.
 * Where `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are absent, the model's own defaults apply,
   from its `generation_config.json`; where it has none, 1, 1, off, off and 1.
 * Without `max_tokens` a text completion has up to {default_max_tokens} tokens; a chat has up to the model's own

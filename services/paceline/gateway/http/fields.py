@@ -7,7 +7,8 @@ parts that are text, which all APIs have; each kind of object declares its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache
 from reprlib import Repr
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -23,7 +24,7 @@ SHOWN_CHARACTERS = 80
 # Of the header that names what was ignored.
 MAX_NAMED_FIELDS = 20
 MAX_NAME_CHARACTERS = 64
-_MISSING = "missing"
+_MISSING, _NO_OBJECT = "missing", "model_type"
 # No number that is worth anything is spelled in more.
 _LONGEST_NUMBER = 40
 # Asks for nothing, whatever the field.
@@ -131,11 +132,13 @@ class Fields(BaseModel):
         not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing,
             beside an empty text and an empty list.
         objects: The kinds of fields that hold objects.
+        ours: Whether no other server has the object, so that an unknown field is a mistake, and refused.
     """
 
     no_effect: ClassVar[frozenset[str]] = frozenset()
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     objects: ClassVar[Mapping[str, type[Fields]]] = {}
+    ours: ClassVar[bool] = False
 
     model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=lambda schema, kind: _describe(schema, kind))
 
@@ -279,11 +282,19 @@ def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields,
                 known[name] = _spelled(value) if name in _numeric(kind) else value
         elif name in kind.no_effect:
             continue
+        elif kind.ours:
+            raise InvalidRequestError(_joined(where, name), f"is no field of {where}; {_nearest(name, fields)}")
         elif name not in kind.not_served:
             unknown.add(where, name)
         elif not any(_same(_without_nulls(value), neutral) for neutral in (*kind.not_served[name], *_NOTHING)):
             raise InvalidRequestError(_joined(where, name), f"is not supported by this server, got {_shown(value)}")
     return known
+
+
+def _nearest(name: str, fields: Iterable[str]) -> str:
+    """Returns the field that was meant, as it seems, or all that there are."""
+    near = get_close_matches(name[:MAX_NAME_CHARACTERS], fields, n=1)
+    return f"{near[0]} is" if near else f"there are {', '.join(fields)}"
 
 
 @cache
@@ -325,6 +336,8 @@ def _describe(schema: dict[str, Any], kind: type[Fields]) -> None:
     for name, field in fields.items():
         if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
             fields[name] = {"anyOf": [field, null]}
+    if kind.ours:
+        schema["additionalProperties"] = False
     fields |= {name: {"description": "Changes nothing."} for name in sorted(kind.no_effect)}
     for name, values in kind.not_served.items():
         fields[name] = {"enum": [*values, *_NOTHING, None], "description": "Only with values that ask for nothing."}
@@ -351,7 +364,9 @@ def _first_problem(error: ValidationError, where: str) -> InvalidRequestError:
     field = _path(problem["loc"], where)
     if problem["type"] == _MISSING:
         return InvalidRequestError(field, "is required")
-    message = problem["msg"].replace("Input should be", "must be")
+    # pydantic's words name a class of ours.
+    message = "must be an object" if problem["type"] == _NO_OBJECT else problem["msg"]
+    message = message.replace("Input should be", "must be")
     return InvalidRequestError(field, f"{message}, got {_shown(problem['input'])}")
 
 

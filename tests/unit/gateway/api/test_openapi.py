@@ -63,9 +63,12 @@ def test_neutral_values_are_the_described_ones() -> None:
 
 
 def test_a_field_that_nobody_knows_is_allowed_by_both() -> None:
-    body = {"prompt": "x", "colour": 1, "speculation": {"colour": 1}}
+    body = {"prompt": "x", "colour": 1}
     assert allowed("CompletionBody", body)
     assert accepted(CompletionBody, body)
+    ours = {"prompt": "x", "speculation": {"colour": 1}}
+    assert not allowed("CompletionBody", ours)
+    assert not accepted(CompletionBody, ours)
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": None}, {"prompt": "x", "n": "one"}])

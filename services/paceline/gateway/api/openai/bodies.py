@@ -130,6 +130,8 @@ class PredictionBody(Fields):
 class SpeculationBody(Fields):
     """What the request asks of speculation; our own field."""
 
+    ours = True
+
     enabled: bool = True
     max_draft_tokens: int | None = _described(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
     acceptance: str = _described("", enum=["", *ACCEPTANCE_RULES])
