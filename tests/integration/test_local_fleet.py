@@ -129,9 +129,19 @@ async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
 ) -> None:
     argv = [*arguments(tiny_pair), "--log-dir", str(tmp_path / "logs"), "--verifier-arg=--max-model-len=9999999"]
     fleet = LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ)
-    with pytest.raises(ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*max-model-len"):
+    with pytest.raises(ConfigError, match=r"^verifier-0 cannot start: [^|=]*max-model-len [^|]* \(log: "):
         await fleet.__aenter__()
     assert "max-model-len" in (tmp_path / "logs" / "verifier-0.log").read_text()
+
+
+async def test_a_store_that_does_not_answer_is_named_before_anything_is_started(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    argv = [*arguments(tiny_pair), "--log-dir", str(tmp_path / "logs"), "--redis-url", "redis://127.0.0.1:1"]
+    fleet = LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ)
+    with pytest.raises(ConfigError, match=r"^the store at 127\.0\.0\.1:1 cannot be used .* --redis-url$"):
+        await fleet.__aenter__()
+    assert list((tmp_path / "logs").iterdir()) == []
 
 
 async def up(*argv: str, **env: str) -> asyncio.subprocess.Process:

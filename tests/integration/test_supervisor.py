@@ -141,6 +141,17 @@ async def test_a_child_that_cannot_start_is_reported_with_its_last_words(
     assert said == []
 
 
+async def test_of_a_service_that_refuses_to_start_only_its_own_line_is_shown(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    program = (
+        "import sys\nprint('ts=1 level=info msg=starting model=x port=1')\n"
+        "print('paceline verifier: error: --model x: no such folder'); sys.exit(2)"
+    )
+    with pytest.raises(ConfigError, match=r"^b cannot start: --model x: no such folder \(log: \S+\)$"):
+        await supervisor.start([spec(tmp_path, "b", program)], timeout_s=30)
+
+
 async def test_a_program_that_is_not_there_is_named(supervisor: Supervisor, tmp_path: Path) -> None:
     async def never() -> bool:
         return False

@@ -119,16 +119,18 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
     """Returns the folder of a checkpoint; files of a Hub repository that are not in the cache are fetched first.
 
     Args:
-        given: As `parse` takes it; a folder is returned unchecked.
+        given: As `parse` takes it; of a folder it is checked only that what is in it can be read.
         flag: The setting that named it, for messages.
         files: Patterns of the files needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
         say: Gets a line before the Hub is asked.
 
     Raises:
-        ConfigError: It cannot be fetched, or has an unsupported format; says what to do.
+        ConfigError: It cannot be fetched or read, or has an unsupported format; says what to do.
     """
     with named(flag, given):
         source = parse(given)
+        if isinstance(source, Path):
+            _check_readable(source, files)
     if isinstance(source, Path):
         return source
     from huggingface_hub import errors
@@ -147,6 +149,19 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
                 "folder that can, on a disk with room"
             ) from error
         raise _unreachable(error, source, flag) from error
+
+
+def _check_readable(folder: Path, files: Sequence[str]) -> None:
+    """Opens each file of a folder that will be read, as later it would be in the middle of a start.
+
+    Raises:
+        OSError: One cannot be read, or the folder itself.
+    """
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if any(fnmatch(path.name, pattern) for pattern in files) and path.is_file():
+            path.open("rb").close()
 
 
 def _snapshot(source: Repository, flag: str, files: Sequence[str], say: Say) -> Path:

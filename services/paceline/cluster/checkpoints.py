@@ -126,13 +126,23 @@ def num_parameters(path: Path) -> int:
         try:
             total += _num_parameters(file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-            raise ConfigError(f"{file} cannot be read as safetensors: {error!r}") from error
+            raise ConfigError(f"{file} cannot be read as safetensors: {_reason(error)}") from error
     return total
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def _num_parameters(file: Path) -> int:
     with file.open("rb") as stream:
-        return sum(math.prod(entry["shape"]) for entry in _header(stream).values())
+        entries, first = _header(stream), stream.tell()
+    wanted = first + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if (found := file.stat().st_size) < wanted:
+        raise ValueError(f"it has {found:,} of its {wanted:,} bytes; fetch or copy it again")
+    return sum(math.prod(entry["shape"]) for entry in entries.values())
 
 
 def _header(stream: BinaryIO) -> dict[str, Any]:

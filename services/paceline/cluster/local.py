@@ -30,11 +30,12 @@ from paceline.cluster.spec import (
     share_memory,
     store_child,
 )
-from paceline.cluster.supervisor import BackOff, Child, Supervisor
+from paceline.cluster.supervisor import BackOff, Child, ChildSpec, Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.service.config import named, public_url
 from paceline.service.credentials import read_certificates, utc_now
-from paceline.store.opening import require_server
+from paceline.store.base import require
+from paceline.store.opening import open_store, require_server
 
 
 class LocalFleet:
@@ -175,29 +176,42 @@ class LocalFleet:
         self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
         with named("--log-dir", self.log_dir):
             self.log_dir.mkdir(parents=True, exist_ok=True)
-        await self._start_store(self._temporary_dir, ports)
+        store = await self._plan_store(self._temporary_dir, ports)
         launch = Launch(
             spec=spec, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ, modules=self._modules
         )
-        await self._start_models(launch, self.checkpoints)
+        # All settings and files are checked before the first process starts.
+        models = self._models(launch, self.checkpoints)
         gateways = [launch.gateway(endpoint, self.checkpoints.target) for endpoint in self.endpoints_of("gateway")]
-        await self._supervisor.start(gateways, spec.start_timeout_s)
+        for stage in (store, models, gateways):
+            await self._supervisor.start(stage, spec.start_timeout_s)
 
-    async def _start_store(self, work_dir: Path, ports: Ports) -> None:
+    async def _plan_store(self, work_dir: Path, ports: Ports) -> list[ChildSpec]:
+        """Sets the store's URL; returns the process of a store of its own, if it is to have one.
+
+        Raises:
+            ConfigError: The store that is named does not answer.
+        """
         spec = self.spec
         if spec.redis_url is not None:
+            async with open_store(spec.redis_url) as store:
+                await require(store)
             self.redis_url = spec.redis_url
             self._say(f"using the store at {public_url(spec.redis_url)}")
-            return
+            return []
         server = find_server(spec.redis_server)
         port = plan_store_port(spec, ports)
-        child = store_child(server, spec.host, port, work_dir, self._environ)
         endpoint = Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
         self.endpoints.append(endpoint)
-        await self._supervisor.start([child], spec.start_timeout_s)
         self.redis_url = f"redis://{self._announce(endpoint) or endpoint.address}"
+        return [store_child(server, spec.host, port, work_dir, self._environ)]
 
-    async def _start_models(self, launch: Launch, checkpoints: Checkpoints) -> None:
+    def _models(self, launch: Launch, checkpoints: Checkpoints) -> list[ChildSpec]:
+        """Processes of verifiers and drafters.
+
+        Raises:
+            ConfigError: A setting or a file of weights is wrong.
+        """
         spec = self.spec
         verifier_shares, drafter_shares = share_cpus(spec, available_cpus())
         drafters = enumerate(self.endpoints_of("drafter"))
@@ -207,7 +221,7 @@ class LocalFleet:
         ]
         shares = [*verifier_shares, *drafter_shares]
         memory = share_memory(spec, [num_parameters(checkpoint) for _, checkpoint in placed])
-        children = [
+        return [
             launch.model(
                 endpoint,
                 checkpoint,
@@ -218,7 +232,6 @@ class LocalFleet:
             )
             for (endpoint, checkpoint), share, utilization in zip(placed, shares, memory, strict=True)
         ]
-        await self._supervisor.start(children, self.spec.start_timeout_s)
 
     def _child(self, role: str) -> Child:
         return self._supervisor.child(self.endpoint(role).name)

@@ -25,6 +25,7 @@ from paceline.checkpoints.families import (
 from paceline.checkpoints.identity import IGNORED, end_tokens
 from paceline.checkpoints.json_files import read_object
 from paceline.checkpoints.source import CONFIG_FILES, MODEL_FILES, TEXT_FILES, folder_of, parse
+from paceline.cluster.checkpoints import num_parameters
 from paceline.cluster.foreground import say
 from paceline.core.errors import ConfigError
 from paceline.service.config import as_called, setting
@@ -259,6 +260,8 @@ def check(argv: Sequence[str]) -> None:
     if not path.is_file():
         raise ConfigError(f"{settings.name} holds no config.json: name a checkpoint in Hugging Face layout")
     config = read_object(path)
+    # Half a download; of the Hub only the configuration was fetched.
+    num_parameters(folder)
     say("\n".join([*answer(str(parse(settings.name)), config, settings.context), *remarks(folder, config)]))
     refused = eagle3_refusal(config) if describes_eagle3(config) else refusal(config) and vllm_refusal(config)
     if refused:

@@ -1,6 +1,7 @@
 """What a fleet on one machine consists of: settings in, commands of its processes out.
 
-Pure, except that it looks which ports and CPUs are free. It knows the services by their flags only.
+Pure, except that it looks which ports and CPUs are free. It knows the services by their flags, and lets their own
+classes check these before a process is started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import server_command
 from paceline.core.addresses import check_host, host_port, is_ipv6
 from paceline.core.errors import ConfigError
-from paceline.core.messages import DRAFTER, VERIFIER
+from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.obs.tracing import ENDPOINT_HELP
-from paceline.service.config import setting
+from paceline.service.config import load, named, setting
 from paceline.service.credentials import PROBE, folder_of, load_tls
 
 PORT_STRIDE = 10
@@ -33,6 +35,12 @@ PORT_STRIDE = 10
 UNCLAIMED = range(10_240, 32_768)
 TRIES = 100
 MAX_REPLICAS = 1024
+# The class of a service's settings: module and name, since the modules are heavy.
+CONFIG_CLASSES = {
+    role: (f"paceline.{role}.config", f"{role.capitalize()}Config") for role in (GATEWAY, VERIFIER, DRAFTER)
+}
+# Paths among them that are read at start, beside checkpoints and certificates.
+FILES = ("chat_template", "api_keys_file")
 # Engines of a verifier.
 PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
 # Share of the time to end in that running requests get; the rest is for shutting down.
@@ -422,6 +430,10 @@ class Launch:
         )
         # The registry's URL may hold a password: other users can read command lines, but no environment.
         environ = child_environment(self.environ, num_threads=num_threads) | {"PACELINE_REDIS_URL": self.redis_url}
+        try:
+            check_settings(role, [*common, *own], environ)
+        except ConfigError as error:
+            raise ConfigError(f"{endpoint.name} cannot start: {error}") from error
         return ChildSpec(
             name=endpoint.name,
             argv=(str(python), "-m", self.modules.get(role) or f"paceline.{role}", *common, *own),
@@ -429,6 +441,21 @@ class Launch:
             is_healthy=is_healthy,
             log_path=self.log_dir / f"{endpoint.name}.log",
         )
+
+
+def check_settings(role: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Reads the settings of a service, and opens the files that they name, as it will do itself.
+
+    Raises:
+        ConfigError: One is wrong; names its flag.
+    """
+    module, name = CONFIG_CLASSES[role]
+    config = load(getattr(import_module(module), name), argv, environ, f"paceline {role}", "")
+    load_tls(config.tls_dir, role)
+    for setting_name in FILES:
+        if path := getattr(config, setting_name, None):
+            with named(f"--{setting_name.replace('_', '-')}", path):
+                path.open("rb").close()
 
 
 def flags(**values: object) -> list[str]:

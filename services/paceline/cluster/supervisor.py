@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +21,12 @@ from typing import Any
 
 import paceline
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.service.config import EXIT_STATUS_CONFIG
 
 POLL_S = 0.1
 NUM_LOG_LINES_SHOWN = 5
+# How `exit_with_error` writes it.
+_REFUSAL = re.compile(r"^[^=|]*\bpaceline\b[^=|]*?: error: (.+)")
 # What a process gets after the common deadline has passed, before it is killed.
 LEAST_GRACE_S = 1.0
 # The settings that a child inherits; see `child_environment`.
@@ -190,15 +194,22 @@ class Child:
         self._ended = _exit_status(self._process)
 
     def _exit_message(self, status: int) -> str:
+        lines = self._last_lines()
+        # A service that cannot start for a reason that it knows says so in one line, its last.
+        if status == EXIT_STATUS_CONFIG and lines and (said := _REFUSAL.search(lines[-1])):
+            return f"{self.spec.name} cannot start: {said[1]} (log: {self.spec.log_path})"
         return f"{self.spec.name} {_describe(status)} before it was ready{self._log_tail()}"
 
     def _log_tail(self) -> str:
+        lines = self._last_lines()
+        return f": {' | '.join(lines)} (log: {self.spec.log_path})" if lines else ""
+
+    def _last_lines(self) -> list[str]:
         path = self.spec.log_path
         # What is no regular file, such as a device, may have no end.
         if path is None or not path.is_file():
-            return ""
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return f": {' | '.join(lines[-NUM_LOG_LINES_SHOWN:])} (log: {path})"
+            return []
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES_SHOWN:]
 
 
 class Supervisor:

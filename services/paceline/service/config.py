@@ -164,10 +164,19 @@ def named(flag: str, value: object) -> Iterator[None]:
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        said = str(error) if isinstance(error, PacelineError) else f"{error} ({type(error).__name__})"
+        said = _said(error, value)
         if isinstance(error, PacelineError) and "--" in said:
             raise
         raise ConfigError(f"{flag} {shortened(str(value), MAX_PROBLEM_CHARS)}: {said}") from error
+
+
+def _said(error: Exception, value: object) -> str:
+    if isinstance(error, PacelineError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename and str(error.filename) != str(value) else ""
+        return f"{where}{error.strerror}"
+    return f"{error} ({type(error).__name__})"
 
 
 def parse_cpus(name: str, text: str) -> frozenset[int]:

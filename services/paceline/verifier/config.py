@@ -121,12 +121,22 @@ class VerifierConfig(ModelServiceConfig):
     )
 
     def __post_init__(self) -> None:
-        """Checks the address that others get, and which settings go together."""
+        """Checks the address that others get, the speculation, and which settings go together."""
         ModelServiceConfig.__post_init__(self)
+        self._check_speculation()
         if self.vllm_arg and self.engine != VLLM:
             raise ConfigError(f"--vllm-arg needs --engine {VLLM}")
         if (self.engine == SIMULATED) != bool(self.profile):
             raise ConfigError(f"--engine {SIMULATED} and --profile need one another")
+
+    def _check_speculation(self) -> None:
+        if self.engine != VLLM:
+            speculation_from(self.speculative_config)
+            return
+        # It stands on this module.
+        from paceline.verifier.vllm.settings import num_draft_tokens
+
+        num_draft_tokens(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     HEADS,
     check_checkpoint,
+    fetch_models,
     num_parameters,
     resolve_checkpoints,
     with_heads,
@@ -336,8 +339,56 @@ def test_parameters_are_counted_without_loading_them(checkpoint: Path) -> None:
             "b": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]},
         }
     ).encode()
-    (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    whole = len(header).to_bytes(8, "little") + header + bytes(34)
+    (checkpoint / "model.safetensors").write_bytes(whole)
     assert num_parameters(checkpoint) == 17
+    (checkpoint / "model.safetensors").write_bytes(whole[:-20])
+    with pytest.raises(ConfigError, match=rf"model\.safetensors .*has {len(whole) - 20} of its {len(whole)} bytes"):
+        num_parameters(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--speculative-config", '{"method": "ngarm"}'], "verifier-0 .* method must be one of .*ngarm"),
+        (["--speculative-config", '{"num_speculative_token": 4}'], "verifier-0 .*num_speculative_token is no setting"),
+        (["--verifier-arg=--max-num-seqs=0"], "verifier-0 cannot start: --max-num-seqs"),
+        (
+            ["--gateway-arg=--chat-template=/nowhere.jinja"],
+            "gateway-0 cannot start: --chat-template /nowhere.jinja: No",
+        ),
+        (["--gateway-arg=--api-keys-file=/nowhere.txt"], "gateway-0 cannot start: --api-keys-file /nowhere.txt: No"),
+    ],
+)
+def test_settings_and_files_of_a_service_are_checked_before_a_process_is_started(argv: list[str], problem: str) -> None:
+    spec = fleet(*argv)
+    with pytest.raises(ConfigError, match=problem):
+        model(spec)
+        gateway(spec)
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """Root may read what nobody may."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("closed", ["", "config.json", "model.safetensors"])
+def test_a_checkpoint_that_may_not_be_read_is_named_with_its_flag(checkpoint: Path, closed: str) -> None:
+    # Nobody else may look into pytest's folders.
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o755)
+        folder = Path(shutil.copytree(checkpoint, Path(parent) / "model"))
+        (folder / closed).chmod(0)
+        with without_root(), pytest.raises(ConfigError, match=f"--model .*{closed}: Permission denied"):
+            fetch_models(fleet("--model", str(folder)), lambda _: None)
 
 
 def test_a_named_server_that_is_not_there_is_refused() -> None:

@@ -22,7 +22,6 @@ from paceline.verifier.vllm.settings import (
     PROPOSER,
     check_settings,
     decided,
-    num_draft_tokens,
     process_environment,
 )
 from paceline.vllm.settings import settings_of
@@ -82,7 +81,7 @@ def test_vllm_does_not_speculate_where_nothing_is_to_be_drafted(changes: dict[st
 )
 def test_ways_to_speculate_that_vllm_does_not_know_are_refused(speculative: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        num_draft_tokens(replace(CONFIG, speculative_config=json.dumps(speculative)))
+        replace(CONFIG, speculative_config=json.dumps(speculative))
 
 
 def test_the_cpu_build_keeps_little_for_kv_where_nobody_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
