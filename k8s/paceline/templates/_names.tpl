@@ -1,7 +1,8 @@
 {{/* Helpers of one tier take a dict: root (the top scope) and tier (gateway, verifier, drafter or redis). */}}
 
 {{- define "paceline.fullname" -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) | trunc 50 | trimSuffix "-" -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
+{{- .Values.fullnameOverride | default $name | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "paceline.name" -}}
@@ -41,7 +42,9 @@ labels:
 {{- $variant := "" -}}
 {{- if eq ($values.engine | default "") "vllm" }}{{ $variant = "-vllm" -}}
 {{- else if and .root.Values.simulate (ne .tier "gateway") }}{{ $variant = "-simulated" }}{{ end -}}
-{{- $values.image | default (printf "%s/%s%s:%s" $image.repository .tier $variant ($image.tag | default .root.Chart.AppVersion)) -}}
+{{- $named := printf "%s/%s%s:%s" $image.repository .tier $variant ($image.tag | default .root.Chart.AppVersion) -}}
+{{- with get $image.digest .tier }}{{ $named = printf "%s@%s" $named . }}{{ end -}}
+{{- $values.image | default $named -}}
 {{- end -}}
 
 {{/* Ports of a service with a model; its Service, probes and NetworkPolicy read them here. */}}

@@ -51,7 +51,10 @@ EVERYTHING: dict[str, Any] = {
     },
     "drafter": {"gpu": True, "autoscaling": {"enabled": True}, "disruptionBudget": {"maxUnavailable": "50%"}},
     "redis": {"password": "a-password-of-some-length"},
-    "networkPolicy": {"clients": [{"podSelector": {}}]},
+    "networkPolicy": {
+        "clients": [{"podSelector": {}}],
+        "egress": {"enabled": True, "rules": [{"ports": [{"port": 443}]}]},
+    },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "gatewayKey": {"secret": "prometheus-key"}},
         "alerts": {"enabled": True},
@@ -79,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "vllmArgs": ["--distributed-executor-backend=ray", "--pipeline-parallel-size=2"],
             "weights": {"claim": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Ti"}}}},
         },
-        "networkPolicy": {"clients": [{"podSelector": {}}]},
+        "networkPolicy": {"clients": [{"podSelector": {}}], "egress": {"enabled": True}},
     },
 }
 

@@ -14,7 +14,18 @@ from kubernetes_validate import utils
 
 import paceline
 from tests.unit.k8s import custom_resources
-from tests.unit.k8s.chart import CHART, TIERS, Document, Rendered, Values, component, render
+from tests.unit.k8s.chart import (
+    CHART,
+    NAMESPACE,
+    RELEASE,
+    TIERS,
+    Document,
+    Rendered,
+    Values,
+    component,
+    render,
+    values_files,
+)
 from tests.unit.k8s.conftest import EVERYTHING, OPTIONS, SETS
 from tests.unit.k8s.custom_resources import is_custom
 
@@ -122,6 +133,60 @@ def test_only_verifiers_reach_drafters_and_only_gateways_reach_verifiers(rendere
             if "podSelector" in each
         }
         assert readers == ({"gateway"} if tier == "verifier" else set())
+
+
+def test_with_egress_shut_each_tier_reaches_names_the_store_and_the_tier_below_alone(everything: Rendered) -> None:
+    reached: dict[str, set[str]] = {}
+    for tier in (*TIERS, "redis"):
+        policy = everything.named("NetworkPolicy", tier)["spec"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        peers = [peer for rule in policy["egress"] for peer in rule.get("to", ())]
+        reached[tier] = {component(peer["podSelector"]["matchLabels"]) for peer in peers}
+        anywhere = [port["port"] for rule in policy["egress"] if "to" not in rule for port in rule["ports"]]
+        assert anywhere == ([] if tier == "redis" else [53, 53, 443])
+    store = {"redis"}
+    assert reached == {
+        "gateway": {"verifier"} | store,
+        "verifier": {"drafter"} | store,
+        "drafter": store,
+        "redis": set(),
+    }
+    with pytest.raises(helm_python.HelmError, match=r"networkPolicy\.egress\.rules must open the way to the store"):
+        render({"redis": {"secret": "store"}, "networkPolicy": {"egress": {"enabled": True}}})
+
+
+def test_metrics_and_console_are_not_let_out(everything: Rendered) -> None:
+    (ingress,) = everything.of_kind("Ingress")
+    (route,) = render(OPTIONS["gateway api"]).of_kind("HTTPRoute")
+    outside = [each["path"] for each in ingress["spec"]["rules"][0]["http"]["paths"]]
+    assert outside == ["/v1", "/tokenize", "/detokenize"]
+    assert [each["path"]["value"] for each in route["spec"]["rules"][0]["matches"]] == outside
+
+
+def test_names_and_digests_are_those_of_the_values() -> None:
+    digest = "sha256:" + 64 * "a"
+    rendered = render({"fullnameOverride": "chat", "image": {"digest": {"verifier": digest}}})
+    assert {each["metadata"]["name"] for each in rendered.of_kind("Deployment")} == {
+        "chat-gateway",
+        "chat-drafter",
+        "chat-redis",
+    }
+    images = {tier: rendered.container(tier)["image"] for tier in TIERS}
+    assert images["verifier"] == f"paceline/verifier:{paceline.__version__}@{digest}"
+    assert "@" not in images["gateway"]
+
+
+def test_the_overlay_for_production_leaves_nothing_open_that_the_notes_warn_of() -> None:
+    production = values_files()["production"]
+    with helm_python.Chart.load(CHART) as chart:
+        told = {
+            name: chart.render(values, name=RELEASE, namespace=NAMESPACE)[f"{chart.name}/templates/NOTES.txt"]
+            for name, values in {"defaults": {}, "production": production}.items()
+        }
+    warnings = ("NO API KEYS", "NO TLS", "NO ALERTS", "NO PASSWORD")
+    assert [each for each in warnings if each not in told["defaults"]] == []
+    assert "NO " not in told["production"]
+    assert "https://paceline.example.com/v1/models" in told["production"]
 
 
 def test_an_autoscaled_tier_names_no_number_of_replicas(defaults: Rendered, everything: Rendered) -> None:

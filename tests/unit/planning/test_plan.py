@@ -130,7 +130,11 @@ def test_a_device_that_is_too_slow_for_its_drafter_is_named() -> None:
 
 SET_UPS = sorted(
     [
-        *(path for path in (REPOSITORY / "k8s/paceline/values").glob("*.yaml") if path.stem != "cpu-demo"),
+        *(
+            path
+            for path in (REPOSITORY / "k8s/paceline/values").glob("*.yaml")
+            if path.stem not in ("cpu-demo", "production")
+        ),
         *(path for path in (REPOSITORY / "docs/ray").glob("*.yaml") if path.stem != "demo"),
     ]
 )
