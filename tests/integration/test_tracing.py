@@ -251,10 +251,39 @@ async def test_the_request_span_says_what_was_asked_for_and_given(fleet):
 async def test_a_request_that_is_refused_has_a_span_with_the_error(fleet):
     trace_id, answer = await fleet.traced(max_tokens=0)
     assert answer["status"] == 400
-    spans = await fleet.collector.trace(trace_id, "text_completion")
+    spans = await fleet.collector.trace(trace_id, "text_completion tiny")
     (refused,) = spans.values()
-    assert refused.failed
+    # A client's mistake is no error of this server.
+    assert not refused.failed
     assert refused.attributes["error.type"] == "InvalidRequestError"
+    assert refused.attributes["gen_ai.request.model"] == "tiny"
+
+
+@in_one_loop
+async def test_a_model_that_is_not_served_is_named_in_its_span(fleet):
+    trace_id, answer = await fleet.traced(model="huge" + "x" * 200)
+    assert answer["status"] == 404
+    (refused,) = await fleet.collector.until(lambda: fleet.collector.of_trace(trace_id), bool)
+    assert not refused.failed
+    assert refused.attributes["error.type"] == "ModelNotFoundError"
+    assert refused.attributes["gen_ai.request.model"] == ("huge" + "x" * 200)[:125] + "..."
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json"),
+        ({"guided_json": {"type": "object"}}, "json"),
+        ({"response_format": {"type": "text"}}, "text"),
+    ],
+)
+async def test_a_request_span_says_json_and_stop_sequences_where_they_were_asked_for(fleet, fields, told):
+    trace_id, _ = await fleet.traced(**fields, stop=["zebra", "gnu"], max_tokens=4)
+    spans = await fleet.collector.trace(trace_id, "text_completion tiny")
+    request = spans["text_completion tiny"].attributes
+    assert request["gen_ai.output.type"] == told
+    assert request["gen_ai.request.stop_sequences"] == ["zebra", "gnu"]
 
 
 @in_one_loop
@@ -287,6 +316,34 @@ async def test_a_request_without_a_context_begins_a_trace_at_the_ratio_of_the_ga
     assert spans["chat tiny"].parent_id == ""
     assert spans["chat tiny"].attributes["gen_ai.operation.name"] == "chat"
     assert spans["chat tiny"].attributes["paceline.request_id"] == "mine"
+
+
+async def test_an_answer_that_calls_a_tool_says_so_in_its_span_whatever_the_api(tmp_path):
+    parameters = {"type": "object", "properties": {}}
+    asks = {
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+        },
+        "/v1/responses": {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": parameters}]},
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 200,
+            "tools": [{"name": "f", "input_schema": parameters}],
+        },
+    }
+    settings = {"tool_call_parser": "hermes", "trace_sample_ratio": 1.0}
+    async with running_collector() as (endpoint, collector):
+        async with scripted_fleet(tmp_path, otlp_traces_endpoint=endpoint, **settings) as fleet:
+            text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+            tokens = fleet.codec.encode(text, field="text", special_tokens=False, context_len=1024)
+            fleet.verifier.script = Script(tokens=(*tokens, 0), stop_after=len(tokens))
+            for path, body in asks.items():
+                answer = await fleet.http.post(path, json={"model": "tiny", **body})
+                assert answer.status_code == 200, answer.text
+        requests = [span for span in collector.spans if span.name == "chat tiny"]
+    reasons = [span.attributes["gen_ai.response.finish_reasons"] for span in requests]
+    assert reasons == [["tool_calls"]] * 3
 
 
 async def test_a_failover_shows_as_a_second_placement_under_the_next_epoch(tmp_path):

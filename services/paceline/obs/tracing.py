@@ -23,7 +23,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
 
-from paceline.core.errors import ConfigError, shortened
+from paceline.core.errors import (
+    ConfigError,
+    EndsEnginesError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    ResumeMismatchError,
+    SessionNotFoundError,
+    StaleEpochError,
+    UnauthenticatedError,
+    shortened,
+)
 from paceline.obs.attributes import CANCELLED, ERROR_TYPE
 from paceline.obs.log import current_trace_id
 
@@ -38,6 +49,17 @@ ENDPOINT_HELP = (
     f"{_VARIABLES}ENDPOINT, or no traces."
 )
 
+# What HTTP answers with 4xx: OpenTelemetry's conventions leave the status of a server's span unset then.
+OF_CLIENTS = (
+    EndsEnginesError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    ResumeMismatchError,
+    SessionNotFoundError,
+    StaleEpochError,
+    UnauthenticatedError,
+)
 Attributes = Mapping[str, AttributeValue]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -101,11 +123,13 @@ def traceparent_of(span: Span) -> str:
 
 
 def fail(span: Span, error: BaseException) -> None:
-    """Records an error in a span; a cancellation is not an error."""
+    """Records an error in a span. A cancellation is not an error, and a client's mistake is none of a server's span."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         span.set_attribute(CANCELLED, True)
         return
     span.set_attribute(ERROR_TYPE, type(error).__name__)
+    if getattr(span, "kind", None) is SpanKind.SERVER and isinstance(error, OF_CLIENTS):
+        return
     span.set_status(Status(StatusCode.ERROR, shortened(str(error), MAX_MESSAGE_CHARS)))
 
 

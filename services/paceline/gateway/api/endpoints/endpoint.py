@@ -141,7 +141,7 @@ class BodyReader:
                 timeout_s=self.timeout_s,
             )
             try:
-                understood = await self._understood(raw, understand, unknown, prepare)
+                understood = await self._understood(call, raw, understand, unknown, prepare)
             except PacelineError:
                 self._report(unknown, call.exchange)
                 raise
@@ -150,6 +150,7 @@ class BodyReader:
 
     async def _understood(
         self,
+        call: Call,
         raw: bytearray,
         understand: Callable[..., ReadT],
         unknown: UnknownFields,
@@ -157,6 +158,7 @@ class BodyReader:
     ) -> ReadT:
         small = len(raw) <= MAX_INLINE_BYTES
         fields = await self.workers.run(partial(parse_json_object, raw), small=small)
+        call.trace.asked(fields)
         if prepare is not None:
             prepared = await prepare(fields)
             understand = partial(understand, prepared)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from paceline.core.errors import shortened
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.gateway.sessions.output import Ending, Piece, TakePiece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_span
+
+MAX_MODEL_CHARACTERS = 128
+TOOL_CALLS = "tool_calls"
+# Formats that are JSON, as the APIs name them; the objects of requests that hold one, and fields that ask for it by
+# being there.
+_JSON_FORMATS = ("json_object", "json_schema")
+_FORMATS = (("response_format",), ("text", "format"), ("output_config", "format"))
+_JSON_FIELDS = (("guided_json",), ("structured_outputs", "json"), ("structured_outputs", "json_object"))
 
 
 class RequestTrace:
@@ -28,7 +38,19 @@ class RequestTrace:
         self._samples_per_prompt = 1
         self._num_sessions = 0
         self._endings: dict[int, Ending] = {}
+        self._called_tools: set[int] = set()
+        self._model = ""
         self._failed = False
+
+    def asked(self, fields: Mapping[str, Any]) -> None:
+        """Notes the body of a request as it came, which may yet be refused."""
+        if not self.span.is_recording():
+            return
+        model = fields.get("model")
+        if isinstance(model, str) and model:
+            self._named(shortened(model, MAX_MODEL_CHARACTERS))
+        if _wants_json(fields):
+            self.span.set_attribute(names.GEN_AI_OUTPUT_TYPE, "json")
 
     def understood(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
         """Notes the sessions of a request, samples of the same prompt side by side."""
@@ -36,10 +58,10 @@ class RequestTrace:
             return
         self._num_sessions, self._samples_per_prompt = len(sessions), samples_per_prompt
         model = sessions[0].model.identity.name
-        self.span.update_name(f"{self._operation} {model}")
+        if not self._model:
+            self._named(model)
         self.span.set_attributes(
             {
-                names.GEN_AI_REQUEST_MODEL: model,
                 names.GEN_AI_RESPONSE_MODEL: model,
                 names.GEN_AI_RESPONSE_ID: response_id,
                 names.GEN_AI_USAGE_INPUT_TOKENS: sum(
@@ -48,6 +70,8 @@ class RequestTrace:
                 **_requested(sessions[0].sampling),
             }
         )
+        if sessions[0].stops:
+            self.span.set_attribute(names.GEN_AI_REQUEST_STOP_SEQUENCES, sessions[0].stops)
         if len(sessions) > 1:
             self.span.set_attribute(names.GEN_AI_REQUEST_CHOICE_COUNT, len(sessions))
 
@@ -67,6 +91,10 @@ class RequestTrace:
         """Notes how a session has ended."""
         self._endings[index] = ending
 
+    def called_tools(self, index: int = 0) -> None:
+        """Notes that what a session wrote are calls of tools."""
+        self._called_tools.add(index)
+
     def fail(self, error: BaseException) -> None:
         """Notes an error that is reported to the client."""
         self._failed = True
@@ -80,12 +108,21 @@ class RequestTrace:
         if normally and not self._failed and len(self._endings) < self._num_sessions:
             self.span.set_attribute(names.CANCELLED, True)
 
+    def _named(self, model: str) -> None:
+        self._model = model
+        self.span.update_name(f"{self._operation} {model}")
+        self.span.set_attribute(names.GEN_AI_REQUEST_MODEL, model)
+
     def _answered(self) -> Attributes:
         answered: dict[str, str | int | float | Sequence[str]] = {}
         if self._endings:
             ended = [self._endings[index] for index in sorted(self._endings)]
+            reasons = [
+                TOOL_CALLS if index in self._called_tools else self._endings[index].finish_reason.value
+                for index in sorted(self._endings)
+            ]
             first_samples = range(0, self._num_sessions, self._samples_per_prompt)
-            answered[names.GEN_AI_RESPONSE_FINISH_REASONS] = [each.finish_reason.value for each in ended]
+            answered[names.GEN_AI_RESPONSE_FINISH_REASONS] = reasons
             answered[names.GEN_AI_USAGE_OUTPUT_TOKENS] = sum(each.num_generated_tokens for each in ended)
             # A prompt counts once, however many samples it has.
             answered[names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] = sum(
@@ -120,6 +157,19 @@ def traced_request(tracer: Tracer, operation: str, traceparent: str, request_id:
             normally = True
         finally:
             trace.over(normally=normally)
+
+
+def _wants_json(fields: Mapping[str, Any]) -> bool:
+    formats = (_inside(fields, path) for path in _FORMATS)
+    return any(isinstance(each, dict) and each.get("type") in _JSON_FORMATS for each in formats) or any(
+        _inside(fields, path) not in (None, False) for path in _JSON_FIELDS
+    )
+
+
+def _inside(fields: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        fields = fields.get(name) if isinstance(fields, dict) else None
+    return fields
 
 
 def _requested(sampling: SamplingParams) -> Attributes:

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
 from paceline.core.prediction import PredictedText
+from paceline.gateway.api.endpoints.request_trace import TOOL_CALLS
 from paceline.gateway.message.growing import Message
 from paceline.gateway.message.reader import Content, Part
 from paceline.gateway.sessions.output import Ending, Piece, sum_of_records
@@ -27,9 +28,6 @@ Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0
 # A token, and how likely it was; None: not known, as it is the first of the prompt.
 Judged = tuple[int, PositionLogprobs | None]
-
-
-TOOL_CALLS = "tool_calls"
 
 
 class CharacterCount:
@@ -126,6 +124,10 @@ class CompletionAnswer:
             )
             for each in requests
         ]
+
+    def finish_reason(self, index: int) -> str:
+        """Why a choice has ended, in OpenAI's words."""
+        return self._choices[index].finish_reason
 
     def add_piece(self, index: int, piece: Piece) -> None:
         """Takes a piece of a choice for the whole."""

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
-from paceline.gateway.api.endpoints.request_trace import RequestTrace
+from paceline.gateway.api.endpoints.request_trace import TOOL_CALLS, RequestTrace
 from paceline.gateway.api.openai.answer import CompletionAnswer, Json
 from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions, completion_sessions
@@ -181,6 +181,8 @@ class CompletionEndpoint:
             ended = await self._sessions.run(request, trace.noting(partial(piece, index)))
             trace.ended(ended, index)
             ending(index, ended)
+            if parsed.answer.finish_reason(index) == TOOL_CALLS:
+                trace.called_tools(index)
 
         return itertools.starmap(run, enumerate(parsed.requests))
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import FinishReason
 from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
@@ -140,7 +141,10 @@ class TranslatedEndpoint:
             answer = self._api.answer(translated, request, message, call.exchange.own_id)
             keeper = self._api.keeper(translated, answer, request)
             told = ToldAnswer(answer, message, keeper, call.exchange.event if translated.stream else unsent)
-            call.trace.ended(await told.told(self._sessions.run(request, call.trace.noting(told.piece))))
+            ending = await told.told(self._sessions.run(request, call.trace.noting(told.piece)))
+            call.trace.ended(ending)
+            if message.calls and ending.finish_reason is FinishReason.STOP:
+                call.trace.called_tools()
             await (call.exchange.end() if translated.stream else call.exchange.whole(answer.whole()))
 
 
