@@ -49,6 +49,9 @@ def main() -> None:
     except SetUpError as error:
         sys.stderr.write(f"set-up: {error}\n")
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("set-up: interrupted; what was downloaded is kept, so start it again to go on\n")
+        raise SystemExit(130) from None
 
 
 def set_up(extra: str, venv: Path) -> None:

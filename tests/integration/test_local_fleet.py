@@ -74,7 +74,7 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind() -> None:
             fleet.kill(role)
             await fleet.until_restarted(role, 1)
             assert await complete(fleet) == before
-        assert [line.split(";")[0] for line in said] == [
+        assert [line.split(";")[0] for line in said if not line.startswith("starting")] == [
             "verifier-0 was ended by SIGKILL",
             "valkey was ended by SIGKILL",
         ]
@@ -165,15 +165,39 @@ async def printed_until_up(process: asyncio.subprocess.Process) -> str:
 async def test_up_prints_where_it_listens_and_stops_on_ctrl_c() -> None:
     process = await up(*SIMULATED, "--no-drafter")
     text = await printed_until_up(process)
+    assert text.splitlines()[:3] == ["starting valkey", "starting verifier-0", "starting gateway-0"]
     assert "is up" in text
     assert "simulated     8b+0.5b@h100+l4: steps take a device's time, nothing is computed" in text
     assert "curl -N http://127.0.0.1:" in text
     pids = children(process.pid)
     process.send_signal(signal.SIGINT)
     rest, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert rest.decode().splitlines()[-1] == "stopped"
+    assert rest.decode().splitlines()[-2:] == [
+        "stopping: running requests get up to 8 s to finish, all of it 10 s; Ctrl-C again ends everything at once",
+        "stopped",
+    ]
     assert process.returncode == 0
     assert len(pids) == 3
+    for pid in pids:
+        await gone(pid)
+
+
+@pytest.mark.full
+async def test_a_second_ctrl_c_ends_a_fleet_at_once_while_a_stream_runs() -> None:
+    process = await up(*SIMULATED, "--no-drafter", PACELINE_GRACE_S="600")
+    text = await printed_until_up(process)
+    url = re.findall(r"http://127\.0\.0\.1:\d+", text)[0]
+    pids = children(process.pid)
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
+            await anext(aiter(stream.aiter_lines()))
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            async with asyncio.timeout(60):
+                assert b"Ctrl-C again" in await process.stdout.readline()
+                process.send_signal(signal.SIGINT)
+                assert await process.wait() == 130
     for pid in pids:
         await gone(pid)
 
@@ -195,7 +219,7 @@ async def test_ctrl_c_during_the_start_ends_what_was_started(tmp_path: Path) -> 
     pids = children(process.pid)
     process.send_signal(signal.SIGTERM)
     printed, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert printed.decode() == "stopped\n"
+    assert printed.decode().splitlines() == ["starting valkey", "starting verifier-0, drafter-0", "stopped"]
     assert process.returncode == 0
     assert pids
     for pid in pids:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,21 @@ async def test_of_a_service_that_refuses_to_start_only_its_own_line_is_shown(
     )
     with pytest.raises(ConfigError, match=r"^b cannot start: --model x: no such folder \(log: \S+\)$"):
         await supervisor.start([spec(tmp_path, "b", program)], timeout_s=30)
+
+
+async def test_of_a_process_that_takes_long_it_is_said_what_it_does(
+    supervisor: Supervisor, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cluster.supervisor.PROGRESS_S", 0.05)
+
+    async def told() -> bool:
+        return any("compiles kernels" in line for line in said)
+
+    program = "import time\nprint('ts=1 level=info msg=\"compiles kernels, once\" x=1', flush=True)\ntime.sleep(60)"
+    slow = replace(spec(tmp_path, "b", program), is_healthy=told)
+    await supervisor.start([slow], timeout_s=30)
+    assert said[-1].startswith("b still starts after ")
+    assert said[-1].endswith(" s: compiles kernels, once")
 
 
 async def test_a_program_that_is_not_there_is_named(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import paceline
 from paceline import cli
+from tools import set_up
 
 ENV = os.environ | {"PYTHONPATH": "services"}
 
@@ -44,6 +45,20 @@ def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "paceline", "--version"]
     ended = subprocess.run(command, env=ENV, check=True, timeout=60, capture_output=True, text=True)
     assert ended.stdout == f"paceline {paceline.__version__}\n"
+
+
+def test_ctrl_c_ends_the_set_up_of_a_checkout_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["set_up.py", "serve"])
+    monkeypatch.setattr(set_up, "set_up", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        set_up.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == ("set-up: interrupted; what was downloaded is kept, so start it again to go on\n")
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline demo`; exit status 1 when the texts are not as promised, or when it was stopped."""
     config = parse(DemoConfig, argv, os.environ, PROG, DESCRIPTION)
     verdicts: list[bool] = []
-    run(until_ctrl_c(partial(_show, config, verdicts)), prog=PROG)
+    run(until_ctrl_c(partial(_show, config, verdicts), grace_s=FleetSpec().grace_s), prog=PROG)
     raise SystemExit(0 if verdicts == [True] else 1)
 
 

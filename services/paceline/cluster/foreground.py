@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.checkpoints.source import served_name
 from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, Checkpoints, num_parameters
+from paceline.cluster.spec import GRACE_SHARE
 from paceline.service.process import install_signal_handlers
 
 
@@ -26,11 +27,14 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-async def until_ctrl_c(run_fleet: Callable[[asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+async def until_ctrl_c(
+    run_fleet: Callable[[asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]], *, grace_s: float
+) -> None:
     """Runs a fleet until SIGINT or SIGTERM, which also ends a start that is under way.
 
     Args:
         run_fleet: Sets the first event when the fleet is up, and stops it when the second one is set.
+        grace_s: What its services get to end in.
     """
     stop, started = asyncio.Event(), asyncio.Event()
     install_signal_handlers(stop)
@@ -40,6 +44,11 @@ async def until_ctrl_c(run_fleet: Callable[[asyncio.Event, asyncio.Event], Corou
     stopping.cancel()
     if not started.is_set():
         running.cancel()
+    elif not running.done():
+        say(
+            f"stopping: running requests get up to {GRACE_SHARE * grace_s:.0f} s to finish, all of it {grace_s:.0f} s; "
+            "Ctrl-C again ends everything at once"
+        )
     await asyncio.wait({running})
     if not running.cancelled():
         running.result()

@@ -183,7 +183,8 @@ class LocalFleet:
         # All settings and files are checked before the first process starts.
         models = self._models(launch, self.checkpoints)
         gateways = [launch.gateway(endpoint, self.checkpoints.target) for endpoint in self.endpoints_of("gateway")]
-        for stage in (store, models, gateways):
+        for stage in filter(None, (store, models, gateways)):
+            self._say(f"starting {', '.join(child.name for child in stage)}")
             await self._supervisor.start(stage, spec.start_timeout_s)
 
     async def _plan_store(self, work_dir: Path, ports: Ports) -> list[ChildSpec]:

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, UnavailableError, shortened
 from paceline.service.config import EXIT_STATUS_CONFIG
 
 POLL_S = 0.1
+# After so long, and twice as long each time, it is said what a process that starts is doing.
+PROGRESS_S = 5.0
 NUM_LOG_LINES_SHOWN = 5
+_MESSAGE = re.compile(r'\bmsg=(?:"([^"]*)"|(\S+))')
 # How `exit_with_error` writes it.
 _REFUSAL = re.compile(r"^[^=|]*\bpaceline\b[^=|]*?: error: (.+)")
 # What a process gets after the common deadline has passed, before it is killed.
@@ -106,13 +109,16 @@ class Child:
             ConfigError: The process ended.
             UnavailableError: It did not get that far in time.
         """
-        ended = self._ended
+        ended, started_s, pause_s = self._ended, time.monotonic(), PROGRESS_S
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self.spec.is_healthy() or ended.done():
                     if ended.done():
                         raise ConfigError(self._exit_message(ended.result()))
                     await asyncio.wait([ended], timeout=POLL_S)
+                    if time.monotonic() - started_s > pause_s:
+                        self._say(f"{self.spec.name} still starts after {pause_s:.0f} s{self._last_message()}")
+                        pause_s *= 2
         except TimeoutError:
             message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
             raise UnavailableError(message) from None
@@ -203,6 +209,14 @@ class Child:
     def _log_tail(self) -> str:
         lines = self._last_lines()
         return f": {' | '.join(lines)} (log: {self.spec.log_path})" if lines else ""
+
+    def _last_message(self) -> str:
+        """What its log said last, in our format or another."""
+        lines = self._last_lines()
+        if not lines:
+            return ""
+        found = _MESSAGE.search(lines[-1])
+        return f": {(found[1] or found[2]) if found else shortened(lines[-1], MAX_PROBLEM_CHARS)}"
 
     def _last_lines(self) -> list[str]:
         path = self.spec.log_path

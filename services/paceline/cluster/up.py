@@ -33,13 +33,13 @@ def main(argv: Sequence[str]) -> None:
             check_for_ray(spec, settings)
             # Ray reports usage by default.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            run(until_ctrl_c(partial(_run_on_ray, spec, settings)), prog=PROG)
+            run(until_ctrl_c(partial(_run_on_ray, spec, settings), grace_s=spec.grace_s), prog=PROG)
             return
         # Before the event loop, so that Ctrl-C ends a download.
         spec = fetch_models(spec, say)
     except ConfigError as error:
         exit_with_error(PROG, error)
-    run(until_ctrl_c(partial(_run_here, spec)), prog=PROG)
+    run(until_ctrl_c(partial(_run_here, spec), grace_s=spec.grace_s), prog=PROG)
 
 
 def fleet_settings(argv: Sequence[str]) -> tuple[FleetSpec, RaySettings]:
@@ -59,7 +59,6 @@ async def _run_here(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event
         assert fleet.checkpoints is not None, "the fleet is started"
         say(describe(spec, fleet.checkpoints, [fleet.endpoint(GATEWAY)], _places(fleet)))
         await stop.wait()
-        say("stopping: running requests may finish")
 
 
 async def _run_on_ray(spec: FleetSpec, settings: RaySettings, started: asyncio.Event, stop: asyncio.Event) -> None:
@@ -72,7 +71,6 @@ async def _run_on_ray(spec: FleetSpec, settings: RaySettings, started: asyncio.E
         # Where each replica is has been said when it was well.
         say(describe(spec, fleet.checkpoints, fleet.endpoints(GATEWAY), []))
         await stop.wait()
-        say("stopping: running requests may finish")
         for follower in followers:
             follower.cancel()
 

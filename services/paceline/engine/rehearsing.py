@@ -42,6 +42,9 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64
 TEMPERATURES = (0.0, 0.8)
 # Steps that count, of one mode at one load: as many as fit this time, within these bounds. The policy goes by six.
 TAKE_S, LEAST_STEPS, MOST_STEPS = 0.7, 8, 64
+# Longest rehearsal, its pauses left out. A quiet machine needs less than a minute; on one that others use, what the
+# small loads have shown must do, and real traffic shows the rest.
+MOST_S = 180.0
 # Steps that do not count: prompts are read, and drafters read what they have missed.
 MOST_UNCOUNTED = 32
 
@@ -116,6 +119,7 @@ class RehearsingEngine:
         self._sessions: set[int] = set()
         self._take = Take(0, drafts=False)
         self._idle_since_s = clock()
+        self._spent_s, self._since_s = 0.0, clock()
 
     def handle(self, event: TargetEvent) -> None:
         match event:
@@ -161,6 +165,7 @@ class RehearsingEngine:
     async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> DrafterNews:
         """Runs a step; of one that is rehearsed, what drafters are told is all that is handed on."""
         if not self._engine.has_work():
+            self._since_s = self._clock()
             self._begin()
         if not self._sessions:
             output = await self._engine.step(compute, tell)
@@ -189,7 +194,14 @@ class RehearsingEngine:
                 self._sessions.discard(number)
                 self._submit()
         self._take.add(report)
-        if self._take.is_over:
+        now_s = self._clock()
+        self._spent_s, self._since_s = self._spent_s + now_s - self._since_s, now_s
+        if self._spent_s >= MOST_S:
+            extra = {"seconds": round(self._spent_s), "load": self._take.load}
+            logger.warning("the rehearsal takes too long and ends; larger loads are not rehearsed", extra=extra)
+            self._left.clear()
+            self._stop()
+        elif self._take.is_over:
             self._left.pop()
             self._takes.append(self._take)
             self._stop()

@@ -23,7 +23,7 @@ from paceline.core.target_events import (
     Taught,
 )
 from paceline.engine.loop import Compute, finished, here
-from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_STEPS, MOST_UNCOUNTED, RehearsingEngine, Take
+from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_S, MOST_STEPS, MOST_UNCOUNTED, RehearsingEngine, Take
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="", vocab_size=100, context_len=512)
 FIRST_NUMBER, DRAFT = 10, "draft"
@@ -108,6 +108,20 @@ class Play:
 @pytest.fixture
 def play() -> Play:
     return Play()
+
+
+def test_on_a_machine_that_is_too_busy_it_ends_with_the_loads_that_it_has_shown(play: Play) -> None:
+    while play.engine.drafts is not True:
+        play.step(answered=True)
+    play.step(LEAST_STEPS + MOST_STEPS, answered=True)
+    while play.outside.has_work():
+        play.now_s += 30.0
+        play.step(answered=True)
+        assert play.now_s < 10 * MOST_S
+    (takes,) = play.takes
+    assert {take.load for take in takes} < {1, 2, 4}
+    assert play.engine.over == DRAFT
+    assert not play.engine.sessions
 
 
 def test_it_begins_once_nobody_has_been_there_for_a_while(play: Play) -> None:
