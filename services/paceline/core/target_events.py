@@ -143,6 +143,10 @@ class TracedRound:
         num_accepted: Of these, those that matched.
         batch_size: Sessions that committed tokens in the step.
         price: Of the step.
+        num_rows: Rows of the step, all sessions together.
+        num_prompt_rows: Those of prompts.
+        wait_s: From the end of the step before to the plan of this one: the wait for drafts, and events.
+        step_s: From its plan to its tokens: mostly the device's time.
     """
 
     number: int
@@ -151,6 +155,10 @@ class TracedRound:
     num_accepted: int
     batch_size: int
     price: float
+    num_rows: int
+    num_prompt_rows: int
+    wait_s: float
+    step_s: float
 
 
 @dataclass(slots=True)

@@ -5,8 +5,9 @@ A drafter begins no traces: a session is traced if its verifier sends a trace co
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.messages import (
     CloseSession,
@@ -18,10 +19,13 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.obs import attributes as names
-from paceline.obs.tracing import OFF, Attributes, Span, Tracer, start_span
+from paceline.obs.tracing import OFF, Attributes, SampledEvents, Span, TimedEvent, Tracer, start_span
 
 # Sessions beyond are not traced; a verifier may open any number.
 MAX_TRACED = 4096
+
+# Answers that the span of a session shows: spread over the session, and the slowest.
+EVENLY, SLOWEST = 60, 20
 
 # A stream, and the number of a session there.
 _Key = tuple[int, int]
@@ -37,6 +41,29 @@ class _DraftTrace:
     num_nodes: int = 0
     num_lagging: int = 0
     max_lag_tokens: int = 0
+    # When commits came that nothing was sent for yet; None: there are none.
+    unanswered_s: float | None = None
+    answers: SampledEvents = field(default_factory=lambda: SampledEvents(EVENLY, SLOWEST))
+
+    def committed(self, committed_len: int) -> None:
+        self.num_commits += 1
+        self.committed_len = max(self.committed_len, committed_len)
+        if self.unanswered_s is None:
+            self.unanswered_s = time.monotonic()
+
+    def drafted(self, base_len: int, num_nodes: int) -> None:
+        lag_tokens = self.committed_len - base_len
+        self.num_nodes += num_nodes
+        self.max_lag_tokens = max(self.max_lag_tokens, lag_tokens)
+        if self.unanswered_s is None:
+            return
+        took_s, self.unanswered_s = time.monotonic() - self.unanswered_s, None
+        attributes = {
+            names.NUM_NODES: num_nodes,
+            names.LAG_TOKENS: lag_tokens,
+            names.REPLY_MS: round(1e3 * took_s, 3),
+        }
+        self.answers.add(TimedEvent(at_ns=time.time_ns(), took_s=took_s, attributes=attributes))
 
     def end(self) -> None:
         self.span.set_attributes(
@@ -45,8 +72,10 @@ class _DraftTrace:
                 names.NUM_NODES: self.num_nodes,
                 names.NUM_LAGGING: self.num_lagging,
                 names.MAX_LAG_TOKENS: self.max_lag_tokens,
+                names.DRAFTS_LEFT_OUT: self.answers.num_left_out,
             }
         )
+        self.answers.add_to(self.span, "drafts")
         self.span.end()
 
 
@@ -80,8 +109,7 @@ class DraftTraces:
         for commit in commits:
             trace = self._traces.get((link, commit.number))
             if trace is not None:
-                trace.num_commits += 1
-                trace.committed_len = max(trace.committed_len, commit.base_len + len(commit.token_ids))
+                trace.committed(commit.base_len + len(commit.token_ids))
 
     def sent(self, link: int, messages: Sequence[ToVerifier]) -> None:
         """Messages went out over a verifier's stream."""
@@ -99,8 +127,7 @@ class DraftTraces:
         for number, base_len, size in columns:
             trace = self._traces.get((link, number))
             if trace is not None:
-                trace.num_nodes += size
-                trace.max_lag_tokens = max(trace.max_lag_tokens, trace.committed_len - base_len)
+                trace.drafted(base_len, size)
 
     def closed(self, link: int) -> None:
         """A stream ended, and its sessions with it."""

@@ -328,11 +328,23 @@ class Scheduler:
             if part.decodes:
                 self.report.count_round(num_verified, num_accepted, hit=hit)
             outcomes.append((session.number, self._hand_out(session, base_len, now_s)))
-            if session.traced:
-                round_ = session.round(num_verified, num_accepted, batch_size) if part.decodes else session.start()
-                self.report.traced.append(round_)
+            if session.traced and part.decodes:
+                counts = {"gamma": num_verified, "num_accepted": num_accepted, "batch_size": batch_size}
+                self.report.traced.append(session.round(**counts, **self._traced_step(plan, now_s)))
+            elif session.traced:
+                self.report.traced.append(session.start())
         self.tier.update([part.session.link for part, _ in judged if not part.session.ended], now_s)
         return outcomes
+
+    def _traced_step(self, plan: StepPlan, now_s: float) -> dict[str, float]:
+        """What all traced rounds of a step share."""
+        waited_s = 0.0 if self._cycle_since_s is None else plan.started_s - self._cycle_since_s
+        return {
+            "num_rows": plan.num_rows,
+            "num_prompt_rows": plan.num_prefill_rows,
+            "wait_s": max(0.0, waited_s),
+            "step_s": now_s - plan.started_s,
+        }
 
     def _hand_out(self, session: TargetSession, base_len: int, now_s: float) -> CommittedTokens:
         """What goes to a session's client; its drafter learns of its end."""

@@ -334,16 +334,9 @@ class TargetSession:
             num_cached_tokens=self._num_cached,
         )
 
-    def round(self, gamma: int, num_accepted: int, batch_size: int) -> TracedRound:
-        """The step that committed the tokens just handed out, for its trace."""
-        return TracedRound(
-            number=self.number,
-            at_s=self._committed_s,
-            gamma=gamma,
-            num_accepted=num_accepted,
-            batch_size=batch_size,
-            price=self.link.price,
-        )
+    def round(self, **step: Any) -> TracedRound:
+        """The step that committed the tokens just handed out, for its trace; `step` has its other fields."""
+        return TracedRound(number=self.number, at_s=self._committed_s, price=self.link.price, **step)
 
     def _result(self, finish: FinishReason, record: SpeculationRecord, now_s: float) -> GenerateResult:
         admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s

@@ -10,10 +10,21 @@ from dataclasses import replace
 from paceline.core.messages import NS_PER_S, GenerateRequest, GenerateResult
 from paceline.core.target_events import TracedRound, TracedStart
 from paceline.obs import attributes as names
-from paceline.obs.tracing import Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
+from paceline.obs.tracing import (
+    Attributes,
+    SampledEvents,
+    Span,
+    SpanKind,
+    TimedEvent,
+    Tracer,
+    ended,
+    start_span,
+    traceparent_of,
+)
 
-# Most rounds that the span of a session shows; `paceline.obs.otlp` must keep that many events.
-MAX_ROUNDS = 120
+# Rounds that the span of a session shows: spread over the session, and the slowest; `paceline.obs.otlp` must keep that
+# many events.
+EVENLY, SLOWEST = 100, 20
 
 
 class SessionTrace:
@@ -28,7 +39,9 @@ class SessionTrace:
         self._span = span
         # The offset between the clocks is taken once, so that the times of a session never run backwards.
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-        self._rounds = SampledRounds(MAX_ROUNDS)
+        self._rounds = SampledEvents(EVENLY, SLOWEST)
+        # When the session's tokens before the next round were committed.
+        self._last_s = 0.0
         self._start: TracedStart | None = None
 
     @property
@@ -57,11 +70,14 @@ class SessionTrace:
         """The engine ran a step for the session."""
         match report:
             case TracedRound():
-                self._rounds.add(report)
+                since_s = report.at_s - self._last_s
+                attributes = _attributes(report, since_s)
+                self._rounds.add(TimedEvent(at_ns=self._unix_ns(report.at_s), took_s=since_s, attributes=attributes))
             case TracedStart() if self._start is not None:
                 self._span.add_event("computed anew", timestamp=self._unix_ns(report.at_s))
             case TracedStart():
                 self._start = report
+        self._last_s = report.at_s
 
     def ended(self, result: GenerateResult) -> None:
         if not self.recording:
@@ -89,8 +105,7 @@ class SessionTrace:
             start = self._start
             self._child("queue", start.submitted_s, start.admitted_s, {})
             self._child("prefill", start.admitted_s, start.at_s, {names.NUM_CACHED_TOKENS: start.num_cached_tokens})
-        for each in self._rounds.kept:
-            self._span.add_event("round", _attributes(each), self._unix_ns(each.at_s))
+        self._rounds.add_to(self._span, "round")
         self._span.set_attribute(names.ROUNDS_LEFT_OUT, self._rounds.num_left_out)
 
     def _child(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
@@ -114,41 +129,19 @@ def traced_session(tracer: Tracer, request: GenerateRequest) -> Iterator[Session
             trace.end_children()
 
 
-class SampledRounds:
-    """A bounded sample of the rounds of a session, evenly spread: when it is full, every second one is dropped.
-
-    Attributes:
-        kept: The rounds, oldest first.
-
-    Args:
-        limit: Most rounds to keep; an even number.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.kept: list[TracedRound] = []
-        self._limit = limit
-        self._num_seen = 0
-        self._stride = 1
-
-    @property
-    def num_left_out(self) -> int:
-        """Rounds that were seen and are not kept."""
-        return self._num_seen - len(self.kept)
-
-    def add(self, each: TracedRound) -> None:
-        """Adds the next round."""
-        if self._num_seen % self._stride == 0:
-            if len(self.kept) == self._limit:
-                del self.kept[1::2]
-                self._stride *= 2
-            self.kept.append(each)
-        self._num_seen += 1
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
 
 
-def _attributes(each: TracedRound) -> dict[str, int | float]:
+def _attributes(each: TracedRound, since_last_s: float) -> dict[str, int | float]:
     return {
         names.GAMMA: each.gamma,
         names.NUM_ACCEPTED: each.num_accepted,
         names.BATCH_SIZE: each.batch_size,
         names.PRICE: each.price,
+        names.ROWS: each.num_rows,
+        names.PROMPT_ROWS: each.num_prompt_rows,
+        names.WAIT_MS: _ms(each.wait_s),
+        names.STEP_MS: _ms(each.step_s),
+        names.SINCE_LAST_MS: _ms(since_last_s),
     }
