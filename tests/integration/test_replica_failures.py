@@ -17,10 +17,12 @@ from paceline.core.errors import (
     EndsEnginesError,
     EngineDiedError,
     InvalidRequestError,
+    MovedError,
     OverloadedError,
     PermissionDeniedError,
     RemoteProtocolError,
 )
+from paceline.core.processors import NoTokenLeftError
 from paceline.gateway.fleet.ejection import CONSECUTIVE
 from paceline.gateway.sessions import failover
 from paceline.gateway.sessions.failover import MOST_FAILURES
@@ -139,10 +141,20 @@ async def test_a_session_that_has_begun_may_come_again_when_every_verifier_fails
     assert num_asked(fleet) == MOST_FAILURES
 
 
-async def test_what_is_wrong_with_the_request_itself_is_asked_once(fleet: ScriptedFleet) -> None:
-    all_fail_with(fleet, InvalidRequestError("max_tokens", "is strange"))
+@pytest.mark.parametrize("kind", [InvalidRequestError, NoTokenLeftError])
+async def test_what_is_wrong_with_the_request_itself_is_asked_once(
+    fleet: ScriptedFleet, kind: type[InvalidRequestError]
+) -> None:
+    all_fail_with(fleet, kind("max_tokens", "is strange"))
     assert (await post(fleet)).status_code == 400
     assert num_asked(fleet) == 1
+
+
+async def test_a_session_that_its_verifier_has_placed_anew_is_no_failure_of_the_verifier(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(fail_after=0, error=MovedError("what sessions share is used up"))
+    for _ in range(2 * CONSECUTIVE):
+        assert text_of(await post(fleet)) == fleet.letters(0, 10)
+    assert len(fleet.verifier.requests) == 2 * CONSECUTIVE
 
 
 @pytest.mark.parametrize(("after", "num_engines"), [(0, 2), (6, 3)])

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core import errors
 from paceline.core.errors import (
-    EngineDiedError,
     InvalidRequestError,
     OverloadedError,
     PacelineError,
+    PeerLostError,
     RemoteProtocolError,
-    StaleEpochError,
-    UnavailableError,
     shortened,
 )
 from paceline.core.messages import (
@@ -57,8 +56,12 @@ _ORIGIN_TO_PB = {
     TokenOrigin.PLAIN: int(verifier_pb2.TOKEN_ORIGIN_PLAIN),
 }
 _ORIGIN_FROM_PB = {value: origin for origin, value in _ORIGIN_TO_PB.items()}
-# How a verifier ends one session. Of any other error a gateway learns the problem alone.
-_ERRORS = {kind.__name__: kind for kind in (EngineDiedError, StaleEpochError, UnavailableError)}
+# How a verifier ends one session: by the nearest of these. A peer that a verifier lost is none that its gateway lost.
+_KINDS: dict[str, type[PacelineError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, PacelineError) and kind is not PeerLostError
+}
 MAX_PROBLEM_CHARS, MAX_FIELD_CHARS = 256, 64
 # A client is told the pause as it comes.
 MAX_RETRY_AFTER_S = 3600.0
@@ -401,7 +404,8 @@ def _check_judged(
 
 
 def _error_to_pb(number: int, error: PacelineError) -> verifier_pb2.SessionError:
-    message = verifier_pb2.SessionError(number=number, kind=type(error).__name__)
+    kind = next(each.__name__ for each in type(error).__mro__ if _KINDS.get(each.__name__) is each)
+    message = verifier_pb2.SessionError(number=number, kind=kind)
     if isinstance(error, InvalidRequestError):
         message.field, message.problem = shortened(error.field, MAX_FIELD_CHARS), error.problem
     else:
@@ -412,12 +416,12 @@ def _error_to_pb(number: int, error: PacelineError) -> verifier_pb2.SessionError
 
 
 def _error_from_pb(message: verifier_pb2.SessionError) -> PacelineError:
-    problem = shortened(message.problem, MAX_PROBLEM_CHARS)
-    if message.kind == InvalidRequestError.__name__:
+    problem, kind = shortened(message.problem, MAX_PROBLEM_CHARS), _KINDS.get(message.kind, PacelineError)
+    if kind is InvalidRequestError:
         return InvalidRequestError(shortened(message.field, MAX_FIELD_CHARS), problem)
-    if message.kind == OverloadedError.__name__:
+    if kind is OverloadedError:
         return OverloadedError(problem, retry_after_s=min(message.retry_after_ns / NS_PER_S, MAX_RETRY_AFTER_S))
-    return _ERRORS.get(message.kind, PacelineError)(problem)
+    return kind(problem)
 
 
 def position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
