@@ -56,13 +56,25 @@ class Goodput:
     ) -> None:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
-        self.mode = DraftingMode(most_on_loan)
+        self._most_on_loan = most_on_loan
+        self.answered = True
+        self.start_from(cost)
+        self._know_nothing()
+
+    def _know_nothing(self) -> None:
+        self.mode = DraftingMode(self._most_on_loan)
         # A trial of these takes nothing but the rows of its guesses: it is begun at any load, and shows soon enough.
         self.inside = DraftingMode(math.inf, most_lost=MOST_LOST / 2)
         self._price: MovingAverage | None = None
         self._between_s = MovingAverage(0.0)
-        self.answered, self.rehearsed = True, ""
-        self.start_from(cost)
+        self.rehearsed = ""
+
+    def forget(self) -> None:
+        """Begins anew with the step times of the profile: what was learned since has proved to be unusable."""
+        rehearsing = self.mode.rehearsing
+        self._know_nothing()
+        self.mode.rehearsing = rehearsing
+        self.start_from(self._cost, plain=self._plain, doubt=self._doubt)
 
     @property
     def price(self) -> float:
@@ -113,7 +125,7 @@ class Goodput:
             doubt: How many times as far off as a measured profile it may be.
             steps: Rows and seconds of steps without guesses that were seen since.
         """
-        self._plain = plain or cost
+        self._cost, self._plain, self._doubt = cost, plain or cost, doubt
         # Of steps while drafters idle: on shared cores they are faster.
         self.times, self._idle_times = StepTimes(cost, doubt=doubt), StepTimes(self._plain, doubt=doubt)
         for rows, seconds in steps:

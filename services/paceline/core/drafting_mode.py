@@ -49,8 +49,9 @@ SAME_LOAD = 0.7
 # Octaves by which a load falls from one step to the next, at most. Between two waves of requests there are moments with
 # few sessions: drafting for these, drafters on a verifier's cores read every prompt, which cost plain steps 4 %.
 FALL = 1 / 8
-# Octaves of sessions, and tokens of a session in the time of a plain step, beyond which nobody learns.
-MOST_LOAD, MOST_RATE = 20, 1e6
+# Octaves of sessions, and tokens of a session in the time of a plain step, beyond which nobody learns: decisions divide
+# by rates.
+MOST_LOAD, LEAST_RATE, MOST_RATE = 20, 1e-6, 1e6
 # No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 3.0
 
@@ -98,8 +99,8 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Tokens over time."""
-        return float(self._sums[1] / self._sums[2])
+        """Tokens over time, within the bounds of a rate."""
+        return min(max(LEAST_RATE, float(self._sums[1] / self._sums[2])), MOST_RATE)
 
     @property
     def error(self) -> float:
@@ -294,7 +295,7 @@ class DraftingMode:
     def observe(
         self, *, num_sessions: int, tokens: int, seconds: float, plain_s: float, reads: bool, answered: bool
     ) -> None:
-        """Adds a step.
+        """Adds a step; one that brought no token, or took no time, is ignored.
 
         Args:
             num_sessions: Those that decoded.
@@ -307,10 +308,13 @@ class DraftingMode:
         if self._load is None or not num_sessions or abs(math.log2(num_sessions) - self._at) > SAME_LOAD:
             # While a load falls, steps are of fewer sessions than it stands for.
             return
+        each, time = tokens / num_sessions, seconds / plain_s
+        if not 0.0 < LEAST_RATE * time <= each <= MOST_RATE * time:
+            return
         if self.rehearsing is None:
-            self._load.observe(tokens / num_sessions, seconds / plain_s, reads=reads, answered=answered)
+            self._load.observe(each, time, reads=reads, answered=answered)
         elif answered and not reads:
-            self._load.count(self.rehearsing, tokens / num_sessions, seconds / plain_s)
+            self._load.count(self.rehearsing, each, time)
 
     def _leave(self, load: Load | None) -> None:
         if load is None:

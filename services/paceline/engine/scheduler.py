@@ -25,6 +25,7 @@ from paceline.engine.admission import first_in_turn, gives_way, last_in_turn, pr
 from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.target_session import TargetSession
 from paceline.forest import NO_GUESSES, Calls, Guesses, Ints, rows_of
+from paceline.service.learned import learning
 
 _ORDER = attrgetter("order")
 NO_ROWS = rows_of(())
@@ -387,15 +388,17 @@ class Scheduler:
         self.report.seconds = seconds
         if not plan.num_prefill_rows:
             self._drafts.took(seconds)
-        if self._cycle_since_s is not None and plan.decoding:
-            self._policy.observe(
-                roots=len(plan.decoding),
-                guesses=sum(self.report.gammas),
-                tokens=len(self.report.gammas) + sum(self.report.accepted),
-                step_s=seconds,
-                cycle_s=now_s - self._cycle_since_s,
-                other_rows=plan.num_prefill_rows,
-            )
+        # A step in which a session failed shows nothing: its rows took time, and brought no token.
+        if self._cycle_since_s is not None and 0 < len(self.report.gammas) == len(plan.decoding):
+            with learning(self._policy.forget):
+                self._policy.observe(
+                    roots=len(plan.decoding),
+                    guesses=sum(self.report.gammas),
+                    tokens=len(self.report.gammas) + sum(self.report.accepted),
+                    step_s=seconds,
+                    cycle_s=now_s - self._cycle_since_s,
+                    other_rows=plan.num_prefill_rows,
+                )
         self._cycle_since_s = now_s if self._running else None
 
     def take_report(self, plan: StepPlan) -> StepReport:

@@ -13,7 +13,8 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,6 +99,20 @@ class TunedState:
 
 
 NO_STATE = TunedState(None)
+
+
+@contextmanager
+def learning(forget: Callable[[], None]) -> Iterator[None]:
+    """An error in learning from a step costs what was learned, and never the step.
+
+    Args:
+        forget: Begins anew.
+    """
+    try:
+        yield
+    except Exception:
+        logger.exception("learning from a step failed; what was learned is forgotten")
+        forget()
 
 
 def resume(learner: Learner, content: bytes, origin: str) -> None:

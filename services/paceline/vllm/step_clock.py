@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.step_time import DEFAULT_STEP_COST, StepCost
+from paceline.service.learned import learning
 
 # Steps without guesses that show how fast this vLLM is, before anything is drafted; and the slow first ones, which are
 # left out.
@@ -57,7 +58,8 @@ class StepClock:
             return None
         seconds = began_s - last_s
         if self.plain is not None:
-            self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, step_s=seconds, cycle_s=seconds)
+            with learning(self._policy.forget):
+                self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, step_s=seconds, cycle_s=seconds)
         elif not guesses:
             self._measure(roots, seconds)
         return seconds

@@ -338,3 +338,40 @@ def test_the_time_of_a_few_rows_of_prompts_is_left_out():
         policy.observe(roots=1, guesses=19, tokens=2, step_s=seconds, cycle_s=seconds, other_rows=other_rows)
     assert beside.times.learned() == pytest.approx(alone.times.learned())
     assert beside.mode.learned() == pytest.approx(alone.mode.learned())
+
+
+# A rate as a predecessor or another verifier may have learned it; 0: none.
+rates = st.sampled_from((0.0, 5e-324, 1e-300, 1e-9, 0.5, 1.0, 3.0, 1e6))
+learned_rates = st.lists(st.tuples(st.sampled_from((0.0, 1.0, 3.0, 4.0, 20.0)), rates, rates), max_size=3)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> dict[str, float]:
+    """A step: its time, its rows, and what came of it, which may be nothing."""
+    roots, guesses = draw(st.sampled_from((1, 2, 8, 300))), draw(st.sampled_from((0, 5, 400)))
+    step_s = draw(st.sampled_from((0.0, 5e-324, 1e-9, 0.01, 1e9)))
+    return {
+        "roots": roots,
+        "guesses": guesses,
+        "tokens": draw(st.sampled_from((0, roots, roots + guesses))),
+        "step_s": step_s,
+        "cycle_s": step_s + draw(st.sampled_from((0.0, 0.001))),
+        "other_rows": draw(st.sampled_from((0, 1, 500))),
+    }
+
+
+@given(learned_rates, learned_rates, st.lists(st.tuples(steps(), st.integers(1, 12)), max_size=6))
+def test_no_step_and_nothing_that_was_learned_leads_to_an_error_in_a_later_step(learned, inside, told) -> None:
+    policy = Goodput(StepCost(rows=(1, 1000), seconds=(1e-9, 1.0)))
+    alone = [value for row in inside for value in row]
+    before = policy.learned()
+    policy.resume({**before, "rates": [value for row in learned for value in row], "inside": alone})
+    for step, times in told:
+        for _ in range(times):
+            policy.enter(int(step["roots"]), sources=True)
+            policy.observe(**step)
+            assert 0.0 <= policy.price <= 1.0
+    for num_sessions in (1, 2, 8, 16, 1000):
+        policy.enter(num_sessions)
+    successor = Goodput()
+    successor.resume(policy.learned())

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core import drafter_tier
 from paceline.core.draft_policy import Goodput
+from paceline.core.drafting_mode import Rate
 from paceline.core.errors import ConfigError, OverloadedError
 from paceline.core.messages import (
     CloseSession,
@@ -592,3 +593,54 @@ def test_each_message_with_tokens_tells_what_speculation_has_done_so_far() -> No
         (1, 0, 0),
         (2, 4, 2),
     ]
+
+
+def with_source() -> Verifier:
+    """A verifier whose policy learns from the first step on."""
+    source = Mock()
+    source.name = LAYER_SKIP
+    return Verifier(policy=Goodput(), sources=[source])
+
+
+def test_sessions_that_fail_end_no_engine_however_many_there_are() -> None:
+    """Audit 4, b01: steps without a token taught a rate of 0, and the controller divided by it."""
+    verifier = with_source()
+    verifier.device.broken_at.add(5)
+    for number in range(20):
+        verifier.submit(f"s{number}")
+        verifier.run()
+    assert len(verifier.errors) == 20
+    assert not any(verifier.policy.inside.learned())
+
+
+def test_a_session_that_fails_teaches_nothing_of_the_others_beside_it() -> None:
+    policy = Watched()
+    verifier = Verifier(policy=policy)
+    verifier.submit("bad")
+    verifier.step()
+    verifier.submit("good", prompt_len=7)
+    verifier.step()
+    before = len(policy.observed)
+    verifier.device.broken_at.add(6)
+    verifier.step()
+    assert (list(verifier.errors), len(policy.observed)) == (["bad"], before)
+    verifier.step()
+    assert len(policy.observed) == before + 1
+
+
+def test_an_error_in_learning_costs_what_was_learned_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    verifier = with_source()
+    verifier.submit("s", max_tokens=50)
+    for _ in range(20):
+        verifier.step()
+    learned = verifier.policy.inside.learned
+    assert any(learned())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Rate, "add", Mock(side_effect=ZeroDivisionError("float division by zero")))
+        verifier.step()
+    assert "what was learned is forgotten" in caplog.text
+    learned = verifier.policy.inside.learned
+    assert not any(learned())
+    verifier.run()
+    assert verifier.tokens("s") == text(5, 50)
+    assert any(learned()), "it learns anew"
