@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -22,7 +22,7 @@ from typing_extensions import override
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import ConfigError, InvalidRequestError, MovedError
 from paceline.core.grammar import FIELD, Bits, GrammarState
-from paceline.engine.grammar_trial import compiled, try_out
+from paceline.engine.grammar_trial import check_forced, compiled, try_out
 
 # Compiled grammars that are kept for the next session: one tenant's new ones take the places of its own first.
 MOST_KEPT = 64
@@ -30,19 +30,49 @@ MOST_KEPT = 64
 MOST_TRIED = 4096
 # Compiling yields to steps and to requests: it takes the time of one tenant, and not of others.
 NICENESS = 5
+# Bytes of forced text up to which it is cut into tokens for a guess, at each place anew: a mask cuts it once.
+MOST_AHEAD_BYTES = 1024
+
+
+class _Forced(NamedTuple):
+    """Tokens that the grammar leaves no choice of.
+
+    Attributes:
+        start: Tokens of the text before them.
+    """
+
+    start: int
+    token_ids: Sequence[int]
 
 
 class Matcher(GrammarState):
     """A text's place in a grammar.
 
+    Masks of forced text are those of its usual spelling. What that is takes microseconds a byte, so it is computed once
+    for all places of such a text, and kept while the text goes on by it.
+
     Args:
         matcher: Used by this object alone.
+        mask_bytes: Of a mask.
+        too_much: Called with what is wrong when it needs more than the bounds allow.
         shared_used_up: Called when it fails, if other sessions share its lexer; None: they do not.
     """
 
-    def __init__(self, matcher: LLMatcher, shared_used_up: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        mask_bytes: int,
+        too_much: Callable[[str], None] = lambda _: None,
+        shared_used_up: Callable[[], None] | None = None,
+    ) -> None:
         self._matcher = matcher
+        self._mask_bytes = mask_bytes
+        self._too_much = too_much
         self._shared_used_up = shared_used_up
+        # Tokens consumed, and forced texts around here, the last one at the end.
+        self._count = 0
+        self._known: list[_Forced] = []
 
     @property
     @override
@@ -51,14 +81,27 @@ class Matcher(GrammarState):
 
     @override
     def consume(self, token_ids: Sequence[int]) -> int:
-        return int(self._matcher.try_consume_tokens(list(token_ids)))
+        forced = self._forced_here()
+        if (differs := _first_difference(token_ids, forced)) is not None:
+            token_ids = token_ids[:differs]
+        count = int(self._matcher.try_consume_tokens(list(token_ids)))
+        self._count += count
+        return count
 
     @override
     def go_back(self, count: int) -> None:
         self._matcher.rollback(count)
+        self._count -= count
+        # Another way may lead elsewhere.
+        while self._known and self._known[-1].start > self._count:
+            self._known.pop()
 
     @override
     def allowed(self) -> Bits:
+        if forced := self._forced_here() or self._find_forced():
+            bits = np.zeros(self._mask_bytes, np.uint8)
+            bits[forced[0] >> 3] = 1 << (forced[0] & 7)
+            return bits
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         if self._matcher.is_error():
             self._fail()
@@ -73,7 +116,37 @@ class Matcher(GrammarState):
 
     @override
     def forced(self) -> Sequence[int]:
+        known = self._forced_here()
+        if known or not 0 < len(self._matcher.compute_ff_bytes()) <= MOST_AHEAD_BYTES:
+            return known
         return self._matcher.compute_ff_tokens()
+
+    def _forced_here(self) -> Sequence[int]:
+        """What is known to be forced from here on."""
+        for start, token_ids in reversed(self._known):
+            if self._count < start + len(token_ids):
+                return token_ids[self._count - start :]
+        return ()
+
+    def _find_forced(self) -> Sequence[int]:
+        """Finds what is forced from here on, and keeps it."""
+        try:
+            if not check_forced(self._matcher):
+                return ()
+        except InvalidRequestError as error:
+            self._too_much(error.problem)
+            raise
+        token_ids = self._matcher.compute_ff_tokens()
+        if token_ids:
+            # What lies behind is of no use any more, unless guesses are taken back.
+            self._known = [*self._known[-1:], _Forced(self._count, token_ids)]
+        return token_ids
+
+
+def _first_difference(token_ids: Sequence[int], forced: Sequence[int]) -> int | None:
+    """Where tokens first leave a forced text; None: they do not, or go beyond it."""
+    both = enumerate(zip(token_ids, forced, strict=False))
+    return next((place for place, (token_id, only) in both if token_id != only), None)
 
 
 class Grammars:
@@ -96,8 +169,9 @@ class Grammars:
             raise ConfigError(f"{folder}: grammars cannot be served with this tokenizer: {error}") from error
         # By tenant and grammar, those used last at the end.
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        # Digests of grammars that passed their trial, which knows neither tenant nor tokenizer.
-        self._tried: OrderedDict[bytes, None] = OrderedDict()
+        # Grammars that had their trial, which knows neither tenant nor tokenizer, by their digests: what is wrong with
+        # one that passed it, and needed too much in a step; empty: nothing.
+        self._tried: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, grammar: str, tenant: str = "", *, alone: bool = False) -> Matcher:
@@ -119,25 +193,46 @@ class Grammars:
                 self._kept.move_to_end(key)
         if known is None:
             self._try_out(grammar)
+        new = partial(Matcher, mask_bytes=self._mask_bytes, too_much=partial(self._refuse, key))
         if alone:
-            return Matcher(compiled(self._tokenizer, grammar))
+            return new(compiled(self._tokenizer, grammar))
         if known is None:
             known = compiled(self._tokenizer, grammar)
             self._keep(key, known)
-        return Matcher(known.deep_copy(), partial(self._forget, key, known))
+        return new(known.deep_copy(), shared_used_up=partial(self._forget, key, known))
+
+    @property
+    def _mask_bytes(self) -> int:
+        return -(-self._tokenizer.vocab_size // 8)
 
     def _try_out(self, grammar: str) -> None:
-        """Tries a grammar in another process, unless one like it has passed lately."""
-        digest = hashlib.sha256(grammar.encode()).digest()
+        """Tries a grammar in another process, unless one like it has passed lately.
+
+        Raises:
+            InvalidRequestError: It did not pass, or did, and needed too much later.
+        """
+        digest = _digest(grammar)
         with self._lock:
-            if digest in self._tried:
+            problem = self._tried.get(digest)
+            if problem is not None:
                 self._tried.move_to_end(digest)
-                return
-        try_out(grammar)
+        if problem:
+            raise InvalidRequestError(FIELD, problem)
+        if problem is None:
+            try_out(grammar)
+            self._note(digest, "")
+
+    def _note(self, digest: bytes, problem: str) -> None:
         with self._lock:
-            self._tried[digest] = None
+            self._tried[digest] = problem
             if len(self._tried) > MOST_TRIED:
                 self._tried.popitem(last=False)
+
+    def _refuse(self, key: tuple[str, str], problem: str) -> None:
+        """Further sessions of a grammar that needs too much do not come as far as a step."""
+        self._note(_digest(key[1]), problem)
+        with self._lock:
+            self._kept.pop(key, None)
 
     def _keep(self, key: tuple[str, str], matcher: LLMatcher) -> None:
         """Keeps a grammar; if there is no room, the oldest of a tenant that has most of them goes."""
@@ -152,3 +247,7 @@ class Grammars:
         with self._lock:
             if self._kept.get(key) is used_up:
                 del self._kept[key]
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode()).digest()

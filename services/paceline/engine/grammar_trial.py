@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -23,9 +24,16 @@ logger = logging.getLogger(__name__)
 
 # As `paceline.core.grammar` names it, whose imports would take most of a trial's time.
 FIELD = "grammar"
-# Processor time and memory of a trial, and wall-clock time on a busy machine. 1,000 properties with patterns take 0.3 s
-# and 130 MB, imports included.
-MOST_S, MOST_BYTES, PATIENCE_S = 0.8, 1024**3, 10.0
+# Processor time and memory of a trial. 1,000 properties with patterns take 0.3 s and 130 MB, imports included.
+MOST_S, MOST_BYTES = 0.8, 1024**3
+# Wall-clock time of a trial, which only a machine that stands still exceeds: at a load of 100 on two cores, one of
+# 0.3 s of processor time at `NICENESS` takes a minute.
+PATIENCE_S = 300.0
+# Processor time of a mask but for the first, which every token of every session costs: the limits allow some 10 ms.
+MOST_MASK_S = 0.1
+# Bytes of text that a grammar may leave no choice of at one place. To cut so much into tokens takes 6 ms, and more in
+# proportion: a schema of 3 KB whose array repeats a constant forced 3 MB, which took a second.
+MOST_FORCED_BYTES = 16_384
 # What a process that may have no more memory says before it ends.
 OUT_OF_MEMORY = (b"MemoryError", b"memory allocation of")
 # Of one grammar: work of its lexer at first and in a step (some 14,000 a ms), items of its parser in a step (some
@@ -49,11 +57,29 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         InvalidRequestError: It is invalid, or needs more than the limits allow.
     """
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    check_forced(matcher)
     # The first mask takes longest; copies know what it found.
     matcher.compute_bitmask()
+    begun_s = time.thread_time()
+    matcher.compute_bitmask()
+    if time.thread_time() - begun_s > MOST_MASK_S:
+        raise InvalidRequestError(FIELD, f"takes more than {MOST_MASK_S:g} s for each token")
     if matcher.is_error():
         raise InvalidRequestError(FIELD, " ".join(matcher.get_error().split()))
     return matcher
+
+
+def check_forced(matcher: LLMatcher) -> int:
+    """Returns how many bytes come next for sure, which is found once and known from then on.
+
+    Raises:
+        InvalidRequestError: They are too many.
+    """
+    count = len(matcher.compute_ff_bytes())
+    if count > MOST_FORCED_BYTES:
+        problem = f"leaves no choice of {count} bytes of text in a row, at most {MOST_FORCED_BYTES} are allowed"
+        raise InvalidRequestError(FIELD, problem)
+    return count
 
 
 def try_out(grammar: str) -> None:
