@@ -151,9 +151,18 @@ async def verifier_at(
             sources=[NgramSource()] if NGRAM in methods else [],
         ),
     )
+    async with served_verifier(served, tls=tls, tracer=tracer) as running:
+        yield running
+
+
+@asynccontextmanager
+async def served_verifier(
+    served: ServedEngine, *, max_queue: int = MAX_QUEUE, tls: FleetTls | None = None, tracer: Tracer = OFF
+) -> AsyncIterator[tuple[str, TargetHost]]:
+    """A verifier service with an engine; yields its address."""
     host = TargetHost(
         served,
-        max_queue=MAX_QUEUE,
+        max_queue=max_queue,
         grace_s=30.0,
         stream_interval_s=0.1,
         metrics=VerifierMetrics(CollectorRegistry(), "tiny"),

@@ -8,11 +8,18 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
+from paceline.core.messages import GenerateRequest
+from paceline.core.params import SamplingParams, SpeculationParams
+from tests.integration.conftest import served_verifier
+from tests.support.log_stream import verifier_calls
 from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet
+from tests.unit.simulated.test_engine import served
 
 pytestmark = SHARES_A_GATEWAY
 
@@ -126,4 +133,44 @@ async def test_the_largest_bodies_and_answers_let_other_streams_run(fleet: Scrip
     assert len(raw) <= MAX_BODY_BYTES
     async with watched() as turns_s:
         assert await status_of(fleet, path, raw) == status
+    assert max(turns_s) < MAX_STALL_S
+
+
+# Tokens of a prompt near the longest, and the samples of one request.
+LONG, SAMPLES = 100_000, 16
+# What makes a sample dear beside its prompt.
+DEAR = {
+    "plain": {},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "a grammar": {"grammar": LLMatcher.grammar_from_regex("(alpha beta ){1,2000}")},
+}
+
+
+def sample(number: int, prompt: tuple[int, ...], fields: dict[str, Any]) -> GenerateRequest:
+    return GenerateRequest(
+        session_id=f"s{number}",
+        epoch=1,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=4, ignore_eos=True, seed=number, **fields),
+        speculation=SpeculationParams(),
+    )
+
+
+@pytest.mark.parametrize("kind", DEAR)
+async def test_samples_of_the_longest_prompts_let_other_sessions_of_a_verifier_run(tmp_path: Path, kind: str) -> None:
+    """Audit 4, b04: 78 ms for each sample of a long prompt with a penalty, in a row, of everybody's."""
+    prompt = tuple(5 + place * place % 3001 for place in range(LONG))
+    engine = served(tmp_path, kv_tokens=2 * LONG)
+    async with (
+        served_verifier(engine, max_queue=2 * SAMPLES) as (address, host),
+        verifier_calls(address, host.identity.vocab_size) as calls,
+    ):
+        # From now on its pages are found by all of them.
+        await calls.tokens(sample(0, prompt, {}))
+        async with watched() as turns_s:
+            async with asyncio.TaskGroup() as samples:
+                for at in range(SAMPLES):
+                    samples.create_task(calls.tokens(sample(1 + at, prompt, DEAR[kind])))
+                    # As gateways do.
+                    await asyncio.sleep(0)
     assert max(turns_s) < MAX_STALL_S

@@ -98,22 +98,24 @@ class OutputGrammar:
             InvalidRequestError: The grammar forbids them, or as of `GrammarState.allowed`.
             MovedError: As of `GrammarState.allowed`.
         """
-        if not self.permits(token_ids):
+        text = self._text_of(token_ids)
+        num_consumed = self._state.consume(text) if text else 0
+        if num_consumed < len(text) or not self._may_end_with(token_ids[len(text) :]):
+            self._state.go_back(num_consumed)
             # Raises if it is not the tokens that are at fault.
             self._state.allowed()
             raise InvalidRequestError(FIELD, "forbids the tokens that the output goes on with")
-        text = self._text_of(token_ids)
-        self._state.consume(text)
         self._over = self._over or len(text) < len(token_ids)
 
     def permits(self, path: Sequence[int]) -> bool:
         """Whether the output may go on by these tokens; it computes no mask, so drafters may have it asked often."""
         text = self._text_of(path)
         with self._after(text) as num_consumed:
-            if num_consumed < len(text):
-                return False
-            ends = path[len(text) :]
-            return not ends or ((self._over or self._state.may_end) and all(each in self._last for each in ends))
+            return num_consumed == len(text) and self._may_end_with(path[len(text) :])
+
+    def _may_end_with(self, ends: Sequence[int]) -> bool:
+        """Whether these may come next, from the first token on that is no text."""
+        return not ends or ((self._over or self._state.may_end) and all(each in self._last for each in ends))
 
     def after(self, path: Sequence[int] = ()) -> Allowed:
         """What may follow the output and a path of tokens; behind one that it forbids, anything.

@@ -70,29 +70,32 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free) - len(self._idle)
 
-    def match_prefix(self, token_ids: Sequence[int], before: bytes | None = None) -> tuple[list[int], list[bytes]]:
+    def match_prefix(
+        self, token_ids: Sequence[int], before: bytes | None = None, names: list[bytes] | None = None
+    ) -> tuple[list[int], list[bytes]]:
         """Takes hold of the longest cached prefix, leaving at least one token to compute.
 
         Args:
             token_ids: Tokens of the sequence.
             before: Names what lies before them, as for `register`; None: nothing.
+            names: Hashes of the sequence's first blocks that are known; those that are needed are added.
 
         Returns:
             Its blocks and their hashes; `take_counts` returns how many tokens were looked up, and found.
         """
         blocks: list[int] = []
-        hashes: list[bytes] = []
+        names = [] if names is None else names
         for start in range(0, len(token_ids) - BLOCK_SIZE, BLOCK_SIZE):
-            key = block_hash(hashes[-1] if hashes else before, token_ids[start : start + BLOCK_SIZE])
-            block = self._block_of.get(key)
+            if len(blocks) == len(names):
+                names.append(block_hash(names[-1] if names else before, token_ids[start : start + BLOCK_SIZE]))
+            block = self._block_of.get(names[len(blocks)])
             if block is None:
                 break
             self._hold(block)
             blocks.append(block)
-            hashes.append(key)
         self._num_queries += len(token_ids)
         self._num_hits += len(blocks) * BLOCK_SIZE
-        return blocks, hashes
+        return blocks, names[: len(blocks)]
 
     def take_counts(self) -> tuple[int, int]:
         """Returns the tokens looked up and those of them found since the last call."""
@@ -207,6 +210,8 @@ class SessionPages:
         self._pool = pool
         self._before = before
         self._hashes: list[bytes] = []
+        # Of its first blocks, computed here or not: one that waits for pages looks for them before each step.
+        self._names: list[bytes] = []
         # Of as many blocks as it is long; made anew when there are more, as a long text's are not few.
         self._table = np.empty(0, np.int32)
         # Whether others may find what is computed here.
@@ -239,7 +244,7 @@ class SessionPages:
         """
         self._trusted = True
         known = self.tokens if most is None else self.tokens[: most + 1]
-        self.blocks, self._hashes = self._pool.match_prefix(known, self._before)
+        self.blocks, self._hashes = self._pool.match_prefix(known, self._before, self._names)
         self._table = np.empty(0, np.int32)
         self.num_computed = self.num_cached = len(self.blocks) * BLOCK_SIZE
         return self.num_cached

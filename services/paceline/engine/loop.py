@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable
 from functools import partial
@@ -33,6 +34,8 @@ _R = TypeVar("_R")
 # Bytes of a peer's messages that wait for the end of a step before its stream is left unread. A drafter that sent
 # messages of 16 MiB while a step ran would fill the memory.
 PEER_BYTES = 8 * 1024 * 1024
+# Time of events in a row before streams have a turn.
+SLICE_S = 0.005
 # Time for the step under way when an engine closes. Nobody watches for hangs by then, and the thread is a daemon.
 CLOSE_S = 30.0
 
@@ -264,8 +267,13 @@ class EngineLoop(Generic[_Event, _Output]):
             self.device.rest()
 
     async def _advance(self, stepper: Stepper[_Event, _Output]) -> None:
+        begun_s = time.monotonic()
         for event in self._take():
             stepper.handle(event)
+            # Sessions with long prompts take milliseconds each; streams, and whoever else waits, have their turn.
+            if time.monotonic() - begun_s > SLICE_S:
+                await asyncio.sleep(0)
+                begun_s = time.monotonic()
         patience_s = stepper.patience_s() if stepper.has_work() else None
         if patience_s is not None and patience_s <= 0.0:
             self._deliver(await stepper.step(self.device.run, self._deliver))

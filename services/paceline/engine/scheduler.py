@@ -28,6 +28,9 @@ from paceline.forest import NO_GUESSES, Calls, Guesses, Ints, rows_of
 from paceline.service.learned import learning
 
 _ORDER = attrgetter("order")
+# Tokens of the sessions that get places before one step, the last one's apart: to look for 100,000 among cached pages,
+# and to write them to a drafter, takes 20 ms of the event loop, and the samples of one request may be 128.
+MOST_ADMITTED_TOKENS = 65_536
 NO_ROWS = rows_of(())
 
 
@@ -211,7 +214,8 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> None:
         """Gives places and pages; a tenant below its share takes them from prompts of one above."""
-        while self._waiting:
+        num_tokens = 0
+        while self._waiting and num_tokens < MOST_ADMITTED_TOKENS:
             held = Counter(session.tenant for session in self._running)
             session = first_in_turn((queue[0] for queue in self._waiting.values()), held)
             while len(self._running) >= self._limits.max_num_seqs or not session.admit(now_s):
@@ -222,6 +226,7 @@ class Scheduler:
                 held[other.tenant] -= 1
             self._leave_queue(session)
             self._running.append(session)
+            num_tokens += session.committed_len
 
     def _with_pages(self, sessions: Sequence[TargetSession]) -> tuple[list[TargetSession], list[TargetSession]]:
         """Reserves pages for what decoding sessions have committed; returns these, and those whose prompts are read.

@@ -305,7 +305,10 @@ class TargetHost:
             async for starts, leaves in asked:
                 if gateway.closed:
                     return
-                for number, request in starts:
+                for place, (number, request) in enumerate(starts):
+                    if place:
+                        # Each may have a long prompt.
+                        await asyncio.sleep(0)
                     gateway.accept(number)
                     # Its trace is named in its own log lines alone.
                     copy_context().run(self._start, gateway, number, request)

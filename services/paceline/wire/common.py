@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, MutableSequence
+from collections.abc import MutableSequence, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -52,10 +52,10 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """
     check_uint32("max_tokens", (params.max_tokens,))
     check_uint32("top_k", (params.top_k,))
-    check_uint32("logit_bias", (token_id for token_id, _ in params.logit_bias))
+    check_uint32("logit_bias", [token_id for token_id, _ in params.logit_bias])
     check_uint32("stop_token_ids", params.stop_token_ids)
     check_uint32("allowed_token_ids", params.allowed_token_ids)
-    check_uint32("bad_words", chain.from_iterable(params.bad_words))
+    check_uint32("bad_words", [*chain.from_iterable(params.bad_words)])
     nested = {
         "top_p": max(params.top_p, SMALLEST_FLOAT32),
         "logit_bias": [common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
@@ -157,13 +157,13 @@ def timings_from_pb(message: common_pb2.Timings) -> Timings:
     return _whole(Timings, message)
 
 
-def check_uint32(field: str, values: Iterable[int]) -> None:
+def check_uint32(field: str, values: Sequence[int]) -> None:
     """Refuses whole numbers that do not fit into 32 bits.
 
     Raises:
         InvalidRequestError: Names the field.
     """
-    for value in values:
+    for value in (min(values, default=0), max(values, default=0)):
         if not 0 <= value <= MAX_UINT32:
             raise InvalidRequestError(field, f"must be from 0 to {MAX_UINT32}, got {value}")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from paceline.core import pages
 from paceline.core.errors import LocalProtocolError
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, SlotPool, block_hash
 
@@ -129,3 +132,16 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_session_that_waits_for_pages_names_its_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, tokens = BlockPool(8), list(range(4 * BLOCK_SIZE))
+    first, second = (SessionPages(tokens, pool) for _ in range(2))
+    assert first.reserve(len(tokens))
+    first.mark_computed(len(tokens))
+    named = Mock(side_effect=pages.block_hash)
+    monkeypatch.setattr(pages, "block_hash", named)
+    for _ in range(3):
+        assert second.attach_cached_prefix() == 3 * BLOCK_SIZE
+        second.release()
+    assert named.call_count == 3

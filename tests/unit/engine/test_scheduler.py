@@ -21,6 +21,7 @@ from paceline.core.messages import (
 from paceline.core.params import LAYER_SKIP, SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.core.target_events import TargetLimits
+from paceline.engine import scheduler
 from paceline.engine.admission import OLDEST_PART
 from paceline.engine.pending import HostPending
 from paceline.engine.target_session import TargetSession
@@ -644,3 +645,16 @@ def test_an_error_in_learning_costs_what_was_learned_and_no_step(caplog: pytest.
     verifier.run()
     assert verifier.tokens("s") == text(5, 50)
     assert any(learned()), "it learns anew"
+
+
+def test_sessions_with_long_prompts_get_places_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is looked for among cached pages, and written to a drafter, in the event loop."""
+    monkeypatch.setattr(scheduler, "MOST_ADMITTED_TOKENS", 50)
+    verifier = Verifier()
+    for number in range(6):
+        verifier.submit(f"s{number}", prompt_len=30, max_tokens=9)
+    numbers = []
+    for _ in range(3):
+        verifier.step()
+        numbers.append(len(verifier.scheduler.running))
+    assert numbers == [2, 4, 6]

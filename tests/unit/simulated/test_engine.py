@@ -29,9 +29,11 @@ NUM_TOKENS = 60
 INSIDE = {"method": "draft_model", "placement": "verifier", "model": str(DEMO_DRAFTER)}
 
 
-def served(folder: Path, flags: Mapping[str, Any] | None = None, **speculation: Any) -> ServedEngine:
+def served(
+    folder: Path, flags: Mapping[str, Any] | None = None, *, kv_tokens: int = 32_768, **speculation: Any
+) -> ServedEngine:
     """A verifier's engine on a device whose steps take a millisecond, a draft step a twentieth of it."""
-    facts = profile()
+    facts = profile(kv_tokens=kv_tokens)
     device = replace(facts.target, rows=(1, 512), seconds=(1e-3, 1e-3))
     drafter = replace(facts.colocated, rows=(1, 512), seconds=(5e-5, 5e-5))
     path = folder / "profile.json"
