@@ -155,3 +155,15 @@ async def test_a_full_server_keeps_nothing_new_and_loses_nothing(server: Redis, 
         await keep(store.documents, document("d10"))
     assert await names(store.documents, "alice") == list(range(10))
     assert await store.documents.forget("alice", "d0")
+
+
+@pytest.mark.parametrize("rank", ["", "first", "-1", "1e400", "99999999999999999999999", "\u0665"])
+async def test_a_document_whose_rank_cannot_be_read_is_none_and_can_be_kept_anew(store: RedisStore, rank: str) -> None:
+    """Audit 4, b07: reading it raised, and the task of a verifier that rehearses ended and began again for ever."""
+    documents = store.documents
+    await keep(documents, document("d", rank=1))
+    await store._client.hset(f"{PREFIX}body:alice:d", "rank", rank)
+    assert await documents.kept("alice", "d") is None
+    await documents.forget("alice", "d")
+    assert await keep(documents, document("d", rank=2)) is Keeping.DONE
+    assert await documents.kept("alice", "d") == document("d", rank=2)

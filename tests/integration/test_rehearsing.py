@@ -20,7 +20,7 @@ from paceline.service.learned import TunedState
 from paceline.service.supervision import Supervisor
 from paceline.simulated.measured import LINK_S
 from paceline.simulated.profile import MEASURED, read_profile
-from paceline.verifier.rehearsing import TTL_S, WORK_S, Shelf, is_taught, is_usable
+from paceline.verifier.rehearsing import MOST_BYTES, TTL_S, WORK_S, Shelf, is_taught, is_usable
 from paceline.verifier.verifier_host import TargetHost
 from tests.integration.conftest import NUM_PAGES, know, running_drafter, verifier_at
 from tests.support.log_stream import VerifierCalls, verifier_calls
@@ -77,10 +77,43 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
 
 
 @pytest.mark.parametrize(
-    "content", [b"{}", b"[", b'{"policy": {"rehearsed": ["draft"]}, "calibrations": {}}', b"[" * 100_000]
+    "content", [b"{}", b"[", b'{"policy": {"rehearsed": ["draft"]}, "calibrations": {}}', b"[" * 10_000]
 )
 def test_a_document_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
     assert not is_usable(content, "draft")
+
+
+def rehearsed(**calibrations: object) -> bytes:
+    policy = Goodput()
+    policy.rehearse(None, over="draft")
+    return json.dumps({"policy": policy.learned(), "calibrations": calibrations}).encode()
+
+
+def test_a_document_of_the_store_is_read_up_to_its_bound() -> None:
+    """Audit 4, b07: one of 15 MiB held the event loop for 1.7 s."""
+    content = rehearsed()
+    assert is_usable(content + b" " * (MOST_BYTES - len(content)), "draft")
+    assert not is_usable(content + b" " * (MOST_BYTES - len(content) + 1), "draft")
+
+
+@pytest.mark.parametrize(
+    ("learned", "is_one"),
+    [
+        ([1.2, -0.3, 0.01, 0.02, 0.001], True),
+        ([1e300, 0.0, 0.01, 0.02, 0.0], False),
+        ([0.0, 0.0, 0.01, 0.02, 0.0], False),
+        ([1.0, -1e300, 0.01, 0.02, 0.0], False),
+        ([1.0, 0.0, -1.0, -1.0, 0.0], False),
+        ([1.0, 0.0, 1e300, 1e-300, 0.0], False),
+        ([1.0, 0.0, 0.0, 0.02, 0.0], False),
+        ([1.0, 0.0, 0.01, 0.02, 0.1], False),
+        ([float("nan"), 0.0, 0.01, 0.02, 0.0], False),
+        ([1.0, 0.0, 0.01, 0.02], False),
+        ([10**400, 0.0, 0.01, 0.02, 0.0], False),
+    ],
+)
+def test_what_a_rehearsal_says_of_guesses_is_finite_and_positive_where_it_must_be(learned, is_one: bool) -> None:
+    assert is_usable(rehearsed(**{"tier greedy coupled": learned}), "draft") is is_one
 
 
 def test_what_was_rehearsed_with_another_draft_model_is_rehearsed_anew() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -12,6 +11,8 @@ from paceline.forest import UNLEARNED, Bools, Floats, Forest
 
 # Sources whose calibration an engine keeps; addresses of drafters come and go.
 MAX_CALIBRATIONS = 256
+# Slopes, intercepts and variances beyond these are not learned from guesses, whose log odds are bounded.
+MOST_LEARNED = 1e4
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -67,7 +68,9 @@ def check(learned: Sequence[float]) -> None:
         TypeError, ValueError: It is none.
     """
     slope, intercept, var_slope, var_intercept, covariance = map(float, learned)
-    if not (math.isfinite(slope + intercept) and covariance**2 < var_slope * var_intercept < math.inf):
+    line = 0.0 < slope <= MOST_LEARNED and abs(intercept) <= MOST_LEARNED
+    sure = 0.0 < var_slope <= MOST_LEARNED and 0.0 < var_intercept <= MOST_LEARNED
+    if not (line and sure and abs(covariance) <= MOST_LEARNED and covariance**2 < var_slope * var_intercept):
         raise ValueError(f"no calibration: {learned}")
 
 

@@ -74,7 +74,7 @@ class Documents(Protocol):
         """Marks documents, by keeper and name, as worked on for `work_s` seconds from now."""
 
     async def kept(self, keeper: str, name: str) -> Document | None:
-        """Returns a document; None if it is unknown, or no longer kept."""
+        """Returns a document; None if it is unknown, no longer kept, or unreadable."""
 
     async def forget(self, keeper: str, name: str) -> bool:
         """Deletes a document; returns whether there was one."""

@@ -70,6 +70,16 @@ def record_from_fields(session_id: str, values: Mapping[str, bytes | None], log_
     return record
 
 
+def rank_from_text(value: bytes) -> int:
+    """Returns the rank of a document.
+
+    Raises:
+        EntryError: It is no number, or out of range.
+    """
+    rank: int = _from_text("rank", value, int)
+    return rank
+
+
 def _from_text(name: str, value: bytes, hint: Any) -> Any:
     try:
         text = value.decode()

@@ -53,7 +53,7 @@ from paceline.store.base import (
     first_owner_epoch,
     next_owner_epoch,
 )
-from paceline.store.reading import EntryError, record_from_fields, replica_from_json
+from paceline.store.reading import EntryError, rank_from_text, record_from_fields, replica_from_json
 
 PREFIX = "paceline:{documents}:"
 _OUTCOMES = (Keeping.DONE, Keeping.OUTRANKED, Keeping.MISSING, Keeping.TOO_LARGE)
@@ -86,7 +86,7 @@ _KEEP_SCRIPT = (
 local keeper, name, body, rank, size, ttl_ms, work_ms, room, replaces = unpack(ARGV)
 local id = keeper .. ':' .. name
 local stored = redis.call('HGET', key('body', id), 'rank')
-if stored and tonumber(stored) >= tonumber(rank) then return 1 end
+if stored and (tonumber(stored) or -1) >= tonumber(rank) then return 1 end
 if not stored and replaces == '1' then return 2 end
 size, room = tonumber(size), tonumber(room)
 if size > room then return 3 end
@@ -175,7 +175,12 @@ class RedisDocuments:
         (rank, body), at_work = await self._call(read)
         if rank is None or body is None:
             return None
-        return Document(keeper=keeper, name=name, body=bytes(body), rank=int(rank), at_work=bool(at_work))
+        try:
+            known = rank_from_text(rank)
+        except EntryError as error:
+            _log.warning("a document cannot be read", extra={"document": f"{keeper}:{name}", "error": error})
+            return None
+        return Document(keeper=keeper, name=name, body=bytes(body), rank=known, at_work=bool(at_work))
 
     async def forget(self, keeper: str, name: str) -> bool:
         return bool(await self._call(lambda: self._forget(keys=[PREFIX], args=[f"{keeper}:{name}"])))

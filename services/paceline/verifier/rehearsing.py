@@ -37,6 +37,8 @@ READY_S = 60.0
 # In the store: whom documents are kept for, how long they live, and how long the mark of one that rehearses lasts. A
 # document has some thousand bytes: no response of a user is to make room for it.
 KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 50
+# Longest document that is read: 15 MiB took 1.7 s of the event loop.
+MOST_BYTES = 64 * 1024
 
 
 def is_taught(learned: Learned, draft: str) -> bool:
@@ -48,6 +50,8 @@ def is_taught(learned: Learned, draft: str) -> bool:
 def is_usable(content: bytes, draft: str) -> bool:
     """Whether a document of the store holds what an engine can begin with that has this draft model."""
     try:
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"{len(content)} bytes, at most {MOST_BYTES} are read")
         learned = json.loads(content)
         Goodput().resume(learned["policy"])
         for each in learned["calibrations"].values():
