@@ -11,7 +11,7 @@ import pytest
 
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.messages import GenerateRequest, ModelIdentity, OpenSession
 from paceline.core.params import MAX_ENTRIES, SamplingParams, SpeculationParams
 from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
@@ -438,6 +438,15 @@ def test_a_text_beyond_the_context_is_refused_before_its_tokens_are_made() -> No
     message.prompt_token_ids.extend([2**32 - 1] * 100)
     with pytest.raises(InvalidRequestError, match="prompt_token_ids: 102 tokens exceed the context of 64"):
         wire.generate_request_from_pb(message, context_len=64)
+
+
+def test_of_a_session_beyond_a_drafters_context_no_more_tokens_are_made_than_show_that() -> None:
+    opened = drafter_pb2.OpenSession(
+        session_id="s", number=1, token_ids=[7] * 100, prompt_len=50, sampling=common_pb2.SamplingParams(max_tokens=1)
+    )
+    _, [session] = wire.draft_request_from_pb(drafter_pb2.DraftRequest(opens=[opened]), context_len=64)
+    assert isinstance(session, OpenSession)
+    assert len(session.token_ids) == 65
 
 
 def test_a_message_has_at_most_the_distributions_of_a_part() -> None:

@@ -28,14 +28,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         requests = aiter(request_iterator)
         await self._receive_hello(requests)
         yield draft_response_to_pb((), draft=self._host.identity)
-        async with aclosing(self._host.converse(_decoded(requests))) as answers:
+        async with aclosing(self._host.converse(self._decoded(requests))) as answers:
             async for part in answers:
                 yield draft_response_to_pb(part)
 
     async def _receive_hello(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                target, _ = draft_request_from_pb(await anext(requests))
+                target, _ = draft_request_from_pb(await anext(requests), context_len=self._host.identity.context_len)
         except (TimeoutError, StopAsyncIteration) as error:
             raise RemoteProtocolError(f"no first message within {HELLO_TIMEOUT_S:g} s") from error
         if target is None:
@@ -56,8 +56,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
                 f"of {target.name!r} does not hand out ({target.states_hash[:12] or 'none'}): give it the same head"
             )
 
-
-async def _decoded(requests: AsyncIterator[drafter_pb2.DraftRequest]) -> AsyncIterator[Sequence[ToDrafter]]:
-    async for request in requests:
-        _, messages = draft_request_from_pb(request)
-        yield messages
+    async def _decoded(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> AsyncIterator[Sequence[ToDrafter]]:
+        async for request in requests:
+            _, messages = draft_request_from_pb(request, context_len=self._host.identity.context_len)
+            yield messages

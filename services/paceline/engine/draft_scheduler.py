@@ -43,6 +43,8 @@ LEAST_ROWS = 16
 # Before they are seen: seconds of a level of guesses, and such a level's share of the time between two commits.
 FIRST_LEVEL_S, FIRST_COST = 0.001, 1 / 16
 LEAST_COST = 1e-3
+# Refused sessions that are remembered.
+MOST_REFUSED = 4096
 # Where several verifiers are served, one call takes at most this share of the time between two commits of one.
 SHARE_OF_OTHERS = 0.25
 
@@ -157,8 +159,9 @@ class DraftScheduler:
         self._limits = limits
         self._identity, self._feature_width = identity, feature_width
         self._sessions: dict[Key, DraftSession] = {}
-        # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew.
-        self._refused: set[Key] = set()
+        # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew. Those
+        # that were refused last are at the end.
+        self._refused: dict[Key, None] = {}
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
         # Commits that the trees do not know yet, and who catches up in the step under way.
@@ -202,7 +205,7 @@ class DraftScheduler:
     def _drop_link(self, link: int) -> None:
         for key in [key for key in self._sessions if key[0] == link]:
             self._close(key)
-        self._refused = {key for key in self._refused if key[0] != link}
+        self._refused = {key: None for key in self._refused if key[0] != link}
         self._outgoing.pop(link, None)
         self._pace.forget(link)
 
@@ -219,7 +222,10 @@ class DraftScheduler:
     def _refuse(self, key: Key) -> None:
         if key in self._sessions:
             self._close(key)
-        self._refused.add(key)
+        self._refused[key] = None
+        if len(self._refused) > MOST_REFUSED:
+            # A commit to it has it opened, and refused, once more.
+            del self._refused[next(iter(self._refused))]
 
     def _receive(self, link: int, message: ToDrafter, now_s: float) -> None:
         if isinstance(message, Commits):
@@ -232,7 +238,7 @@ class DraftScheduler:
             case OpenSession():
                 self._open(key, known, message, now_s)
             case CloseSession():
-                self._refused.discard(key)
+                self._refused.pop(key, None)
                 if known is not None:
                     self._close(key)
             case CommittedStates():
@@ -243,10 +249,10 @@ class DraftScheduler:
     def _open(self, key: Key, known: DraftSession | None, message: OpenSession, now_s: float) -> None:
         if known is not None:
             self._close(key)
-        self._refused.discard(key)
+        self._refused.pop(key, None)
         if self.num_sessions >= self._limits.max_num_seqs:
             return
-        if not self._in_vocabulary(message.token_ids):
+        if not self._can_draft(message.token_ids, len(message.token_ids)):
             self._refuse(key)
             return
         try:
@@ -259,8 +265,10 @@ class DraftScheduler:
         self._sessions[key] = session
         self.trees.add(session)
 
-    def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
-        return max(token_ids, default=0) < self._identity.vocab_size
+    def _can_draft(self, token_ids: Sequence[int], length: int) -> bool:
+        """Whether the draft model knows these tokens, and takes a text of that length with them."""
+        identity = self._identity
+        return length <= identity.context_len and max(token_ids, default=0) < identity.vocab_size
 
     def _commit(self, key: Key, commit: Commit, now_s: float) -> None:
         session = self._sessions.get(key)
@@ -268,7 +276,7 @@ class DraftScheduler:
             if key not in self._refused and self.num_sessions < self._limits.max_num_seqs:
                 self._queue(key[0], LaggingSession(number=commit.number, have_len=0))
             return
-        if not self._in_vocabulary(commit.token_ids):
+        if not self._can_draft(commit.token_ids, max(len(session.tokens), commit.base_len + len(commit.token_ids))):
             self._refuse(key)
             return
         if session.lost_features:

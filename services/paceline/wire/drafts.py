@@ -135,9 +135,12 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
 
 
 def draft_request_from_pb(
-    message: drafter_pb2.DraftRequest,
+    message: drafter_pb2.DraftRequest, *, context_len: int = MAX_NUMBER
 ) -> tuple[ModelIdentity | None, list[ToDrafter]]:
     """Decodes a verifier's messages: the caller's model, then opens, states, commits and closes in that order.
+
+    Args:
+        context_len: Tokens that the draft model takes; of a longer text one more than that is decoded.
 
     Raises:
         RemoteProtocolError: A field is missing or outside its limits, or the versions of the protocol differ.
@@ -145,7 +148,7 @@ def draft_request_from_pb(
     num_messages = len(message.opens) + len(message.states) + len(message.commits) + len(message.closes)
     check_count("DraftRequest", num_messages, PART_MESSAGES)
     target = _greeting(message.target, "the verifier", message.protocol) if message.HasField("target") else None
-    decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
+    decoded: list[ToDrafter] = [_open_from_pb(entry, context_len) for entry in message.opens]
     decoded.extend(_states_from_pb(entry) for entry in message.states)
     decoded.extend(_commits_from_pb(entry) for entry in message.commits)
     decoded.extend(CloseSession(number=number) for number in message.closes)
@@ -196,7 +199,7 @@ def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
     return drafter_pb2.OpenSession(**fields_of(message) | {"sampling": sampling_to_pb(message.sampling)})
 
 
-def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
+def _open_from_pb(entry: drafter_pb2.OpenSession, context_len: int) -> OpenSession:
     if not entry.HasField("sampling"):
         raise RemoteProtocolError("OpenSession.sampling: is missing")
     if not 1 <= entry.prompt_len <= len(entry.token_ids):
@@ -218,7 +221,7 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         session_id=_session_id(entry.session_id),
         epoch=entry.epoch,
         number=entry.number,
-        token_ids=tuple(entry.token_ids),
+        token_ids=tuple(entry.token_ids[: context_len + 1]),
         prompt_len=entry.prompt_len,
         sampling=sampling,
         price=_price(entry.price),

@@ -11,6 +11,7 @@ import pytest
 from paceline.core.messages import CloseSession, CommittedStates, Drafts
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
+from paceline.engine import draft_scheduler
 from paceline.engine.draft_scheduler import QUIET_S
 from paceline.engine.draft_session import Offer
 from paceline.engine.pending import HostPending
@@ -301,6 +302,34 @@ def test_no_tree_grows_beyond_the_context() -> None:
     assert drafter.guessed("s") == text(5, 3)
     drafter.commit("s", 5, 6, 7, room=20)
     assert not drafter.scheduler.has_work
+
+
+def test_a_session_is_left_alone_once_its_text_is_beyond_the_context() -> None:
+    """Audit 4, b06: a message opened a session of 15 million tokens, and commits made it grow without a bound."""
+    drafter = Drafter(context_len=8)
+    drafter.open("other", prompt_len=5)
+    drafter.open("long", prompt_len=9)
+    drafter.commit("long", 9, base_len=9)
+    drafter.open("s", prompt_len=5)
+    drafter.commit("s", 5, 6, 7)
+    assert drafter.scheduler.num_sessions == 2
+    drafter.commit("s", 8)
+    drafter.commit("s", 9, base_len=9)
+    assert drafter.scheduler.num_sessions == 1
+    drafter.run()
+    assert drafter.lagging() == []
+    assert not drafter.broken
+    drafter.open("s", prompt_len=6)
+    drafter.run()
+    assert drafter.guessed("s"), "opened anew, it has its place"
+
+
+def test_refused_sessions_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_scheduler, "MOST_REFUSED", 2)
+    drafter = Drafter(context_len=8)
+    for name in ("a", "b", "c"):
+        drafter.open(name, prompt_len=9)
+    assert len(drafter.scheduler._refused) == 2
 
 
 # Pages and slots
