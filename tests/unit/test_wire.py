@@ -398,11 +398,12 @@ def test_a_log_comes_back_session_by_session(told: list[Any], alive: bool, taken
     # The second session has left meanwhile.
     sessions = {number: wire.AskedSession(request=REQUEST, vocab_size=VOCAB_SIZE) for number in (1, 3, 4)}
     read = wire.log_from_pb(message, sessions, last_number=4)
+    received = [*read.outcomes]
     wanted = [each for each in part.outcomes if each[0] != 2]
     tokens = [each for each in wanted if isinstance(each[1], CommittedTokens)]
     errors = [each for each in wanted if isinstance(each[1], PacelineError)]
     assert (read.alive, read.taken) == (alive, taken)
-    assert read.outcomes[: len(tokens)] == tokens
+    assert received[: len(tokens)] == tokens
     known = [(number, type(each), vars(each), str(each)) for number, each in errors]
-    assert [(number, type(each), vars(each), str(each)) for number, each in read.outcomes[len(tokens) :]] == known
+    assert [(number, type(each), vars(each), str(each)) for number, each in received[len(tokens) :]] == known
     assert all(sessions[number].num_generated == len(each.token_ids) for number, each in tokens)

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import GenerateRequest, ModelIdentity, OpenSession
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, OpenSession
 from paceline.core.params import MAX_ENTRIES, SamplingParams, SpeculationParams
 from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
@@ -291,7 +291,7 @@ def log(**fields: Any) -> verifier_pb2.VerifyResponse:
 
 def read_log(
     message: verifier_pb2.VerifyResponse, request: GenerateRequest = REQUEST, num_generated: int = 0
-) -> wire.LogPart:
+) -> wire.LogRead:
     sessions = {number: wire.AskedSession(request=request, vocab_size=9) for number in (1, 2)}
     sessions[1].num_generated = num_generated
     return wire.log_from_pb(message, sessions, last_number=3)
@@ -317,6 +317,9 @@ def read_log(
         ({"taken": [1] * 65_537}, "taken: has 65537 entries, at most 65536 are allowed"),
         ({"running": [1] * 65_537}, "running: has 65537 entries, at most 65536 are allowed"),
         ({"lossy": [1] * 65_537}, "lossy: has 65537 entries, at most 65536 are allowed"),
+        ({"results": [verifier_pb2.SessionResult()] * 3}, "results: has 3 entries, at most 2 are allowed"),
+        ({"records": [verifier_pb2.SessionSpeculation()] * 3}, "records: has 3 entries, at most 2 are allowed"),
+        ({"logprobs": [verifier_pb2.SessionLogprobs()] * 3}, "logprobs: has 3 entries, at most 2 are allowed"),
         ({"results": [verifier_pb2.SessionResult(number=3)]}, "results: names sessions twice, or others"),
         ({"records": [verifier_pb2.SessionSpeculation()]}, "records: names sessions twice, or others"),
         ({"logprobs": [verifier_pb2.SessionLogprobs(number=9)]}, "logprobs: names sessions twice, or others"),
@@ -394,6 +397,27 @@ def test_what_a_verifier_was_asked_for_passes() -> None:
     (_, committed), _ = read_log(log(logprobs=[prompt]), ASKED).outcomes
     assert committed.token_ids == (4, 5)
     assert [len(each) for each in (committed.logprobs, committed.prompt_logprobs)] == [2, 1]
+
+
+def test_log_probabilities_of_a_long_prompt_are_read_in_parts_when_they_are_asked_for() -> None:
+    """A part took 90 ms of the gateway's event loop, in one turn."""
+    request = replace(ASKED, prompt_token_ids=(1,) * 301)
+    prompt = verifier_pb2.SessionLogprobs(number=1, prompt_logprobs=[judged(2, 3)] * 300, prompt_offset=1)
+    prompt.logprobs.extend([judged(4, 5), judged(5, 6)])
+    prompt.prompt_logprobs[290].chosen.token_id = 9
+    outcomes = read_log(log(logprobs=[prompt]), request).outcomes
+    first, second = next(outcomes)[1], next(outcomes)[1]
+    assert isinstance(first, CommittedTokens)
+    assert isinstance(second, CommittedTokens)
+    assert (first.prompt_offset, second.prompt_offset) == (1, 129)
+    assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == 128
+    assert first.token_ids == second.token_ids == ()
+    _, error = next(outcomes)
+    assert "prompt_logprobs: 9 is outside the vocabulary of 9" in str(error)
+    prompt.prompt_logprobs[290].chosen.token_id = 2
+    *_, (_, last), _ = read_log(log(logprobs=[prompt]), request).outcomes
+    assert isinstance(last, CommittedTokens)
+    assert (last.prompt_offset, len(last.prompt_logprobs), last.token_ids) == (257, 44, (4, 5))
 
 
 @pytest.mark.parametrize(

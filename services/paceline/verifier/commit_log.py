@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, SpeculationRecord
 from paceline.wire import LogPart, size_of_committed
 from paceline.wire.columns import MAX_SESSIONS
+from paceline.wire.sessions import JUDGED_AT_ONCE
 
 # At most 250 messages a second from a verifier, as long as the wait stays short.
 GATHER_PER_SESSION_S = 0.004
@@ -23,7 +24,8 @@ GATHER_WHOLE_S = 0.5
 # Bytes that may wait for a gateway that does not read; tokens have log probabilities beside them.
 LOG_BYTES = 64 * 1024 * 1024
 # Bytes of a message from which on the next session waits for the next one; gRPC takes 16 MiB.
-PART_BYTES = 1024 * 1024
+# To write 64 KiB of log probabilities takes some 10 ms of the event loop, and to read them as long.
+PART_BYTES = 64 * 1024
 # Of sessions, in a message.
 PART_ENTRIES = 4096
 # After this silence a gateway gets a sign of life for all its sessions.
@@ -71,9 +73,9 @@ class SessionLog:
             raise UnavailableError(f"token {self._offset} of the session was to come, not {committed.offset}")
         self._offset += len(committed.token_ids)
         self._record = committed.speculation or self._record
-        size = size_of_committed(committed)
-        self.gateway.count(size)
-        self._waiting.append((committed, size))
+        pieces = [(each, size_of_committed(each)) for each in in_pieces(committed)]
+        self.gateway.count(sum(size for _, size in pieces))
+        self._waiting += pieces
         if self._released_s is None or committed.result is not None:
             # What comes before the first token, such as that it runs, leaves at once as well.
             self.release(now_s if committed.token_ids else None)
@@ -293,6 +295,16 @@ class Gathering:
         self._emptied_s = asyncio.get_running_loop().time()
         for each in self._sessions():
             each.gathered(self._emptied_s)
+
+
+def in_pieces(committed: CommittedTokens) -> Iterator[CommittedTokens]:
+    """What a step committed of a session, with many log probabilities of a prompt apart."""
+    judged, first, start = committed.prompt_logprobs, committed.prompt_offset, 0
+    for start in range(JUDGED_AT_ONCE, len(judged), JUDGED_AT_ONCE):
+        at = start - JUDGED_AT_ONCE
+        some, offset = judged[at:start], committed.offset
+        yield CommittedTokens(token_ids=(), offset=offset, prompt_logprobs=some, prompt_offset=first + at)
+    yield committed._replace(prompt_logprobs=judged[start:], prompt_offset=first + start) if start else committed
 
 
 def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:

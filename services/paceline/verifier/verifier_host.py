@@ -35,7 +35,7 @@ from paceline.core.target_events import (
 )
 from paceline.engine.admission import QueueClock, check_wait, num_ahead
 from paceline.engine.grammar import NICENESS
-from paceline.engine.loop import Device, EngineLoop, Stepper
+from paceline.engine.loop import SLICE_S, Device, EngineLoop, Stepper
 from paceline.engine.rehearsing import RehearsingEngine
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
@@ -305,10 +305,12 @@ class TargetHost:
             async for starts, leaves in asked:
                 if gateway.closed:
                     return
-                for place, (number, request) in enumerate(starts):
-                    if place:
+                begun_s = time.monotonic()
+                for number, request in starts:
+                    if time.monotonic() - begun_s > SLICE_S:
                         # Each may have a long prompt.
                         await asyncio.sleep(0)
+                        begun_s = time.monotonic()
                     gateway.accept(number)
                     # Its trace is named in its own log lines alone.
                     copy_context().run(self._start, gateway, number, request)

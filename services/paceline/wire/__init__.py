@@ -22,6 +22,7 @@ from paceline.wire.drafts import in_parts as in_parts
 from paceline.wire.drafts import size_of as size_of
 from paceline.wire.sessions import AskedSession as AskedSession
 from paceline.wire.sessions import LogPart as LogPart
+from paceline.wire.sessions import LogRead as LogRead
 from paceline.wire.sessions import generate_request_from_pb as generate_request_from_pb
 from paceline.wire.sessions import log_from_pb as log_from_pb
 from paceline.wire.sessions import log_to_pb as log_to_pb

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,8 @@ MAX_RETRY_AFTER_S = 3600.0
 # Sessions that a message of a gateway starts and leaves; ours names one.
 MAX_REQUEST_ENTRIES = 256
 
+# Positions of a prompt whose log probabilities are written and read at a time: with 20 each, some 5 ms.
+JUDGED_AT_ONCE = 128
 # Of a session in a message, and of a token or a log probability.
 _SESSION_BYTES, _ENTRY_BYTES = 64, 16
 
@@ -90,6 +92,21 @@ class LogPart:
     outcomes: Sequence[Outcome] = ()
     taken: Sequence[int] = ()
     alive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRead:
+    """What a verifier tells, as its gateway reads it.
+
+    Attributes:
+        outcomes: As of `LogPart`, each decoded when it is asked for; of a long prompt's log probabilities several.
+        taken: As of `LogPart`.
+        alive: As of `LogPart`.
+    """
+
+    outcomes: Iterator[Outcome]
+    taken: Sequence[int]
+    alive: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +145,7 @@ class AskedSession:
             )
 
     def check_judged(self, message: verifier_pb2.SessionLogprobs, num_tokens: int) -> None:
-        """Refuses log probabilities that were not asked for, or that are none, before anything is made of them.
+        """Refuses log probabilities that were not asked for, or out of place, before anything is made of them.
 
         Raises:
             RemoteProtocolError: Names what is wrong.
@@ -143,8 +160,19 @@ class AskedSession:
             raise RemoteProtocolError(
                 f"{kind}.prompt_offset: must be {self.num_judged + 1}, got {message.prompt_offset}"
             )
-        _check_judged(f"{kind}.logprobs", message.logprobs, sampling.logprobs, self.vocab_size)
-        _check_judged(f"{kind}.prompt_logprobs", message.prompt_logprobs, sampling.prompt_logprobs, self.vocab_size)
+        for name, asked in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            if getattr(message, name) and asked is None:
+                raise RemoteProtocolError(f"{kind}.{name}: were not asked for")
+
+    def judged(self, name: str, positions: Sequence[common_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+        """Decodes some of a session's log probabilities.
+
+        Raises:
+            RemoteProtocolError: They cannot be right.
+        """
+        asked = self.request.sampling.logprobs if name == "logprobs" else self.request.sampling.prompt_logprobs
+        _check_judged(f"SessionLogprobs.{name}", positions, asked or 0, self.vocab_size)
+        return tuple(map(_position_logprobs_from_pb, positions))
 
     def take(self, committed: CommittedTokens) -> None:
         """Counts what has come.
@@ -280,7 +308,7 @@ def _column(values: Sequence[int]) -> bytes:
 
 def log_from_pb(
     message: verifier_pb2.VerifyResponse, sessions: Mapping[int, AskedSession], last_number: int
-) -> LogPart:
+) -> LogRead:
     """Decodes what a verifier tells, and counts it; other sessions' are passed over.
 
     What was not asked for, or does not join onto what came before, is an error of its session alone.
@@ -297,23 +325,28 @@ def log_from_pb(
     check_size("VerifyResponse.origins", len(message.origins), len(tokens))
     for each in ("errors", "taken", "running", "lossy"):
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
+    for each in ("logprobs", "records", "results"):
+        check_count(f"VerifyResponse.{each}", len(getattr(message, each)), len(numbers))
     listed, origins = numbers.tolist(), message.origins
     rare = _Rare(message, frozenset(listed))
-    outcomes: list[Outcome] = []
-    start = 0
-    for number, offset, end in zip(listed, offsets, ends.tolist(), strict=True):
-        asked = sessions.get(number)
-        if asked is not None:
-            try:
-                asked.check(offset, token_ids := tuple(tokens[start:end].tolist()))
-                committed = rare.completed(number, asked, _committed(offset, token_ids, origins[start:end]))
-                asked.take(committed)
-                outcomes.append((number, committed))
-            except RemoteProtocolError as error:
-                outcomes.append((number, error))
-        start = end
-    outcomes += [(each.number, _error_from_pb(each)) for each in message.errors if each.number in sessions]
-    return LogPart(outcomes=outcomes, taken=[*message.taken], alive=message.alive)
+
+    def outcomes() -> Iterator[Outcome]:
+        start = 0
+        for number, offset, end in zip(listed, offsets, ends.tolist(), strict=True):
+            asked = sessions.get(number)
+            if asked is not None:
+                try:
+                    asked.check(offset, token_ids := tuple(tokens[start:end].tolist()))
+                    committed = _committed(offset, token_ids, origins[start:end])
+                    for each in rare.completed(number, asked, committed):
+                        asked.take(each)
+                        yield number, each
+                except RemoteProtocolError as error:
+                    yield number, error
+            start = end
+        yield from ((each.number, _error_from_pb(each)) for each in message.errors if each.number in sessions)
+
+    return LogRead(outcomes=outcomes(), taken=[*message.taken], alive=message.alive)
 
 
 def _committed(offset: int, token_ids: tuple[int, ...], origins: bytes) -> CommittedTokens:
@@ -354,25 +387,35 @@ class _Rare:
         self._results = self._named("results", message.results)
         self._any = bool(self._running or self._lossy or self._logprobs or self._records or self._results)
 
-    def completed(self, number: int, asked: AskedSession, committed: CommittedTokens) -> CommittedTokens:
-        """Adds what there is of a session to its tokens.
+    def completed(self, number: int, asked: AskedSession, committed: CommittedTokens) -> Iterator[CommittedTokens]:
+        """Adds what there is of a session to its tokens; parts of a long prompt's log probabilities come before them.
 
         Raises:
             RemoteProtocolError: It cannot be right, or was not asked for.
         """
         if not self._any:
-            return committed
+            yield committed
+            return
         judged, record, result = (each.get(number) for each in (self._logprobs, self._records, self._results))
         if judged is not None:
             asked.check_judged(judged, len(committed.token_ids))
+            start, count = 0, len(judged.prompt_logprobs)
+            for start in range(JUDGED_AT_ONCE, count, JUDGED_AT_ONCE):
+                some = judged.prompt_logprobs[start - JUDGED_AT_ONCE : start]
+                yield CommittedTokens(
+                    token_ids=(),
+                    offset=committed.offset,
+                    prompt_logprobs=asked.judged("prompt_logprobs", some),
+                    prompt_offset=judged.prompt_offset + start - JUDGED_AT_ONCE,
+                )
             committed = committed._replace(
-                logprobs=tuple(map(_position_logprobs_from_pb, judged.logprobs)),
-                prompt_logprobs=tuple(map(_position_logprobs_from_pb, judged.prompt_logprobs)),
-                prompt_offset=judged.prompt_offset,
+                logprobs=asked.judged("logprobs", judged.logprobs),
+                prompt_logprobs=asked.judged("prompt_logprobs", judged.prompt_logprobs[start:]),
+                prompt_offset=judged.prompt_offset and judged.prompt_offset + start,
             )
         ended = None if result is None else _result_from_pb(result)
         known = None if record is None else speculation_record_from_pb(record.speculation)
-        return committed._replace(
+        yield committed._replace(
             running=number in self._running,
             lossy=number in self._lossy,
             result=ended,
@@ -389,13 +432,9 @@ class _Rare:
         return numbers
 
 
-def _check_judged(
-    name: str, positions: Sequence[common_pb2.PositionLogprobs], num_asked: int | None, vocab_size: int
-) -> None:
-    if positions and num_asked is None:
-        raise RemoteProtocolError(f"{name}: were not asked for")
+def _check_judged(name: str, positions: Sequence[common_pb2.PositionLogprobs], num_asked: int, vocab_size: int) -> None:
     for position in positions:
-        check_count(f"{name}.top", len(position.top), num_asked or 0)
+        check_count(f"{name}.top", len(position.top), num_asked)
         for entry in (position.chosen, *position.top):
             if entry.token_id >= vocab_size:
                 raise RemoteProtocolError(f"{name}: {entry.token_id} is outside the vocabulary of {vocab_size}")

@@ -15,8 +15,8 @@ from paceline.core.messages import (
     TokenOrigin,
 )
 from paceline.verifier import commit_log
-from paceline.verifier.commit_log import RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog, joined
-from paceline.wire import LogPart
+from paceline.verifier.commit_log import PART_BYTES, RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog, joined
+from paceline.wire import LogPart, size_of_committed
 
 FOR_EVER_S = 1e6
 RESULT = GenerateResult(
@@ -303,6 +303,17 @@ async def test_log_probabilities_of_a_long_prompt_leave_however_large_they_are(m
     (part,) = await log.parts()
     ((_, committed),) = part.outcomes
     assert len(committed.logprobs) == 50
+
+
+async def test_log_probabilities_of_a_long_prompt_leave_in_several_messages() -> None:
+    log = Log()
+    log.start()
+    judged = PositionLogprobs(token_id=1, logprob=-1.0, top=tuple((each, -1.0) for each in range(20)))
+    log.commit(CommittedTokens(token_ids=(1,), prompt_logprobs=(judged,) * 300, prompt_offset=1))
+    told = [each for part in await log.parts() for _, each in part.outcomes]
+    assert [(each.prompt_offset, len(each.prompt_logprobs)) for each in told] == [(1, 128), (129, 172)]
+    assert [each.token_ids for each in told] == [(), (1,)]
+    assert max(map(size_of_committed, told)) <= PART_BYTES
 
 
 async def test_what_is_too_much_for_a_message_leaves_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
