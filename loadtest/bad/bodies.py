@@ -27,6 +27,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 Json = Any
 
+# In the demo pair's vocabulary.
+_LETTER_A = 69
 _USER = {"role": "user", "content": "x"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -187,6 +189,26 @@ def _hard(chance: random.Random) -> Json:
     return {"guided_json": {"type": "integer", "multipleOf": prime + 2 * chance.randrange(1000)}}
 
 
+def _forced(chance: random.Random) -> Json:
+    """What leaves no choice of a long text, at once, behind a choice or by repetition."""
+    word = junk(chance, 16).hex()
+    long = chance.choice(
+        (
+            {"const": word * (100_000 // len(word))},
+            {"type": "array", "items": {"const": word * 99}, "minItems": 999, "maxItems": 999},
+            {"type": "string", "pattern": f"^({word}){{9999}}$"},
+        )
+    )
+    properties = {"a": {"enum": ["x", "y"]}, "b": long} if chance.random() < 0.5 else {"b": long}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"guided_json": schema, "max_tokens": 8}
+
+
+def _no_token_left(chance: random.Random) -> Json:
+    """No token that is allowed may follow the first one."""
+    return {"guided_regex": f"a[b-{chance.choice('cxyz')}]", "allowed_token_ids": [_LETTER_A], "max_tokens": 4}
+
+
 def _exchanged(value: Json, chance: random.Random, *, within: bool = False) -> Json:
     """Returns an object or a list with one of the values in it, at any depth, exchanged."""
     if not isinstance(value, dict | list) or not value or (within and chance.random() < 0.25):
@@ -226,4 +248,6 @@ KINDS = (
     _kind("any schema", CHAT, _any_schema, 200, 400),
     _kind("any grammar", CHAT, _any_grammar, 200, 400),
     _kind("hard grammar", CHAT, _hard, 200, 400, weight=RARELY),
+    _kind("long forced text", CHAT, _forced, 200, 400, weight=RARELY),
+    _kind("no token left", CHAT, _no_token_left, 400, weight=0.1),
 )

@@ -280,5 +280,12 @@ DRAFTER_KINDS = (
     _draft("other number", _sent(_open(), _commit(number=2**31 - 1)), LEFT),
     _draft("opened twice", _sent(_open(), _open(epoch=0), _open(epoch=5)), LEFT),
     _draft("token outside", _sent(_open(token_ids=[OUTSIDE] * 8), _commit(token_id=OUTSIDE - 1)), LEFT),
+    _draft(
+        "open beyond the context",
+        lambda chance, target: _sent(_open(token_ids=[1] * (target.context_len + chance.randint(1, 9999))))(
+            chance, target
+        ),
+        LEFT,
+    ),
     _draft("after close", _sent(_open(), 1, _commit()), LEFT),
 )

@@ -10,6 +10,7 @@ import asyncio
 import math
 import socket
 import threading
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -617,13 +618,18 @@ class LongestStall:
 def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
     """Measures the stalls of the running event loop while a block runs, and shows the longest of the last minute."""
     loop = asyncio.get_running_loop()
-    longest = LongestStall()
+    longest, longest_cpu = LongestStall(), LongestStall()
+    begun_cpu_s = time.thread_time()
     # uvloop's timers do not know when they were due, so `look` gets the time.
     timer: asyncio.Handle
 
     def look(due_s: float) -> None:
-        now_s = loop.time()
-        longest.add(max(0.0, now_s - due_s), now_s)
+        nonlocal begun_cpu_s
+        now_s, cpu_s = loop.time(), time.thread_time()
+        stall_s = max(0.0, now_s - due_s)
+        longest.add(stall_s, now_s)
+        longest_cpu.add(min(stall_s, cpu_s - begun_cpu_s), now_s)
+        begun_cpu_s = cpu_s
         look_at(now_s + INTERVAL_S)
 
     def look_at(due_s: float) -> None:
@@ -636,6 +642,12 @@ def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
         registry=registry,
     )
     gauge.set_function(lambda: longest.longest_s(loop.time()))
+    cpu_gauge = Gauge(
+        "paceline:event_loop_stall_cpu_seconds",
+        "The same without what other threads and processes took meanwhile: CPU time of the event loop itself.",
+        registry=registry,
+    )
+    cpu_gauge.set_function(lambda: longest_cpu.longest_s(loop.time()))
     look_at(loop.time() + INTERVAL_S)
     try:
         yield

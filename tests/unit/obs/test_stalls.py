@@ -45,6 +45,25 @@ async def test_a_loop_that_is_held_shows_for_how_long_at_least() -> None:
         # The callback that was due meanwhile, and no later one, tells of it.
         await asyncio.sleep(0)
         assert 0.1 < shown() < 30
+        # It slept, and computed next to nothing.
+        assert (registry.get_sample_value("paceline:event_loop_stall_cpu_seconds") or 0.0) < 0.1
+
+
+async def test_a_loop_that_computes_shows_its_own_cpu_time() -> None:
+    registry = CollectorRegistry()
+    with stalls_watched(registry):
+        held = asyncio.Event()
+
+        def hold() -> None:
+            begun_s = time.thread_time()
+            while time.thread_time() - begun_s < 0.1:
+                pass
+            asyncio.get_running_loop().call_soon(held.set)
+
+        asyncio.get_running_loop().call_later(0.02, hold)
+        await held.wait()
+        await asyncio.sleep(0)
+        assert (registry.get_sample_value("paceline:event_loop_stall_cpu_seconds") or 0.0) > 0.05
 
 
 def test_a_loop_that_is_held_while_it_is_looked_at_is_watched_on(monkeypatch: pytest.MonkeyPatch) -> None:
