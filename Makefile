@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv, and no more; no root rights. Outside this folder: pip's cache, and in the
 # user's cache folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test test-rest test-all up demo bench train chaos load locust docs clients-test k8s-test \
+.PHONY: help venv protos check style test test-rest test-avx2 test-all up demo bench train chaos load locust docs clients-test k8s-test \
   vllm-test wheel-test sbom clean
 SHELL := /bin/bash
 # Packages are installed uncompiled, and Python compiles what it imports: without keeping it, in every process anew.
@@ -56,6 +56,12 @@ test: $(DEV) ## what a change usually breaks, in some 5 minutes; WORKERS=4 for m
 
 test-rest: $(DEV) ## what make test leaves out: Ray, chaos, TLS, laws of all rules, generated requests, browsers
 	$(PYTEST) -m 'full and not podman and not vllm and not wheel' $(ARGS)
+
+# numba, oneDNN and ATen by their own variables.
+AVX2 = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+test-avx2: $(DEV) ## what depends on the CPU, as a machine without AVX-512 runs it
+	$(AVX2) $(PYTEST) -m 'not full and not podman and not vllm and not wheel' $(ARGS) tests/unit/engine \
+	  tests/unit/forest tests/unit/drafting tests/unit/test_kernel_cache.py tests/integration/test_rules_in_engines.py
 
 test-all: test test-rest ## all tests
 

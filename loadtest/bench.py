@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -15,6 +16,7 @@ MIB = 1024 * 1024
 # How requests choose tokens: fields of theirs, and flags.
 SAMPLING = ("temperature", "top_p", "top_k")
 LEAST_WIDTH = 9
+WIDEST = {"avx512_bf16": "AVX-512 and BF16", "avx512f": "AVX-512", "fma": "AVX2"}
 
 
 def bench_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -109,11 +111,13 @@ def report(bench: str, *, ok: bool, **figures: Any) -> bool:
 
 
 def machine() -> str:
-    """This machine in a few words."""
-    model = "unknown CPU"
+    """This machine in a few words, with the widest instructions that our products can use."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{os.cpu_count()} cores, {model}"
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in named.items()}
+    flags = facts.get("flags", "").split()
+    widest = next((name for flag, name in WIDEST.items() if flag in flags), "no AVX2 and FMA")
+    return f"{os.cpu_count()} cores, {facts.get('model name', 'unknown CPU')}, {widest}"
