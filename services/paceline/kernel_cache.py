@@ -179,6 +179,7 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
             self._claims[path] = _claim(path)
             found = _load(path, key)
         if found is None:
+            _tell_once()
             return None
         self._let_go(path)
         return compiler.CompileResult._rebuild(target_context, *found)  # noqa: SLF001 - as numba keeps it
@@ -216,6 +217,11 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
 
     def _path(self, key: tuple[object, ...]) -> Path:
         return self._stem.with_name(f"{self._stem.name}.{hashlib.sha256(str(key).encode()).hexdigest()[:16]}")
+
+
+@functools.cache
+def _tell_once() -> None:
+    logger.info("compiles kernels, once for this version on this machine")
 
 
 def _load(path: Path, key: object) -> Any:

@@ -10,14 +10,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
-from numba.core import event as compilation
 from prometheus_client import CollectorRegistry
 
 from paceline.core.addresses import check_address, check_host, host_port
@@ -103,7 +102,7 @@ class ModelServiceConfig:
     otlp_traces_endpoint: str = setting("", help=ENDPOINT_HELP)
     dtype: str = setting(
         "auto",
-        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        help="Weight type; auto: as stored, float16 as bfloat16.",
         choices=("auto", "bfloat16", "float32"),
     )
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
@@ -224,8 +223,7 @@ async def serve_model(
                 health_port=config.health_port,
             ) as server:
                 logger.info("loads the model")
-                with compiling_told():
-                    await host.engine.start()
+                await host.engine.start()
                 logger.info("has loaded the model")
                 settle_heap()
                 collect_rarely()
@@ -242,32 +240,6 @@ async def serve_model(
                         )
                 finally:
                     await host.close()
-
-
-class _Compiling(compilation.Listener):  # type: ignore[misc]  # numba has no types
-    """Logs that kernels are compiled, once: that takes half a minute, at the first start of a version on a machine."""
-
-    def __init__(self) -> None:
-        self._told = False
-
-    def on_start(self, event: Any) -> None:
-        if not self._told:
-            self._told = True
-            logger.info("compiles kernels, once for this version on this machine")
-
-    def on_end(self, event: Any) -> None:
-        """Nothing is said of it: the next kernel follows."""
-
-
-@contextmanager
-def compiling_told() -> Iterator[None]:
-    """Says in the log that kernels are compiled, if any are while the block runs."""
-    listener = _Compiling()
-    compilation.register("numba:compile", listener)
-    try:
-        yield
-    finally:
-        compilation.unregister("numba:compile", listener)
 
 
 async def engine_ended(host: ModelHost, role: str) -> None:

@@ -19,7 +19,10 @@ def distance(law: Law, target: ToyModel) -> float:
     return total_variation(law, target.laws, max(map(len, law)))
 
 
-STORIES_AND_VOCABULARIES = [*((story, 2) for story in STORIES), ("gamma 1", 3), ("gamma 2", 3)]
+STORIES_AND_VOCABULARIES = [
+    *((story, 2) for story in STORIES),
+    *(pytest.param(story, 3, marks=pytest.mark.full) for story in ("gamma 1", "gamma 2")),
+]
 
 
 @pytest.mark.parametrize(("story", "vocab"), STORIES_AND_VOCABULARIES)

@@ -83,6 +83,7 @@ LARGEST = {
     "a text that is tokenized": ("/tokenize", {"prompt": "x" * 30_000, "return_token_strs": True}, 200),
     "tokens that become text": ("/detokenize", {"tokens": [5] * CONTEXT_LEN}, 200),
 }
+LIKE_OTHERS = ("a prompt judged ", "choices of a chat", "a namespace of", "tools of a response", "tools that are")
 
 
 @asynccontextmanager
@@ -124,7 +125,11 @@ async def status_of(fleet: ScriptedFleet, path: str, raw: bytes) -> int:
     return status
 
 
-@pytest.mark.parametrize("kind", LARGEST)
+@pytest.mark.parametrize(
+    "kind",
+    # One after the other they take a minute; what is judged goes the same ways in text and in chats.
+    [pytest.param(kind, marks=[pytest.mark.full] * kind.startswith(LIKE_OTHERS)) for kind in LARGEST],
+)
 async def test_the_largest_bodies_and_answers_let_other_streams_run(fleet: ScriptedFleet, kind: str) -> None:
     """The third audit: names within a namespace took 40 s, and 400,000 log probabilities 5 s, of everybody's."""
     path, body, status = LARGEST[kind]

@@ -79,7 +79,7 @@ class FleetSpec:
     )
     dtype: str = setting(
         "auto",
-        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        help="Weight type; auto: as stored, float16 as bfloat16.",
         choices=("auto", "bfloat16", "float32"),
     )
     memory_utilization: float = setting(

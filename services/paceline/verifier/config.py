@@ -32,7 +32,7 @@ GOODPUT, FIXED = "goodput", "fixed"
 IDLE, BEFORE_READY, NEVER = "idle", "before-ready", "off"
 TIER, IN_VERIFIER = "tier", "verifier"
 PACELINE, VLLM, SIMULATED = "paceline", "vllm", "simulated"
-DEFAULT_DRAFT_TOKENS = 12
+DEFAULT_DRAFT_TOKENS, DEFAULT_VLLM_DRAFT_TOKENS = 12, 7
 # More than any model has.
 MOST_LAYERS = 1024
 NAME = "--speculative-config"
@@ -130,13 +130,7 @@ class VerifierConfig(ModelServiceConfig):
             raise ConfigError(f"--engine {SIMULATED} and --profile need one another")
 
     def _check_speculation(self) -> None:
-        if self.engine != VLLM:
-            speculation_from(self.speculative_config)
-            return
-        # It stands on this module.
-        from paceline.verifier.vllm.settings import num_draft_tokens
-
-        num_draft_tokens(self)
+        (vllm_speculation_from if self.engine == VLLM else speculation_from)(self.speculative_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +212,20 @@ class Speculation:
                 raise ConfigError(f"{NAME}: {key} must name a checkpoint folder, got None")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSpeculation:
+    """`--speculative-config` under vLLM."""
+
+    method: str = setting(DRAFT_MODEL, help="Drafters of the tier draft.", choices=(DRAFT_MODEL,))
+    model: Path | None = setting(None, help="Draft model, passed to drafters by `paceline up`.")
+    num_speculative_tokens: int = setting(
+        DEFAULT_VLLM_DRAFT_TOKENS,
+        help="Most draft tokens verified per session and step; 0: none.",
+        low=0,
+        high=MAX_DRAFT_TOKENS,
+    )
+
+
 def speculation_from(speculative_config: str) -> Speculation:
     """Decodes `--speculative-config`.
 
@@ -225,3 +233,12 @@ def speculation_from(speculative_config: str) -> Speculation:
         ConfigError: The JSON is broken or asks for something that is not served.
     """
     return from_mapping(Speculation, parse_object(NAME, speculative_config), f"{NAME}: ")
+
+
+def vllm_speculation_from(speculative_config: str) -> VllmSpeculation:
+    """Decodes `--speculative-config` of a verifier under vLLM.
+
+    Raises:
+        ConfigError: The JSON is broken or asks for something that is not served under vLLM.
+    """
+    return from_mapping(VllmSpeculation, parse_object(NAME, speculative_config), f"{NAME} under --engine vllm: ")

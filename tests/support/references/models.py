@@ -19,6 +19,24 @@ Our engine computes what transformers computes, on a CPU or one GPU. It has two 
 
 vLLM runs behind the same gateway with `--engine vllm`, with the same drafters. Use it for large models on GPUs.
 
+## CPUs
+
+The fast decoder multiplies by loops of its own. Weights are bfloat16 or float32, as the checkpoint has them.
+
+| CPU | instructions | such as |
+| --- | --- | --- |
+| x86-64 with AVX2 and FMA | fused multiply-adds, 16 registers of 8 | Intel since Haswell; AMD Zen 1 to 3 |
+| x86-64 with AVX-512 | fused multiply-adds, 32 registers of 16 | Intel servers since Skylake |
+| x86-64 with AVX-512 and BF16, AMD | the instruction for pairs of bfloat16 | AMD since Zen 4 |
+| ARM | fused multiply-adds, 32 registers of 4 | the code was generated and read, and has not run |
+| x86-64 without FMA | products and sums, each rounded | texts may differ; the start says so |
+
+**The same seed gives the same tokens on all CPUs with fused multiply-add.** Every sum has one order and one rounding,
+whatever instructions compute it. A test compiles for each set of instructions that a machine has, and compares logits
+and 200 texts. [Speed by CPU](benchmarks.md).
+
+## Families
+
 """
 BESIDE = "\n## Limits within a family\n\n"
 # An entry of config.json, what our engine does then, and what a user can do.

@@ -65,6 +65,7 @@ def test_plain_steps_of_a_rehearsal_are_those_of_the_device_within_its_noise() -
         assert load.rates[Mode.PLAIN].value == pytest.approx(1.0, rel=NOISE)
 
 
+@pytest.mark.full
 def test_a_rehearsal_leaves_no_session_or_page_behind_and_users_begin_with_what_it_knows_of_guesses() -> None:
     asked = Request(number=1, at_s=0.0, num_prompt_tokens=20, num_output_tokens=64)
     verifier, never = (rehearsed(profile(sure_guesses(right=True)), then=then) for then in ([asked], []))
@@ -76,6 +77,7 @@ def test_a_rehearsal_leaves_no_session_or_page_behind_and_users_begin_with_what_
     assert verifier.policy.rehearsed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("draft", "overhead"), [(0.1, 0.0), (0.4, 0.2)])
 def test_a_rehearsed_profile_is_the_given_one_within_its_noise(draft: float, overhead: float) -> None:
     law = DrawnGuesses()

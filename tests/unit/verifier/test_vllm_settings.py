@@ -14,11 +14,10 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
-from paceline.verifier.config import VLLM, VerifierConfig
+from paceline.verifier.config import DEFAULT_VLLM_DRAFT_TOKENS, VLLM, VerifierConfig
 from paceline.verifier.vllm.identity import vllm_identity
 from paceline.verifier.vllm.settings import (
     CPU_KV_BYTES,
-    DEFAULT_DRAFT_TOKENS,
     PROPOSER,
     check_settings,
     decided,
@@ -56,7 +55,7 @@ def test_vllm_drafts_with_the_tier_of_the_verifiers_registry() -> None:
     assert told["speculative_config"] == {
         "method": "custom_class",
         "model": PROPOSER,
-        "num_speculative_tokens": DEFAULT_DRAFT_TOKENS,
+        "num_speculative_tokens": DEFAULT_VLLM_DRAFT_TOKENS,
     }
     tier = settings_of(told["additional_config"])
     assert (tier.registry, tier.tls_dir, tier.learned_dir) == ("redis://store:6379", "/tls", "none")

@@ -26,7 +26,7 @@ from tests.support.fuzzing import until
 VOCAB, PLACES = 800, 8
 STEP_S = 0.01
 # After which no further text is expected.
-PATIENCE_S = 0.1
+PATIENCE_S = 0.3
 
 
 class FakeVllm:
@@ -152,7 +152,7 @@ async def test_both_modes_are_known_at_every_load_that_the_server_takes(
         ("8", "decodes", "plainly"),
     ]
     # Two tokens in 1.17, 1.34, 1.68 and 2.36 times the time; the first steps of a load may lack a stream.
-    assert [float(line[-1].strip("()")) for line in lines] == pytest.approx([1.71, 1.49, 1.19, 0.85], abs=0.06)
+    assert [float(line[-1].strip("()")) for line in lines] == pytest.approx([1.71, 1.49, 1.19, 0.85], abs=0.14)
 
 
 async def test_its_texts_are_short_and_alike_and_greedy_or_not_by_turns(vllm: tuple[FakeVllm, str]) -> None:

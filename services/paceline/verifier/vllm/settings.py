@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.json_files import parse_object
-from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
+from paceline.core.params import MAX_TOP_LOGPROBS
 from paceline.model_service import refuse_settings
-from paceline.service.config import from_mapping, parse_cpus, setting
-from paceline.verifier.config import NAME, VLLM, VerifierConfig
+from paceline.service.config import parse_cpus
+from paceline.verifier.config import NAME, VLLM, VerifierConfig, vllm_speculation_from
 from paceline.vllm.settings import METHOD, SECTION, V2_VARIABLE
 
-DEFAULT_DRAFT_TOKENS = 7
 PROPOSER = "paceline.vllm.Proposer"
 # Our settings without a meaning under vLLM, and what to use instead.
 NOT_FOR_VLLM = {
@@ -48,30 +44,15 @@ CPU_KV_BYTES = 1 << 30
 MEMORY_STORE = "memory:"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSpeculation:
-    """`--speculative-config` under vLLM."""
-
-    method: str = setting(DRAFT_MODEL, help="Drafters of the tier draft.", choices=(DRAFT_MODEL,))
-    model: Path | None = setting(None, help="Draft model, passed to drafters by `paceline up`.")
-    num_speculative_tokens: int = setting(
-        DEFAULT_DRAFT_TOKENS,
-        help="Most draft tokens verified per session and step; 0: none.",
-        low=0,
-        high=MAX_DRAFT_TOKENS,
-    )
-
-
 def num_draft_tokens(config: VerifierConfig) -> int:
     """Most draft tokens of a session and step; 0: vLLM does not speculate.
 
     Raises:
         ConfigError: `--speculative-config` asks for something that is not served under vLLM.
     """
-    found = parse_object(NAME, config.speculative_config)
-    known = from_mapping(VllmSpeculation, found, f"{NAME} under --engine vllm: ")
     # No drafter can announce itself in this process's memory.
-    return 0 if config.redis_url.startswith(MEMORY_STORE) else known.num_speculative_tokens
+    in_memory = config.redis_url.startswith(MEMORY_STORE)
+    return 0 if in_memory else vllm_speculation_from(config.speculative_config).num_speculative_tokens
 
 
 def check_settings(config: VerifierConfig) -> None:

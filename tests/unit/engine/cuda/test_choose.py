@@ -16,6 +16,9 @@ from paceline.engine.backends.cuda.choose import CHOICE_WORDS, NOTHING, Question
 from paceline.engine.sampler import RowSampler, working_space
 from tests.unit.engine.cuda.interpreted import DEVICE
 
+# By Triton's interpreter.
+pytestmark = pytest.mark.full
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "cold": {"temperature": 0.3},

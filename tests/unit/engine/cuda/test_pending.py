@@ -48,6 +48,9 @@ from tests.unit.engine.tiny_models import (
     save_tiny,
 )
 
+# By Triton's interpreter.
+pytestmark = pytest.mark.full
+
 LOGIT_BYTES = 4 * VOCAB
 
 
