@@ -41,10 +41,6 @@ from paceline.kernel_cache import expanded, kernel
 
 OUTPUTS = 2 * LANES
 """Outputs that are packed side by side, in two vectors."""
-TILE_ROWS = 14 if WIDE else 6
-"""Rows that are computed side by side: their sums, the weights and one input fill the registers."""
-WHOLE_ROWS = TILE_ROWS if WIDE else 2
-"""Rows of which both vectors of outputs fit into the registers at once; of more, one goes after the other."""
 BLOCK_WORDS = 160
 """Words of an output whose weights, 20 KiB for all, stay in the first cache while tile after tile is multiplied."""
 AHEAD = 2048
@@ -72,6 +68,11 @@ def _knows_pairs() -> bool:
 
 
 PAIR_BY_PAIR = _knows_pairs()
+TILE_ROWS = 14 if PAIR_BY_PAIR else 12 if WIDE else 6
+"""Rows that are computed side by side: their sums, the weights and an input fill the registers. Without the instruction
+for pairs both halves of weights are there."""
+WHOLE_ROWS = TILE_ROWS if WIDE else 2
+"""Rows of which both vectors of outputs fit into the registers at once; of more, one goes after the other."""
 
 
 class Product:
@@ -242,15 +243,16 @@ def _multiply_rows(
     for ahead in aheads:
         _prefetch(builder, builder.gep(ahead, [builder.mul(index, stride)]))
     first_input = builder.mul(index, ir.Constant(count.type, form.inputs_a_word))
-    sums = list(phis)
-    for number in form.inputs_in_order:
-        at = builder.add(first_input, ir.Constant(count.type, number))
-        vectors = [form.weights(builder, builder.gep(place, [offset]), number) for place in weights]
+    sums, rows, numbers = list(phis), range(len(inputs)), form.inputs_in_order
+    vectors = {n: [form.weights(builder, builder.gep(place, [offset]), n) for place in weights] for n in numbers}
+    # Rows of many registers side by side, or weights of few: otherwise both halves of all weights are held at once.
+    order = [(row, n) for row in rows for n in numbers] if WIDE else [(row, n) for n in numbers for row in rows]
+    for row, number in order:
         # Inputs are loaded where they are used: with all of them loaded first, registers run out.
-        for row, place in enumerate(inputs):
-            for column, vector in enumerate(vectors):
-                which = row * len(vectors) + column
-                sums[which] = form.add(builder, sums[which], vector, builder.gep(place, [at]))
+        at = builder.gep(inputs[row], [builder.add(first_input, ir.Constant(count.type, number))])
+        for column, vector in enumerate(vectors[number]):
+            which = row * len(weights) + column
+            sums[which] = form.add(builder, sums[which], vector, at)
     following = builder.add(index, ir.Constant(count.type, 1))
     branched_from = builder.block
     builder.branch(head)
