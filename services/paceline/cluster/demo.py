@@ -46,7 +46,7 @@ DIM, BOLD, RESET = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
     prompts: int = setting(
-        6, help=f"Prompts of each line of the table; at least {PROMPTS_PER_STREAM} a stream.", low=1, high=1000
+        4, help=f"Prompts of each line of the table; at least {PROMPTS_PER_STREAM} a stream.", low=1, high=1000
     )
     shown: int = setting(2, help="Prompts that are streamed to the screen.", low=0, high=100)
     max_tokens: int = setting(96, help="Tokens of each completion.", low=1, high=900)
