@@ -370,7 +370,7 @@ class SessionError(google.protobuf.message.Message):
     number: builtins.int
     """Number of the session."""
     kind: builtins.str
-    """Name of the error's type."""
+    """Name of the error's type, or of the nearest above it that peers know."""
     problem: builtins.str
     """What is wrong; of a field, without its name."""
     field: builtins.str
