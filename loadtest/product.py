@@ -29,7 +29,7 @@ from loadtest.fleet import say
 SETS = {
     "AVX2": ("fma", "haswell", "+avx2,+fma", {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}),
     "AVX-512": ("avx512vl", "skylake-avx512", "+avx512f,+avx2,+fma", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
-    "AVX-512 and BF16": ("avx512_bf16", "znver4", "+avx512f,+avx512bf16,+avx2,+fma", {}),
+    "AVX-512 and BF16": ("avx512_bf16", "znver4", "+avx512f,+avx512bf16,+avx2,+fma,-sse4a", {}),
 }
 ROWS = (1, 2, 4, 8, 16, 64)
 SHAPES = ((12288, 768), (49152, 576))

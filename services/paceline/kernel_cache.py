@@ -55,8 +55,9 @@ _FLAGS = (
     "USING_SVML",
 )
 
-# Longest that a process waits for a kernel that another one compiles, which takes half a minute; how often it looks.
-_CLAIM_S, _LOOK_S = 120.0, 0.05
+# Longest that a process waits for kernels that others compile, all together, and how often it looks: a whole set takes
+# two minutes on slow cores.
+_patience_s, _LOOK_S = [180.0], 0.05
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -79,6 +80,7 @@ ARITHMETIC = (
     f"{_CPU}/row_kernels.py",
     f"{_CPU}/simd.py",
     f"{_CPU}/step_kernels.py",
+    "engine/layers.py",
     "kernel_cache.py",
 )
 # Of the draft trees, and of what they are in a step.
@@ -176,6 +178,7 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
         path = self._path(key)
         found = _load(path, key)
         if found is None:
+            self._let_go(path)
             self._claims[path] = _claim(path)
             found = _load(path, key)
         if found is None:
@@ -187,16 +190,18 @@ class KernelCache(caching.NullCache):  # type: ignore[misc]
     def _let_go(self, path: Path) -> None:
         claim = self._claims.pop(path, None)
         if claim is not None:
-            _claim_of(path).unlink(missing_ok=True)
+            with suppress(OSError):
+                _claim_of(path).unlink()
             os.close(claim)
 
     def save_overload(self, sig: object, cres: Any) -> None:
         """Keeps what was compiled for a signature, whole or not at all: it is in memory, and works without."""
-        if cres.library.has_dynamic_globals:
-            # Addresses of this very process.
-            return
         key = self._key(sig, cres.codegen)
         path = self._path(key)
+        if cres.library.has_dynamic_globals:
+            # Addresses of this very process.
+            self._let_go(path)
+            return
         written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         try:
             make_private(path.parent)
@@ -247,12 +252,16 @@ def _claim(path: Path) -> int | None:
         claim = os.open(_claim_of(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, PRIVATE)
     except OSError:
         return None
-    give_up_s = time.monotonic() + _CLAIM_S
-    while time.monotonic() < give_up_s:
-        with suppress(OSError):
+    while _patience_s[0] > 0.0:
+        try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return claim
-        time.sleep(_LOOK_S)
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+            _patience_s[0] -= _LOOK_S
+        except OSError:
+            # A file system without locks.
+            break
     return claim
 
 

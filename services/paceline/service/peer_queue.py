@@ -6,6 +6,7 @@ A bound on messages is none: a peer that asks for large ones, and reads none of 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -14,6 +15,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from paceline.core.errors import PacelineError
+
+logger = logging.getLogger(__name__)
 
 _PartT = TypeVar("_PartT")
 
@@ -101,4 +104,6 @@ async def sending(call: Any, messages: AsyncIterator[Any]) -> AsyncIterator[None
         yield
     finally:
         writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
+        (ended,) = await asyncio.gather(writing, return_exceptions=True)
+        if isinstance(ended, Exception):
+            logger.error("messages to a peer could not be made", exc_info=ended)

@@ -38,6 +38,8 @@ from paceline.core.errors import (
 from paceline.service.interceptors import WrappingInterceptor, behaviour_of, inside, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
+# What generated servicers raise for methods that they lack.
+NOT_SERVED = "Method not implemented!"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
 # Status and details travel as headers; a client drops a call whose headers exceed 8 KiB, escapes included.
 MAX_MESSAGE_CHARS = 256
@@ -178,7 +180,7 @@ async def _errors_mapped(method: str, context: Any) -> AsyncIterator[None]:
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, NotImplementedError) and str(error) == NOT_SERVED:
         # Of a generated servicer, as health's `List`: anybody may ask for it.
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served")
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)

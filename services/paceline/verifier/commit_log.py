@@ -252,8 +252,10 @@ class GatewayLog:
             outcomes.append((number, committed))
             left -= num_bytes
             self._num_bytes -= num_bytes
-            if session.is_told():
-                del self._leaving[number]
+            del self._leaving[number]
+            if not session.is_told():
+                # Behind those that had no turn.
+                self._leaving[number] = session
         return outcomes
 
 

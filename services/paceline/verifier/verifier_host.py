@@ -311,6 +311,8 @@ class TargetHost:
                         # Each may have a long prompt.
                         await asyncio.sleep(0)
                         begun_s = time.monotonic()
+                    if gateway.closed:
+                        return
                     gateway.accept(number)
                     # Its trace is named in its own log lines alone.
                     copy_context().run(self._start, gateway, number, request)

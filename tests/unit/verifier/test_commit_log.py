@@ -316,6 +316,18 @@ async def test_log_probabilities_of_a_long_prompt_leave_in_several_messages() ->
     assert max(map(size_of_committed, told)) <= PART_BYTES
 
 
+async def test_long_prompts_that_are_judged_hold_nobody_elses_tokens_back() -> None:
+    log = Log()
+    for number in (1, 2, 3):
+        log.start(number)
+    judged = PositionLogprobs(token_id=1, logprob=-1.0, top=tuple((each, -1.0) for each in range(20)))
+    prompt = CommittedTokens(token_ids=(1,), prompt_logprobs=(judged,) * 1280, prompt_offset=1)
+    log.commit(prompt, prompt, step(1))
+    numbers = [[number for number, _ in part.outcomes] for part in await log.parts()]
+    assert 3 in numbers[1], "the two before it have a part each first"
+    assert {number for part in numbers[-2:] for number in part} <= {1, 2}
+
+
 async def test_what_is_too_much_for_a_message_leaves_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_log, "PART_BYTES", 200)
     log = Log()
