@@ -87,8 +87,8 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
   Some models write arguments one by one: Qwen3-Coder, and those that call in Python's notation. Theirs come in the
   schema's order, and a strict tool with a name that they cannot write is refused. Qwen3-Coder writes strings bare: of
-  these, `enum` and `const` alone are enforced. Calls of gpt-oss, DeepSeek, GLM and Kimi are read, not
-  enforced.
+  these, `enum` and `const` alone are enforced. Calls of gpt-oss, DeepSeek, GLM, Kimi and Gemma 4 are
+  read, not enforced.
 * A model that reasons may do so before what a grammar enforces.
 * `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what
   this page says about fields holds for theirs, an error names theirs, and events of a stream have their types as names.

@@ -18,6 +18,8 @@ from paceline.gateway.message.reader import CallArguments, CallBegin, Content, P
 from paceline.gateway.message.reasoning import (
     ANALYSIS,
     CHANNEL_TOKENS,
+    GEMMA4_THOUGHT,
+    GEMMA4_THOUGHT_END,
     MESSAGE_END,
     MISTRAL_THINK,
     MISTRAL_THINK_END,
@@ -29,13 +31,13 @@ from paceline.gateway.message.reasoning import (
 )
 from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
 from paceline.gateway.message.tool_calls.json_call import Extent, ListOnly, NamedCall
-from paceline.gateway.message.tool_calls.marked_json import DEEPSEEK_MARKS, KIMI_MARKS, MarkedJsonCalls
+from paceline.gateway.message.tool_calls.marked_json import DEEPSEEK_MARKS, GEMMA4_MARKS, KIMI_MARKS, MarkedJsonCalls
 from paceline.gateway.message.tool_calls.tagged import DSML, DSML_TAGS, GLM_TAGS, TaggedCalls
 from paceline.gateway.text.streaming import StopMatcher
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, PYTHONIC = "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"
-DEEPSEEK, DEEPSEEK_V32, GLM, KIMI_K2 = "deepseek", "deepseek_v32", "glm", "kimi_k2"
+DEEPSEEK, DEEPSEEK_V32, GEMMA4, GLM, KIMI_K2 = "deepseek", "deepseek_v32", "gemma4", "glm", "kimi_k2"
 QWEN3, DEEPSEEK_R1, GPT_OSS = "qwen3", "deepseek_r1", "gpt_oss"
 # Strings in the template of a family; the first family that fits is taken.
 _TOOL_SIGNS = (
@@ -44,6 +46,7 @@ _TOOL_SIGNS = (
     (DEEPSEEK_V32, (DSML,)),
     (DEEPSEEK, (DEEPSEEK_MARKS.begin,)),
     (KIMI_K2, (KIMI_MARKS.begin,)),
+    (GEMMA4, (GEMMA4_MARKS.begin,)),
     (QWEN3_CODER, (qwen3_coder.BEGIN,)),
     (HERMES, (json_formats.HERMES_BEGIN,)),
     (PYTHONIC, ("[func_name1(", pythonic.BEGIN)),
@@ -51,6 +54,7 @@ _TOOL_SIGNS = (
 )
 _REASONING_SIGNS = (
     (GPT_OSS, ("<|channel|>",)),
+    (GEMMA4, (GEMMA4_THOUGHT,)),
     (MISTRAL, (MISTRAL_THINK,)),
     (DEEPSEEK_R1, ("<｜Assistant｜>",)),  # noqa: RUF001 - its own spelling
     (QWEN3, (THINK_END,)),
@@ -60,7 +64,10 @@ THINK_TAGS: Mapping[str, tuple[tuple[str, str], ...]] = {
     QWEN3: ((THINK, THINK_END),),
     DEEPSEEK_R1: ((THINK, THINK_END),),
     MISTRAL: ((MISTRAL_THINK, MISTRAL_THINK_END), (THINK, THINK_END)),
+    GEMMA4: ((GEMMA4_THOUGHT, GEMMA4_THOUGHT_END),),
 }
+# Text behind the first tag that belongs to it.
+THINK_LABELS: Mapping[str, str] = {GEMMA4: "thought"}
 GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 # Families whose arguments are written bare: the schema of a tool tells their types.
 TYPED = frozenset({QWEN3_CODER, GLM})
@@ -73,6 +80,7 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
     DEEPSEEK: DEEPSEEK_MARKS.tokens,
     KIMI_K2: KIMI_MARKS.tokens,
+    GEMMA4: GEMMA4_MARKS.tokens,
     GLM: GLM_TOKENS,
     DEEPSEEK_V32: (DSML,),
 }
@@ -81,6 +89,7 @@ CALL_MARKERS: Mapping[str, str] = {
     HERMES: json_formats.HERMES_BEGIN,
     MISTRAL: json_formats.MISTRAL_BEGIN,
     QWEN3_CODER: qwen3_coder.OUTER,
+    GEMMA4: GEMMA4_MARKS.begin,
 }
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
 REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
@@ -208,7 +217,8 @@ class MessageForm:
             calls: StatefulReader | None = qwen3_coder.Qwen3CoderCalls(self.types, (call,))
         else:
             calls = self._call_reader() if call else None
-        return ThinkReader(THINK_TAGS[self.reasoning], open_already=self.thinks, call=call, calls=calls)
+        tags, label = THINK_TAGS[self.reasoning], THINK_LABELS.get(self.reasoning, "")
+        return ThinkReader(tags, open_already=self.thinks, label=label, call=call, calls=calls)
 
     def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
@@ -230,6 +240,7 @@ _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     PYTHONIC: pythonic.PythonicCalls,
     DEEPSEEK: partial(MarkedJsonCalls, DEEPSEEK_MARKS),
     KIMI_K2: partial(MarkedJsonCalls, KIMI_MARKS),
+    GEMMA4: partial(MarkedJsonCalls, GEMMA4_MARKS),
 }
 
 
@@ -284,7 +295,7 @@ def begins_thinking(reasoning: str, prompt_end: str) -> bool:
         prompt_end: The end of its prompt, special tokens spelled out.
     """
     tags = THINK_TAGS.get(reasoning, ())
-    opened = bool(tags) and prompt_end.rstrip().endswith(tags[0][0])
+    opened = bool(tags) and prompt_end.rstrip().endswith(tags[0][0] + THINK_LABELS.get(reasoning, ""))
     if reasoning == DEEPSEEK_R1:
         return opened or not prompt_end.rstrip().endswith(THINK_END)
     return opened

@@ -1,7 +1,7 @@
 """Readers of reasoning, one for each way in which models set it apart, and the count of its tokens.
 
 * `ThinkReader`: between two tags at the beginning of an answer: `<think>` and `</think>`, as Qwen3 and DeepSeek-R1
-  write it, or `[THINK]` and `[/THINK]`, as Mistral does.
+  write it, `[THINK]` and `[/THINK]`, as Mistral does, or `<|channel>thought` and `<channel|>`, as Gemma 4 does.
 * `ChannelReader`: reasoning, calls and content in channels, the harmony format of gpt-oss, read from its text:
   `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`; a call of a tool is a
   message to it: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or with the
@@ -29,6 +29,7 @@ from paceline.gateway.text.streaming import certain_len
 
 THINK, THINK_END = "<think>", "</think>"
 MISTRAL_THINK, MISTRAL_THINK_END = "[THINK]", "[/THINK]"
+GEMMA4_THOUGHT, GEMMA4_THOUGHT_END = "<|channel>", "<channel|>"
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 MESSAGE_END = "<|end|>"
 ENDS = (MESSAGE_END, "<|call|>", "<|return|>")
@@ -46,6 +47,7 @@ class ThinkReader(StatefulReader):
     Args:
         tags: Pairs of tags of which an answer may have one.
         open_already: Whether the answer begins within the reasoning, because the prompt ends with its first tag.
+        label: Text behind the first tag that belongs to it, and may be missing.
         call: Marker with which a call may begin before the end of reasoning, which it ends.
         calls: Finds such a call in the reasoning; what is no call is content to it.
     """
@@ -55,12 +57,14 @@ class ThinkReader(StatefulReader):
         tags: Sequence[tuple[str, str]] = ((THINK, THINK_END),),
         *,
         open_already: bool,
+        label: str = "",
         call: str = "",
         calls: StatefulReader | None = None,
     ) -> None:
         super().__init__(self._inside_begin if open_already else self._begin)
         self._tags = tags
         self._open, self._close = tags[0]
+        self._label = label
         self._call = call
         self._calls = NoCalls() if calls is None else calls
         # What that has taken and not given back.
@@ -82,9 +86,16 @@ class ThinkReader(StatefulReader):
 
     def _inside_begin(self) -> bool:
         """A model may repeat the tag that the prompt ends with."""
-        return self.pass_marker(self._open, self._inside)
+        return self.pass_marker(self._open + self._label, self._inside_text)
 
     def _inside(self) -> bool:
+        begins = self.begins(self._label)
+        if begins is not None:
+            self.take(len(self._label) if begins else 0)
+            self.state = self._inside_text
+        return begins is not None
+
+    def _inside_text(self) -> bool:
         self.held = self.held.lstrip("\n")
         self.state = self._reasoning if self.held else self.state
         return bool(self.held)

@@ -26,6 +26,7 @@ from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import (
     DEEPSEEK_R1,
+    GEMMA4,
     GPT_OSS,
     HERMES,
     LLAMA3_JSON,
@@ -494,6 +495,9 @@ AN_OBJECT = grammar_of_json_schema(SCHEMA)
         (QWEN3, "<think>\n\n</think>\n\n", "<think>", None),
         (DEEPSEEK_R1, "assistant", "hm</think>no", True),
         (GPT_OSS, "assistant", "no", True),
+        (GEMMA4, "model\n", "<|channel>thought\nhm\n<channel|>yes", True),
+        (GEMMA4, "model\n<|channel>thought\n", "hm<channel|>no", True),
+        (GEMMA4, "<|channel>thought\n<channel|>", "<|channel>", None),
     ],
 )
 def test_reasoning_comes_before_what_is_bound(

@@ -13,6 +13,7 @@ from paceline.gateway.message.form import (
     DEEPSEEK,
     DEEPSEEK_R1,
     DEEPSEEK_V32,
+    GEMMA4,
     GLM,
     GPT_OSS,
     HERMES,
@@ -120,6 +121,21 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     (PYTHONIC, "[see(here)] it", [Content("[see(here)] it")]),
     (PYTHONIC, "[f(a=", [Content("[f(a=")]),
     (
+        GEMMA4,
+        'So. <|tool_call>call:f{a b:<|"|>}]\\\n"é<|"|>, c:[1,-2.5e+21,{d:null,<|"|>e<|"|>:True}],g:a}<tool_call|> x',
+        [
+            Content("So."),
+            CallBegin("f"),
+            CallArguments('{"a b": "}]\\\\\\n\\"é", "c": [1, -2.5e+21, {"d": null, "e": true}], "g": "a"}'),
+            Content(" x"),
+        ],
+    ),
+    (GEMMA4, "<|tool_call>call:g{}<tool_call|><|tool_call>call:g{}<tool_call|>\n", [*EMPTY, *EMPTY]),
+    (GEMMA4, "<|tool_call>call:g{} <|tool_call>call:g{}", [*EMPTY, *EMPTY]),
+    (GEMMA4, '<|tool_call>call:f{a:1,b:<|"|>x', [CallBegin("f"), CallArguments('{"a": 1, "b": "x')]),
+    (GEMMA4, "<|tool_call>call:f{a:1,b:12", [CallBegin("f"), CallArguments('{"a": 1, "b": ')]),
+    (GEMMA4, "<|tool_call>call:f x<tool_call|>", [Content("<|tool_call>call:f x<tool_call|>")]),
+    (
         "array",
         f'[{{"name": "f", "parameters": {ARGUMENTS}}},\n {{"name": "g", "parameters": {{}}}}]\n',
         [*CALL, *EMPTY],
@@ -161,6 +177,7 @@ SHARDS = [
     *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=n>", "</parameter>", "<think>"),
     *("</think>", "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", ",", ":", '"', "\\", ";", "f", '"name"', '"arguments"'),
     *(" ", "\n", "1", "é", "(", ")", "a=", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>", "analysis"),
+    *("<|tool_call>call:f{", "<tool_call|>", '<|"|>', "<|"),
     '{"name": "f", "arguments": {"a": 1}}',
 ]
 FAMILIES = sorted({family for family, _, _ in TRANSCRIPTS})
@@ -176,7 +193,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(family: str, text: str, dat
 READERS = [*map(form, FAMILIES)] + [
     MessageForm(reasoning=reasoning, thinks=True, tool_calls=family, types=TYPES)
     for reasoning in (QWEN3, GPT_OSS)
-    for family in (HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER)
+    for family in (GEMMA4, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER)
 ]
 # What a call, a channel or reasoning begins with, and never ends.
 BEGINNINGS = [
@@ -207,6 +224,7 @@ BEGINNINGS = [
         "<think>",
         "</think>",
     ),
+    *("<|tool_call>", "<|tool_call>call:f{", "<|tool_call>call:f{a:1}"),
     *(" ", "\n", "a", '{"name": "f", "parameters": {}', '{"name": "f", "parameters": {}}'),
 ]
 
@@ -256,6 +274,8 @@ def test_text_without_a_call_stays_as_it_is(family: str, text: str) -> None:
 def test_reasoning_that_the_prompt_has_begun_needs_no_tag() -> None:
     assert begins_thinking(QWEN3, "<|im_start|>assistant\n<think>\n")
     assert not begins_thinking(QWEN3, "<|im_start|>assistant\n")
+    assert begins_thinking(GEMMA4, "<|turn>model\n<|channel>thought\n")
+    assert not begins_thinking(GEMMA4, "<|turn>model\n<|channel>thought\n<channel|>")
     assert begins_thinking(DEEPSEEK_R1, "Assistant:")
     assert not begins_thinking(DEEPSEEK_R1, "Assistant:<think>\n\n</think>\n\n")
     thinking = MessageForm(reasoning=QWEN3, thinks=True, tool_calls=HERMES)
@@ -266,6 +286,14 @@ def test_reasoning_that_the_prompt_has_begun_needs_no_tag() -> None:
         Reasoning("Hm"),
         Content("5"),
     ]
+    for begun, text, reasoning in (
+        (False, "<|channel>thought\nHm\n<channel|>5", "Hm"),
+        (False, "<|channel>thought<channel|>5", ""),
+        (True, "thoughts\n<channel|>5", "thoughts"),
+        (True, "<|channel>thought\nHm<channel|>5", "Hm"),
+    ):
+        gemma = MessageForm(reasoning=GEMMA4, thinks=begun)
+        assert read(gemma, list(text)) == read(gemma, [text]) == joined([Reasoning(reasoning), Content("5")])
 
 
 def test_families_are_told_by_the_template() -> None:
@@ -279,6 +307,7 @@ def test_families_are_told_by_the_template() -> None:
         ("<｜Assistant｜><｜tool▁call▁begin｜></think>", (DEEPSEEK, DEEPSEEK_R1)),  # noqa: RUF001
         ("<｜DSML｜function_calls>", (DEEPSEEK_V32, "")),  # noqa: RUF001
         ("<|tool_call_begin|> </think>", (KIMI_K2, QWEN3)),
+        ("'<|channel>thought\\n' '<|tool_call>call:' '<tool_call|>'", (GEMMA4, GEMMA4)),
         ("<|python_tag|>", (LLAMA3_JSON, "")),
         ("[func_name1(params_name1=", (PYTHONIC, "")),
         ("<|channel|>", ("", GPT_OSS)),
@@ -309,6 +338,8 @@ IN_REASONING: list[tuple[str, str, list[Part]]] = [
     (HERMES, "a\n<tool_call>", [Reasoning("a\n<tool_call>")]),
     (MISTRAL, "a [TOOL_CALLS]g{}", [Reasoning("a "), *EMPTY]),
     (QWEN3_CODER, f"a\n\n{CODER_CALL}", [Reasoning("a"), CallBegin("f"), CallArguments('{"n": 1}')]),
+    (GEMMA4, "I call it.\n<|tool_call>call:g{}<tool_call|>", [Reasoning("I call it."), *EMPTY]),
+    (GEMMA4, "a <|tool_call> is how</think>b", [Reasoning("a <|tool_call> is how"), Content("b")]),
     (QWEN3_CODER, "a <function=f> b</think>c", [Reasoning("a <function=f> b"), Content("c")]),
     (
         LLAMA3_JSON,

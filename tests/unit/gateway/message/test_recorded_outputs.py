@@ -12,6 +12,7 @@ from paceline.gateway.message.form import (
     DEEPSEEK,
     DEEPSEEK_R1,
     DEEPSEEK_V32,
+    GEMMA4,
     GLM,
     GPT_OSS,
     HERMES,
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "deepseek": (DEEPSEEK, DEEPSEEK_R1),
     "glm": (GLM, QWEN3),
     "kimi": (KIMI_K2, QWEN3),
+    "gemma4": (GEMMA4, GEMMA4),
 }
 # Read otherwise than the package says, and why.
 OTHERWISE: Mapping[str, str] = {
@@ -51,6 +53,7 @@ OTHERWISE: Mapping[str, str] = {
     "gpt-oss/llamacpp-builtin-python-recipient": "a call of a tool that was not offered is a call",
     "llama/l3-sglang-text-before-python-tag": "text before a call is no text of this family",
     "qwen3-hermes/truncated-second-parallel-call": "what was there of a call that breaks off has been sent",
+    "gemma4/truncated-second-parallel-call": "what was there of a call that breaks off has been sent",
     **dict.fromkeys(
         (f"deepseek/{version}-truncated-second-parallel-call" for version in ("v32", "v4", "v41")),
         "what was there of a call that breaks off has been sent",
@@ -65,6 +68,10 @@ OTHERWISE: Mapping[str, str] = {
                 *("noise-between-markers", "empty-tool-section", "content-after-tool-section"),
             )
         ),
+        "white space before a call is no content",
+    ),
+    **dict.fromkeys(
+        ("gemma4/sglang-text-before-call", "gemma4/sglang-text-around-call"),
         "white space before a call is no content",
     ),
     "qwen3-xml/q38-truncated-at-tool-call-open": "what is no call is content",

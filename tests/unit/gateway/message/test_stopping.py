@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.gateway.message.form import (
+    GEMMA4,
     GPT_OSS,
     HERMES,
     LLAMA3_JSON,
@@ -30,6 +31,7 @@ CALLS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_calls": LLAMA3_JSON}, '{"name": "f", "parameters": {"a": "}"}', '}; {"name": "g"'),
     ({"tool_calls": QWEN3_CODER}, CODER.replace("\n1\n", "\n}\n"), f"\n</tool_call>\n{CODER}"),
     ({"tool_calls": PYTHONIC}, '[f(a="}"), g()]', "[h()]"),
+    ({"tool_calls": GEMMA4}, '<|tool_call>call:f{a:<|"|>}<|"|>}', "<tool_call|><|tool_call>call:g{}"),
     ({"reasoning": GPT_OSS}, CHANNEL, f"<|call|><|start|>assistant{CHANNEL}"),
     ({"enforced": True}, '[{"name": "f", "parameters": {"a": "}"}', '}, {"name": "g"'),
     ({"enforced": True, "named": "f"}, '{"a": "}"}', "\n\n"),

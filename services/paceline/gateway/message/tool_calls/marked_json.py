@@ -1,12 +1,28 @@
-"""Calls between special tokens, each a name and a JSON object: one reader, and the tokens of each family as data."""
+"""Calls between special tokens, each a name and an object: one reader, and the tokens of each family as data.
+
+The object is JSON, or has bare keys, and strings between tokens: `{city:<|"|>Paris<|"|>,days:[1,2]}`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
-from paceline.gateway.message.reader import MAX_HEAD_CHARS, CallArguments, CallBegin, MarkedCalls, first_marker
+from paceline.gateway.message.reader import (
+    MAX_HEAD_CHARS,
+    CallArguments,
+    CallBegin,
+    MarkedCalls,
+    StatefulReader,
+    first_marker,
+)
 from paceline.gateway.message.tool_calls.json_call import Extent
+from paceline.gateway.message.tool_calls.qwen3_coder import bare_value
+from paceline.gateway.text.streaming import certain_len
+
+# Structure of an object with bare keys, and how JSON is written here.
+_STRUCTURE = {"{": "{", "}": "}", "[": "[", "]": "]", ":": ": ", ",": ", "}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,25 +30,28 @@ class JsonMarks:
     """The tokens of a family.
 
     Attributes:
-        section: Begins a list of calls, and may be missing.
+        section: Begins a list of calls, and may be missing; the same as `begin`: there are no lists.
         section_end: Ends it.
         begin: Begins a call.
         head: From there to the object of its arguments; its first group is the name.
         closing: May stand behind the object, in any order.
         inner: Further special tokens within a head.
+        quote: Special token around strings, where keys are bare; empty: the object is JSON.
     """
 
     section: str
     section_end: str
     begin: str
     head: re.Pattern[str]
-    closing: tuple[str, ...]
-    inner: tuple[str, ...]
+    closing: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    quote: str = ""
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """All special tokens that a reader must see."""
-        return (self.section, self.section_end, self.begin, *self.closing, *self.inner)
+        quote = (self.quote,) if self.quote else ()
+        return (self.section, self.section_end, self.begin, *self.closing, *self.inner, *quote)
 
 
 # V3 and R1: `function<sep>NAME`, and the object in a fence; V3.1: `NAME<sep>{...}`.
@@ -53,6 +72,89 @@ KIMI_MARKS = JsonMarks(
     closing=("<|tool_call_end|>",),
     inner=("<|tool_call_argument_begin|>",),
 )
+# Gemma 4: `call:NAME{...}`.
+GEMMA4_MARKS = JsonMarks(
+    section="<|tool_call>",
+    section_end="<tool_call|>",
+    begin="<|tool_call>",
+    head=re.compile(r"\s*call:([\w.:-]{1,256})\s*(?=\{)"),
+    quote='<|"|>',
+)
+
+
+class JsonObject(StatefulReader):
+    """Reads one object up to its end."""
+
+    def __init__(self) -> None:
+        super().__init__(self._object)
+        self._extent = Extent()
+
+    def _object(self) -> bool:
+        length = self._extent.scan(self.held)
+        self.parts.append(CallArguments(self.take(len(self.held) if length is None else length)))
+        if length is not None:
+            self.over = True
+            self.state = lambda: False
+        return False
+
+
+class BareKeysObject(StatefulReader):
+    """Reads one object with bare keys up to its end, and writes it as JSON.
+
+    Args:
+        quote: What strings stand between; they hold no escapes.
+    """
+
+    def __init__(self, quote: str) -> None:
+        super().__init__(self._between)
+        self._quote = quote
+        self._ends_word = re.compile(rf"[\[\]{{}}:,]|{re.escape(quote)}")
+        self._depth = 0
+
+    def _between(self) -> bool:
+        """Outside of strings."""
+        self.skip_blank()
+        begins = self.begins(self._quote)
+        if begins:
+            self.take(len(self._quote))
+            self._write('"')
+            self.state = self._string
+        elif self.held[:1] in _STRUCTURE:
+            self._structure(self.take(1))
+        else:
+            return begins is False and self._word()
+        return True
+
+    def _structure(self, mark: str) -> None:
+        self._write(_STRUCTURE[mark])
+        self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark, 0)
+        if not self._depth:
+            self.over = True
+            self.state = lambda: False
+
+    def _word(self) -> bool:
+        """Writes a key, a number or a constant; one that the answer breaks off within is nothing."""
+        end = self._ends_word.search(self.held, 0, MAX_HEAD_CHARS)
+        if end is None and len(self.held) < MAX_HEAD_CHARS:
+            self.take(len(self.held) if self.final else 0)
+            return False
+        word = self.take(MAX_HEAD_CHARS if end is None else end.start()).strip()
+        is_key = end is not None and end[0] == ":"
+        self._write(json.dumps(word, ensure_ascii=False) if is_key else bare_value(word, ()))
+        return True
+
+    def _string(self) -> bool:
+        end = self.held.find(self._quote)
+        certain = len(self.held) if self.final else certain_len(self.held, (self._quote,))
+        self._write(json.dumps(self.take(certain if end < 0 else end), ensure_ascii=False)[1:-1])
+        if end >= 0:
+            self.take(len(self._quote))
+            self._write('"')
+            self.state = self._between
+        return end >= 0
+
+    def _write(self, text: str) -> None:
+        self.parts.append(CallArguments(text))
 
 
 class MarkedJsonCalls(MarkedCalls):
@@ -61,11 +163,11 @@ class MarkedJsonCalls(MarkedCalls):
     def __init__(self, marks: JsonMarks) -> None:
         super().__init__((marks.section, marks.begin))
         self._marks = marks
-        self._extent = Extent()
+        self._object: StatefulReader = JsonObject()
 
     def call(self) -> bool:
         """Behind the beginning of a section, or of a call without one."""
-        self.state = self._section if self._marker == self._marks.section else self._head
+        self.state = self._head if self._marker == self._marks.begin else self._section
         return True
 
     def _section(self) -> bool:
@@ -99,7 +201,7 @@ class MarkedJsonCalls(MarkedCalls):
         if head is not None:
             self.found([CallBegin(head[1])])
             self.take(head.end())
-            self._extent = Extent()
+            self._object = BareKeysObject(self._marks.quote) if self._marks.quote else JsonObject()
             self.state = self._arguments
             return True
         if "{" not in begun and len(begun) < MAX_HEAD_CHARS and not self.final:
@@ -108,12 +210,10 @@ class MarkedJsonCalls(MarkedCalls):
         return True
 
     def _arguments(self) -> bool:
-        length = self._extent.scan(self.held)
-        if self.held:
-            self.found([CallArguments(self.take(len(self.held) if length is None else length))])
-        if length is not None:
+        self.found(self.through(self._object))
+        if self._object.over:
             self.state = self._tail
-        return length is not None
+        return self._object.over
 
     def _tail(self) -> bool:
         self.skip_blank()
