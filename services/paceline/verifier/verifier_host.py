@@ -312,7 +312,7 @@ class TargetHost:
                         await asyncio.sleep(0)
                         begun_s = time.monotonic()
                     if gateway.closed:
-                        return
+                        return  # type: ignore[unreachable]  # while others had their turn
                     gateway.accept(number)
                     # Its trace is named in its own log lines alone.
                     copy_context().run(self._start, gateway, number, request)

@@ -64,7 +64,7 @@ def _knows_pairs() -> bool:
         llvmlite.binding.initialize_native_asmparser()
     except RuntimeError:
         return False
-    return CPU_NAME.startswith("znver")
+    return bool(CPU_NAME.startswith("znver"))
 
 
 PAIR_BY_PAIR = _knows_pairs()
