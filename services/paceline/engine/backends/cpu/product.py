@@ -110,8 +110,8 @@ def _aligned(shape: tuple[int, ...], kind: npt.DTypeLike) -> npt.NDArray[Any]:
     return room[skipped : skipped + size].reshape(shape)
 
 
-def _packed_word(outputs: Any, index: Any, packed: Any) -> Any:
-    """Word `index` of an output's weights, as `packed` holds it; compiled code only."""
+def _packed_word(output: Any, index: Any, packed: Any) -> Any:
+    """Word `index` of the weights of an output, as `packed` holds it; compiled code only."""
     raise NotImplementedError
 
 
