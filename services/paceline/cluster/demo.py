@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import httpx
+from tqdm import tqdm
 
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.foreground import describe_models, say, table, until_ctrl_c
@@ -168,11 +169,17 @@ async def _compare(config: DemoConfig, fleet: LocalFleet) -> bool:
         await measure(client, replace(config, max_tokens=1), prompts, Line(1, 0.0), speculative=False)
         rows: list[Sequence[str]] = [HEAD]
         same = exact = True
-        for line in starmap(Line, product(config.concurrency, config.temperature)):
-            asked = prompts[: config.num_prompts(line.concurrency)]
-            plain, drafted = [await measure(client, config, asked, line, speculative=on) for on in WAYS.values()]
-            rows += [each.row(way, plain) for way, each in zip(WAYS, (plain, drafted), strict=True)]
-            same, exact = same and plain.texts == drafted.texts, exact and drafted.exact
+        lines = list(starmap(Line, product(config.concurrency, config.temperature)))
+        total = len(WAYS) * sum(config.num_prompts(line.concurrency) for line in lines)
+        with tqdm(total=total, unit="text", desc="both ways, for the table", leave=False, disable=None) as bar:
+            for line in lines:
+                asked = prompts[: config.num_prompts(line.concurrency)]
+                plain, drafted = [
+                    await measure(client, config, asked, line, speculative=on, on_text=bar.update)
+                    for on in WAYS.values()
+                ]
+                rows += [each.row(way, plain) for way, each in zip(WAYS, (plain, drafted), strict=True)]
+                same, exact = same and plain.texts == drafted.texts, exact and drafted.exact
     say("\n".join(table(rows)))
     say(f"{DIM}tokens/s: while that many streams ran; ratio: to plain;")
     say("accepted: accepted over verified draft tokens; length: mean acceptance length;")
@@ -203,9 +210,15 @@ async def _show_one(client: httpx.AsyncClient, config: DemoConfig, prompt: str, 
 
 
 async def measure(
-    client: httpx.AsyncClient, config: DemoConfig, prompts: Sequence[str], line: Line, *, speculative: bool
+    client: httpx.AsyncClient,
+    config: DemoConfig,
+    prompts: Sequence[str],
+    line: Line,
+    *,
+    speculative: bool,
+    on_text: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Completes all prompts, as many at a time as a line says, each with a seed of its own.
+    """Completes all prompts, as many at a time as a line says, each with a seed of its own; `on_text` hears of each.
 
     Raises:
         PacelineError: A request failed; the message is the server's.
@@ -214,7 +227,9 @@ async def measure(
 
     async def one(seed: int, prompt: str) -> Completion:
         async with gate:
-            return await complete(client, body_of(config, prompt, seed, line.temperature, speculative))
+            done = await complete(client, body_of(config, prompt, seed, line.temperature, speculative))
+            on_text()
+            return done
 
     started_s = time.perf_counter()
     completions = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))

@@ -25,7 +25,7 @@ from paceline.service.config import EXIT_STATUS_CONFIG
 
 POLL_S = 0.1
 # After so long, and twice as long each time, it is said what a process that starts is doing.
-PROGRESS_S = 5.0
+PROGRESS_S = 3.0
 NUM_LOG_LINES_SHOWN = 5
 _MESSAGE = re.compile(r'\bmsg=(?:"([^"]*)"|(\S+))')
 # How `exit_with_error` writes it.
