@@ -30,7 +30,7 @@ PAUSED = Script(pause_after=6)
 
 @asynccontextmanager
 async def connected(fleet: ScriptedFleet) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to the gateway's HTTP door while a block runs, which must not take long."""
+    """A connection to the gateway's HTTP door while a block runs, which ends by itself, however slow the machine is."""
     host, port = fleet.addresses.http.split(":")
     with socket.socket() as client:
         # The kernel would keep some megabytes for one that does not read.
@@ -38,7 +38,7 @@ async def connected(fleet: ScriptedFleet) -> AsyncIterator[tuple[asyncio.StreamR
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=client.dup())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         try:
             yield reader, writer
         finally:

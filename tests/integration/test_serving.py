@@ -51,7 +51,7 @@ from paceline.service.process import (
     run,
     start_grpc_server,
 )
-from paceline.service.status import error_from_rpc
+from paceline.service.status import NOT_SERVED, error_from_rpc
 from paceline.wire.common import PROTOCOL
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -238,7 +238,7 @@ async def test_health_serves_only_between_ready_and_drain() -> None:
 
 async def test_a_method_that_a_servicer_lacks_is_unimplemented(caplog: pytest.LogCaptureFixture) -> None:
     async def missing(_request: Any, _context: Any) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(NOT_SERVED)
 
     servicer = FailingServicer()
     servicer.ListModels = missing  # type: ignore[assignment,method-assign]

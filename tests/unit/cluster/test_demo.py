@@ -35,7 +35,7 @@ def test_a_line_of_the_table_says_its_way_its_temperature_its_streams_and_its_ra
 def test_the_demo_shows_greedy_beside_sampled_and_has_two_prompts_for_each_stream() -> None:
     config = DemoConfig()
     assert [said_of(each) for each in config.temperature] == ["greedy", "0.8"]
-    assert [config.num_prompts(each) for each in (1, 8)] == [6, 16]
+    assert [config.num_prompts(each) for each in (1, 8)] == [4, 16]
 
 
 def test_the_speed_of_a_stream_begins_with_its_first_piece() -> None:
