@@ -38,7 +38,7 @@ async def connected(fleet: ScriptedFleet) -> AsyncIterator[tuple[asyncio.StreamR
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=client.dup())
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(60):
         try:
             yield reader, writer
         finally:
