@@ -369,7 +369,7 @@ def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
     # Tiles of about the same size: a row or two alone would take nearly as long as a whole tile.
     num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     tile_rows = (rows + num_tiles - 1) // num_tiles
-    # What goes over a block once, one tile after the other, and one column after the other where tiles are high.
+    # A pass goes over a block once: a tile, or a column of it where tiles are high.
     passes = num_tiles * (2 if tile_rows > WHOLE_ROWS else 1)
     for first in range(0, words, BLOCK_WORDS):
         count, at = min(BLOCK_WORDS, words - first), (group * words + first) * OUTPUTS
