@@ -30,8 +30,8 @@ class Called(Goodput):
         self.answered = []
         return drafters and self.drafts
 
-    def allocate(self, picked, *, answered=None, other_rows=0):
-        self.answered = answered.tolist()
+    def allocate(self, picked, *, responded=None, other_rows=0):
+        self.answered = responded.tolist()
         return FixedGamma(gamma=4).allocate(picked)
 
 

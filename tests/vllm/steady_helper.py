@@ -7,7 +7,7 @@ from paceline.vllm import helper
 
 
 def main() -> None:
-    helper.Goodput = lambda *, max_nodes, most_on_loan: FixedGamma(gamma=max_nodes)
+    helper.Goodput = lambda *, max_nodes, max_eager_batch: FixedGamma(gamma=max_nodes)
     helper.main()
 
 

@@ -97,8 +97,9 @@ class Helper:
         if "error" in said:
             raise UnavailableError(f"--helper {self.path}: {said['error']}")
         self.vocab_size, self.learned = said["vocab_size"], said["learned"]
-        known = zip(*[iter(said["rates"])] * 3, strict=True)
-        self.rates = {int(at): (plain, drafting) for at, plain, drafting in known}
+        known = zip(*[iter(said["rates"])] * 4, strict=True)
+        # Sources inside the verifier have a rate, too; vLLM's have none.
+        self.rates = {int(at): (plain, drafting) for at, plain, _, drafting in known}
 
 
 def main(argv: Sequence[str]) -> None:

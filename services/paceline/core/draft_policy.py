@@ -5,20 +5,18 @@ verifying are `best_prefix(B, s, T)` (`paceline.core.goodput`), and
 
     price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
-Whether a verifier drafts at all is measured (`paceline.core.drafting_mode`), and while drafters idle, whether the
-sources inside the verifier guess.
+Whether drafters work, or sources inside the verifier alone, is measured (`paceline.core.drafting_mode`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paceline.core.drafting_mode import MOST_LOST, MOST_ON_LOAN, DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, Steps, is_worth
+from paceline.core.drafting_mode import MAX_EAGER_BATCH, DraftingMode, Mode
+from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.core.target_events import Reason
 from paceline.forest import Bools, Ints, Picked
@@ -27,10 +25,12 @@ from paceline.forest import Bools, Ints, Picked
 REHEARSED = "rehearsed"
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
 MOST_PRICE = 0.99
-# Rows of prompts over a step's others up to which what is left of its time, once theirs is taken out, is known well
-# enough. Under load nearly every step reads a few rows of some prompt: when none of them counted, 64 sessions lost 7 %
-# to their first trial.
+# Rows of prompts over a step's others up to which the rest of its time, without theirs, is known well enough. Under
+# load nearly every step reads a few rows of some prompt: when none of them counted, 64 sessions lost 7 % to their first
+# trial.
 MOST_PROMPT = 0.25
+# Seconds of a step before one was planned.
+FIRST_STEP_S = 0.01
 
 
 class Goodput:
@@ -39,32 +39,30 @@ class Goodput:
     Args:
         cost: Of steps, by their rows.
         max_nodes: Most nodes a session may have verified in one step.
-        most_on_loan: Sessions up to which drafting is tried as soon as plain steps are known; infinite where drafters
-            have hardware of their own, so that a trial takes nothing from the verifier.
+        max_eager_batch: Sessions up to which drafting is tried as soon as plain steps are known; infinite where
+            drafters have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
-        times: Of steps while drafters work.
-        mode: Whether drafters work, and sources with them.
-        inside: Whether sources inside the verifier guess while drafters idle.
+        times: Of steps.
+        mode: Who drafts: drafters and sources inside the verifier, these alone, or nobody.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
-        answered: Whether the time of the step that `allocate` was for shows what its mode is worth.
-        rehearsed: The draft model with which a rehearsal has shown what both modes are worth at all loads; empty: none.
+        step_s: Expected seconds of the step that `allocate` was for.
+        responded: Whether the time of that step shows what its mode is worth.
+        rehearsed: The draft model with which a rehearsal has shown the rates of both modes at all loads; empty: none.
     """
 
     def __init__(
-        self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16, most_on_loan: float = MOST_ON_LOAN
+        self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16, max_eager_batch: float = MAX_EAGER_BATCH
     ) -> None:
         self.max_nodes = max_nodes
         self.least_survival = 0.0
-        self._most_on_loan = most_on_loan
-        self.answered = True
+        self._max_eager_batch = max_eager_batch
+        self.step_s, self.responded = FIRST_STEP_S, True
         self.start_from(cost)
-        self._know_nothing()
+        self._reset()
 
-    def _know_nothing(self) -> None:
-        self.mode = DraftingMode(self._most_on_loan)
-        # A trial of these takes nothing but the rows of its guesses: it is begun at any load, and shows soon enough.
-        self.inside = DraftingMode(math.inf, most_lost=MOST_LOST / 2)
+    def _reset(self) -> None:
+        self.mode = DraftingMode(self._max_eager_batch)
         self._price: MovingAverage | None = None
         self._between_s = MovingAverage(0.0)
         self.rehearsed = ""
@@ -72,9 +70,9 @@ class Goodput:
     def forget(self) -> None:
         """Begins anew with the step times of the profile: what was learned since has proved to be unusable."""
         rehearsing = self.mode.rehearsing
-        self._know_nothing()
+        self._reset()
         self.mode.rehearsing = rehearsing
-        self.start_from(self._cost, plain=self._plain, doubt=self._doubt)
+        self.start_from(self._cost, self.times.plain)
 
     @property
     def price(self) -> float:
@@ -91,13 +89,12 @@ class Goodput:
     @property
     def guesses(self) -> bool:
         """Whether that step verifies guesses, of drafters or of sources alone; if not, nothing of speculation runs."""
-        return self.drafts or self.inside.mode is Mode.DRAFTING
+        return self.drafts or self.mode.mode is not Mode.PLAIN
 
     @property
     def reason(self) -> Reason:
         """Why that step verifies guesses, or does not."""
-        why = self.mode.reason
-        return why if self.drafts or not (self.guesses or why is Reason.NO_DRAFTER) else self.inside.reason
+        return self.mode.reason
 
     def rehearse(self, drafts: bool | None, *, over: str = "") -> None:
         """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
@@ -109,47 +106,27 @@ class Goodput:
         self.mode.rehearse(None if drafts is None else Mode.DRAFTING if drafts else Mode.PLAIN)
         self.rehearsed = over or self.rehearsed
 
-    def start_from(
-        self,
-        cost: StepCost,
-        *,
-        plain: StepCost | None = None,
-        doubt: float = 1.0,
-        steps: Sequence[tuple[int, float]] = (),
-    ) -> None:
+    def start_from(self, cost: StepCost, plain: StepCost | None = None) -> None:
         """Begins anew with the step times of a profile.
 
         Args:
             cost: By rows, while drafters work.
             plain: While they idle; None: the same.
-            doubt: How many times as far off as a measured profile it may be.
-            steps: Rows and seconds of steps without guesses that were seen since.
         """
-        self._cost, self._plain, self._doubt = cost, plain or cost, doubt
-        # Of steps while drafters idle: on shared cores they are faster.
-        self.times, self._idle_times = StepTimes(cost, doubt=doubt), StepTimes(self._plain, doubt=doubt)
-        for rows, seconds in steps:
-            for times in (self.times, self._idle_times):
-                times.observe(roots=rows, guesses=0, seconds=seconds)
+        self._cost, self.times = cost, StepTimes(cost, plain)
 
     def learned(self) -> dict[str, list[Any]]:
-        """What a successor may begin with: step times, the rates of both modes, and with whom these were rehearsed."""
-        return {
-            "step_times": self.times.learned(),
-            "rates": self.mode.learned(),
-            "inside": self.inside.learned(),
-            REHEARSED: [self.rehearsed],
-        }
+        """State that a successor may begin with: step times, rates, and the draft model they were rehearsed with."""
+        return {"step_times": self.times.learned(), "rates": self.mode.learned(), REHEARSED: [self.rehearsed]}
 
     def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
 
         Raises:
-            KeyError, ValueError: It is not what such a policy learns.
+            KeyError, ValueError: It is not the output of `learned`.
         """
         self.times.resume(learned["step_times"])
         self.mode.resume(learned["rates"])
-        self.inside.resume(learned["inside"])
         (self.rehearsed,) = map(str, learned[REHEARSED])
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
@@ -159,19 +136,18 @@ class Goodput:
             drafters: Whether some of them have a drafter.
             sources: Whether sources inside the verifier may guess for some.
         """
-        drafts = self.mode.enter(num_sessions if drafters else 0) is Mode.DRAFTING
-        alone = sources and not drafts and self.mode.rehearsing is None
-        self.inside.enter(num_sessions if alone else 0)
+        able = {Mode.PLAIN: True, Mode.SOURCES: sources, Mode.DRAFTING: drafters}
+        drafts = self.mode.enter(num_sessions, [mode for mode in Mode if able[mode]]) is Mode.DRAFTING
         if not drafts:
-            self._price, self.answered = None, True
+            self._price, self.responded = None, True
         return drafts
 
-    def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput, for a step that verifies guesses.
 
         Args:
             picked: The best nodes of each session that decodes, within its cap and `max_nodes`.
-            answered: bool `[n]`, of the sessions that have a drafter: whether it has answered since it was called, so
+            responded: bool `[n]`, of the sessions that have a drafter: whether it has responded since it was called, so
                 that the tree is what it brings. None: there are none.
             other_rows: Rows of the step that are taken (prefill).
 
@@ -179,64 +155,68 @@ class Goodput:
             How many of its best nodes each session verifies, int32 `[sessions]`.
         """
         num_sessions = len(picked.survivals)
-        held = np.where(picked.survivals >= LEAST_SURVIVAL, picked.survivals, 0.0)
+        # Beside a prompt a row must be worth as much as in other steps: it delays the first token.
+        least = LEAST_SURVIVAL if self._price is None or not other_rows else self._price.value
+        held = np.where(picked.survivals >= least, picked.survivals, 0.0)
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
         ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
         count = 0
         if num_sessions:
-            step = Steps(self._times_now, num_sessions, other_rows, self._between_s.value)
-            best = step.best(ranked)
-            self._set_prices(step.price(best), reads=other_rows > 0)
+            # One row more than there are guesses: the price of a first one.
+            seconds = self.times.with_guesses(num_sessions + other_rows, max(1, len(ranked)), drafts=self.drafts)
+            best = best_prefix(num_sessions, ranked, self._between_s.value + seconds[: len(ranked) + 1])
             count = best.count
-        self.answered = answered is None or bool(2 * answered.sum() >= len(answered))
+            if not other_rows:
+                self.step_s = float(seconds[count])
+            # The price of the last guess, not the next: where times bend, the next row may cost ten times as much, and
+            # sessions that hold less than usual have not come to it.
+            last = max(1, count)
+            self._set_prices(best.rate * float(seconds[last] - seconds[last - 1]), has_prefill=other_rows > 0)
+        self.responded = responded is None or bool(2 * responded.sum() >= len(responded))
         return best_each(held, count)
 
-    @property
-    def _times_now(self) -> StepTimes:
-        return self.times if self.drafts else self._idle_times
-
-    def _set_prices(self, price: float, *, reads: bool) -> None:
-        self.least_survival = price
+    def _set_prices(self, price: float, *, has_prefill: bool) -> None:
+        self.least_survival = price = max(LEAST_SURVIVAL, price)
         if self._price is None:
             self._price = MovingAverage(price)
-        elif not reads:
+        elif not has_prefill:
             self._price.add(price)
 
     def observe(
         self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
     ) -> None:
-        """Learns the time of a step that verifies guesses, and what its mode is worth.
+        """Learns the time of a step, and the rate of its mode.
 
         Args:
             roots: Sessions that decoded.
             guesses: Of theirs that it verified.
-            tokens: What these sessions committed.
+            tokens: Committed by these sessions.
             step_s: Seconds of the step itself.
             cycle_s: From the end of the step before it: waiting and events cost time, too.
             other_rows: Its rows of prompts; a step with many teaches neither.
         """
-        rows = roots + guesses
-        reads = other_rows > MOST_PROMPT * rows
-        without_prompts = self._plain.at(rows) / self._plain.at(rows + other_rows)
-        if self.guesses and not reads:
-            self._times_now.observe(roots=roots, guesses=guesses, seconds=without_prompts * step_s)
+        rows, plain = roots + guesses, self.times.plain
+        has_prefill = other_rows > MOST_PROMPT * rows
+        without_prompts = plain.at(rows) / plain.at(rows + other_rows)
+        if self.guesses and not has_prefill:
+            seconds = without_prompts * step_s
+            self.times.observe(roots=roots, guesses=guesses, seconds=seconds, drafts=self.drafts)
             self._between_s.add(cycle_s - step_s)
-        for mode in (self.mode, self.inside):
-            mode.observe(
-                num_sessions=roots,
-                tokens=tokens,
-                seconds=cycle_s - (1.0 - without_prompts) * step_s,
-                plain_s=self._plain.at(roots),
-                reads=reads,
-                answered=self.answered,
-            )
+        self.mode.observe(
+            num_sessions=roots,
+            tokens=tokens,
+            seconds=cycle_s - (1.0 - without_prompts) * step_s,
+            plain_s=plain.at(roots),
+            has_prefill=has_prefill,
+            responded=self.responded,
+        )
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
 
         Args:
             expected: Tokens of each session in a step now, `[sessions]`.
-            gains: What the next nodes would add, `[sessions]`.
+            gains: Expected tokens of the next nodes, `[sessions]`.
         """
         return is_worth(float(gains.sum()), float(expected.sum()), cost_s=wait_s, step_s=step_s)
 
@@ -266,7 +246,7 @@ class FixedGamma(Goodput):
         """Drafts wherever a session may speculate."""
         return num_sessions > 0 and (drafters or sources) and self.drafts
 
-    def allocate(self, picked: Picked, *, answered: Bools | None = None, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
         return best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
 

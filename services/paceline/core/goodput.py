@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.step_time import Floats, StepTimes
+from paceline.core.step_time import Floats
 
 # Guesses less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
@@ -47,40 +47,6 @@ def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Seque
 def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:
     """Whether one option is worth taking: `best_prefix` of it alone, for a step of `step_s` seconds."""
     return gain * step_s > expected * cost_s
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Steps over `num_sessions` sessions.
-
-    Args:
-        num_sessions: Roots in each.
-        other_rows: Rows of prompts in each.
-        between_s: From the end of one to the begin of the next: waiting and events.
-    """
-
-    times: StepTimes
-    num_sessions: int
-    other_rows: int = 0
-    between_s: float = 0.0
-
-    @property
-    def _rows(self) -> int:
-        return self.num_sessions + self.other_rows
-
-    def best(self, survivals: Sequence[float] | Floats) -> Best:
-        """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
-        seconds = self.between_s + self.times.with_guesses(self._rows, len(survivals))
-        return best_prefix(self.num_sessions, survivals, seconds)
-
-    def price(self, best: Best) -> float:
-        """What the last of the best guesses costs in tokens: what is less likely is not worth a row.
-
-        The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less
-        in hand than usual have not come to it.
-        """
-        last = max(1, best.count) - 1
-        return max(LEAST_SURVIVAL, best.rate * self.times.slope(self._rows + last))
 
 
 # Of a new observation: the last ten or so count.

@@ -11,12 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.goodput import MovingAverage
 from paceline.core.target_events import StepReport
 from paceline.forest import Floats, Forest, Gathered, Ints, rows_of
 
-# Seconds of a step before one was seen.
-FIRST_STEP_S = 0.01
 # No step waits for less, or rounding could keep simulated time from going on.
 LEAST_WAIT_S = 1e-6
 
@@ -44,24 +41,16 @@ class StepDrafts:
     Args:
         policy: Which nodes a step verifies.
         forest: The trees of all sessions.
-
-    Attributes:
-        step_s: Seconds that a step usually takes.
     """
 
     def __init__(self, policy: Goodput, forest: Forest) -> None:
         self._policy = policy
         self._forest = forest
-        self._usual_step = MovingAverage(FIRST_STEP_S)
 
     @property
     def step_s(self) -> float:
         """Seconds that a step usually takes."""
-        return self._usual_step.value
-
-    def took(self, seconds: float) -> None:
-        """Adds the time of a step."""
-        self._usual_step.add(seconds)
+        return self._policy.step_s
 
     def caps(self, rows: Ints) -> Ints:
         """Most nodes of sessions in a step, `[sessions]`."""
@@ -89,6 +78,8 @@ class StepDrafts:
             most_each: Most nodes of a session; None: its own bound.
         """
         rows, links = np.concatenate((decoding, joining)), self._forest.links
+        if not len(rows):
+            return Choice(rows, *_NOTHING)
         caps = self.caps(rows)
         drafted, sourced = (each & (caps > 0) for each in (links.drafted(rows), links.has_sources(rows)))
         drafts = self._policy.enter(len(rows), drafters=bool(drafted.any()), sources=bool(sourced.any()))
@@ -99,8 +90,8 @@ class StepDrafts:
         mine = slice(len(decoding))
         most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
         picked = self._forest.best(decoding, most, links.takes_chains(decoding))
-        answered = links.answered(decoding)[drafted[mine] & (most > 0)] if drafts else None
-        counts = self._policy.allocate(picked, answered=answered, other_rows=other_rows)
+        responded = links.answered(decoding)[drafted[mine] & (most > 0)] if drafts else None
+        counts = self._policy.allocate(picked, responded=responded, other_rows=other_rows)
         if drafts:
             links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
         return Choice(counts, decoding.repeat(counts), self._forest.gather(decoding, picked.slots, counts))
@@ -113,7 +104,7 @@ class StepDrafts:
     def describe(self, report: StepReport) -> None:
         """Adds to a report whether its step drafts, at which price, and why."""
         report.price, report.drafts, report.reason = self._policy.price, self._policy.guesses, self._policy.reason
-        report.answered = self._policy.answered
+        report.responded = self._policy.responded
 
     def num_silenced(self, rows: Ints, now_s: float) -> int:
         """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""

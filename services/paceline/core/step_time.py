@@ -1,10 +1,9 @@
-"""What a step costs by its rows: a table that is measured at start, and two factors on it that every step teaches.
+"""How long a step takes by its rows: a table measured at start, and two factors that every step teaches.
 
     seconds(roots, guesses) = whole * base(roots) + extra * (base(roots + guesses) - base(roots) + node_s * guesses)
 
-`whole` is how much slower the machine is than it was at start, `extra` the same for what guesses add: each is
-requested, judged, and moved or dropped besides being a row. They are learned by recursive least squares in its Kalman
-form.
+`whole` is how much slower the machine is than it was at start, `extra` the same for guesses: each is requested, judged,
+and moved or dropped besides being a row.
 """
 
 from __future__ import annotations
@@ -23,19 +22,12 @@ Floats = npt.NDArray[np.float64]
 
 # Rows at which a profile is taken; linear between them.
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# No guesses are taken beyond so many rows of a step: no profile has shown what these cost.
+# No guesses are taken beyond so many rows of a step: no profile has shown their time.
 MOST_ROWS = KNOTS[-1]
-# Least spread of single steps around their expectation, as a share of it; how fast their spread is learned, a step; and
-# how far off, in spreads, one may be before it is an accident.
-NOISE, NOISE_SMOOTHING, CLIP = 0.08, 0.02, 3.0
-# Standard deviation of a normal error over its mean size.
-SIGMA_OF_SIZE = 1.25
-# How far off both factors may be together at the start, and that of guesses for itself; and the share of that
-# uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
-LEVEL, GUESS_DOUBT, FORGETTING = 0.3, 0.5, 0.001
-# Least and most that a factor may become.
-FACTORS = 0.05, 20.0
-# Seconds that a guess is taken to cost besides its row.
+# Share of its error by which a step moves the factors; how much less that of all rows moves than that of guesses, of
+# which the table knows less; the largest error of a step that is no accident; and the bounds of the factors.
+WEIGHT, STIFFNESS, MOST_ERROR, FACTORS = 0.05, 0.25, 0.3, (0.05, 20.0)
+# Seconds that a guess is expected to take besides its row.
 NODE_S = 5e-5
 
 
@@ -72,10 +64,6 @@ class StepCost:
         y0, y1 = self.seconds[right - 1], self.seconds[right]
         return max(self.seconds[0], y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
-    def slope(self, rows: int) -> float:
-        """Seconds of one guess more."""
-        return self.at(rows + 1) - self.at(rows) + self.node_s
-
     def from_to(self, first: int, last: int) -> Floats:
         """Seconds of steps with `first` to `last` rows, `[last - first + 1]`."""
         rows = np.arange(first, last + 1)
@@ -98,60 +86,57 @@ DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15
 
 
 class StepTimes:
-    """Seconds of steps that draft, learned from every one of them; see the module docstring.
+    """Seconds of steps, learned from every one of them; see the module docstring.
 
     Args:
         cost: Measured at start, or a shape to begin with.
-        doubt: How many times as far off as a measured one it may be.
+
+    Attributes:
+        plain: The same while drafters idle: on shared cores steps are faster then.
     """
 
-    def __init__(self, cost: StepCost, *, doubt: float = 1.0) -> None:
-        self._base = cost if cost.node_s else replace(cost, node_s=NODE_S)
-        self._start = LEVEL**2 + np.diag((0.0, GUESS_DOUBT**2))
-        self._factors, self._spread = np.ones(2), doubt**2 * self._start
-        self._noise = NOISE
+    def __init__(self, cost: StepCost, plain: StepCost | None = None) -> None:
+        self.plain = plain or cost
+        self._drafting = cost
+        self._factors = np.ones(2)
 
-    def observe(self, *, roots: int, guesses: int, seconds: float) -> None:
+    def observe(self, *, roots: int, guesses: int, seconds: float, drafts: bool = True) -> None:
         """Adds the time of one step; of those with more than `MOST_ROWS` rows nothing is known.
 
         Args:
             roots: Its rows but for guesses.
             guesses: Its guesses.
             seconds: Of the step itself, without waits and prompts.
+            drafts: Whether drafters worked.
         """
-        if not 1 <= roots + guesses <= MOST_ROWS:
+        if not 1 <= roots + guesses <= MOST_ROWS or not seconds > 0.0:
             return
-        whole = self._base.at(roots)
-        weights = np.array((whole, self._base.at(roots + guesses) - whole + self._base.node_s * guesses))
-        expected = float(weights @ self._factors)
-        self._spread = self._spread + FORGETTING * (self._start - self._spread)
-        shared = self._spread @ weights
-        surprise = float(weights @ shared) + (self._noise * expected) ** 2
-        error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
-        # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the factors.
-        size = SIGMA_OF_SIZE * abs(error) / expected
-        self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
-        self._factors = np.clip(self._factors + shared / surprise * error, *FACTORS)
-        self._spread -= np.outer(shared, shared) / surprise
+        whole, last = self._base(drafts).with_guesses(roots, guesses)[[0, -1]]
+        parts = np.array((whole, last - whole))
+        expected = float(parts @ self._factors)
+        error = expected * min(max(seconds / expected - 1.0, -MOST_ERROR), MOST_ERROR)
+        # A step of normalised least mean squares (Widrow and Hoff, 1960), in which guesses take more of the error.
+        trusted = parts * (STIFFNESS, 1.0)
+        self._factors = np.clip(self._factors + WEIGHT * error * trusted / float(trusted @ parts), *FACTORS)
 
-    def with_guesses(self, rows: int, most: int) -> Floats:
+    def with_guesses(self, rows: int, most: int, *, drafts: bool = True) -> Floats:
         """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
-        seconds, (whole, extra) = self._base.with_guesses(rows, most), self._factors
+        seconds, (whole, extra) = self._base(drafts).with_guesses(rows, most), self._factors
         return np.asarray(whole * seconds[0] + extra * (seconds - seconds[0]))
 
-    def slope(self, rows: int) -> float:
-        """Seconds of one guess more than make `rows` rows."""
-        return float(self._factors[1]) * self._base.slope(rows)
+    def _base(self, drafts: bool) -> StepCost:
+        cost = self._drafting if drafts else self.plain
+        return cost if cost.node_s else replace(cost, node_s=NODE_S)
 
     def learned(self) -> list[float]:
         """Both factors; see `resume`."""
         return [float(each) for each in self._factors]
 
     def resume(self, factors: Sequence[float]) -> None:
-        """Begins with what a predecessor has learned; how sure it was is not taken over.
+        """Begins with the factors of a predecessor.
 
         Raises:
-            ValueError: It is not what `learned` gives.
+            ValueError: It is not the output of `learned`.
         """
         known = np.asarray(factors, dtype=np.float64)
         if known.shape != self._factors.shape or not np.all(np.isfinite(known)):

@@ -245,7 +245,7 @@ class StepReport:
     drafts: bool = False
     reason: Reason | None = None
     # Whether its time shows what its mode is worth: drafters have answered, if they were to.
-    answered: bool = True
+    responded: bool = True
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     # Nodes that were judged, and those of them that matched, by the source that guessed them first.

@@ -73,7 +73,7 @@ class Take:
     def add(self, report: StepReport) -> None:
         if report.num_rows:
             self.steps.append((report.num_rows, report.seconds))
-            self.num_counted += bool(report.gammas) and not report.num_prefill_rows and report.answered
+            self.num_counted += bool(report.gammas) and not report.num_prefill_rows and report.responded
 
     def hear(self, event: DraftsArrived) -> None:
         self.arrived += [(event.arrived_s, each) for each in event.messages if isinstance(each, Drafts)]

@@ -391,8 +391,6 @@ class Scheduler:
         self._idle_since_s = now_s
         seconds = now_s - plan.started_s
         self.report.seconds = seconds
-        if not plan.num_prefill_rows:
-            self._drafts.took(seconds)
         # A step in which a session failed shows nothing: its rows took time, and brought no token.
         if self._cycle_since_s is not None and 0 < len(self.report.gammas) == len(plan.decoding):
             with learning(self._policy.forget):

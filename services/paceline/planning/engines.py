@@ -234,7 +234,7 @@ class VerifierAtWork:
         # By number, with what learns of their ends.
         self._requests: dict[int, tuple[Request, asyncio.Future[None]]] = {}
         self.policy = policy or Goodput(
-            profile.target.starting_cost(), max_nodes=profile.most_nodes, most_on_loan=math.inf
+            profile.target.starting_cost(), max_nodes=profile.most_nodes, max_eager_batch=math.inf
         )
         device = DeviceAtWork(loop)
         self.engine = target_engine(device, profile, self.policy, seed, colocated=colocated)

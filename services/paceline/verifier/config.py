@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.checkpoints.json_files import parse_object
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.drafting_mode import MOST_ON_LOAN
+from paceline.core.drafting_mode import MAX_EAGER_BATCH
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
@@ -197,7 +197,7 @@ class Speculation:
         gamma = self.num_speculative_tokens
         if self.policy == FIXED:
             return FixedGamma(gamma=gamma)
-        return Goodput(max_nodes=gamma, most_on_loan=MOST_ON_LOAN if shares_cores else math.inf)
+        return Goodput(max_nodes=gamma, max_eager_batch=MAX_EAGER_BATCH if shares_cores else math.inf)
 
     def _check_folders(self) -> None:
         served = set(self.methods) & set(TIER_METHODS)

@@ -184,7 +184,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     drafting = engine.profile(drafters_work=True)
     plain = engine.profile(drafters_work=False) if config.spare_cpus else drafting
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
-    policy.start_from(drafting, plain=plain)
+    policy.start_from(drafting, plain)
     learned_file(config, identity, os.environ).load_into(engine)
     logger.info(
         "model is ready",

@@ -132,7 +132,6 @@ class ChainScheduler:
             message.began_s, roots=roots, guesses=guesses, tokens=tokens, counts=counts and roots > 0
         )
         if seconds is not None:
-            self._drafts.took(seconds)
             self.report.seconds, self.report.num_rows = seconds, roots + guesses
 
     def _session_of(self, row: RowTokens) -> ChainSession:

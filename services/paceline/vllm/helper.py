@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 PROG = "paceline vllm helper"
 # Drafters that share this host's cores are tried at once with up to so many sessions. A trial with 8 gave 1.8 times the
 # speed in its first 128 steps, and one with 32 cost nothing that could be measured (two cores, 98 M target).
-MOST_ON_LOAN = 32
+MAX_EAGER_BATCH = 32
 # Bytes read from the proposer at once.
 READ_BYTES = 1 << 20
 
@@ -89,7 +89,7 @@ class Helper:
             zone=job.settings.zone,
             tls=tls,
         )
-        policy = Goodput(max_nodes=job.max_chain, most_on_loan=most_on_loan(job.settings.drafters))
+        policy = Goodput(max_nodes=job.max_chain, max_eager_batch=max_eager_batch(job.settings.drafters))
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
             policy=policy,
@@ -306,10 +306,10 @@ def _make_way(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def most_on_loan(drafters: Sequence[str]) -> float:
+def max_eager_batch(drafters: Sequence[str]) -> float:
     """Sessions up to which drafting is tried at once: any number where all drafters are known to be elsewhere."""
     elsewhere = drafters and not any(map(is_local, drafters))
-    return math.inf if elsewhere else MOST_ON_LOAN
+    return math.inf if elsewhere else MAX_EAGER_BATCH
 
 
 def _identity(job: HelperJob) -> ModelIdentity:

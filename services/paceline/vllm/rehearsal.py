@@ -102,7 +102,7 @@ class Rehearsal:
         return {
             "vocab_size": self._vocab_size,
             "rates": self._policy.mode.learned(),
-            "answered": self._policy.answered,
+            "responded": self._policy.responded,
             "drafter": self.drafter,
             "learned": self._learner.learned(),
         }
@@ -119,7 +119,7 @@ class Rehearsal:
         self._policy.rehearse(order.drafts, over=self.drafter if order.over else "")
         if changes_hands:
             for load in self._policy.mode.loads.values():
-                load.begin_again()
+                load.settle()
 
 
 def _line(content: object) -> bytes:

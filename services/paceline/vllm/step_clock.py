@@ -18,8 +18,8 @@ from paceline.service.learned import learning
 # Steps without guesses that show how fast this vLLM is, before anything is drafted; and the slow first ones, which are
 # left out.
 FIRST_STEPS, WARM_UP_STEPS = 8, 2
-# The default shape may be wrong, and the cost of a guess besides its row is unknown: assumed, in plain steps.
-DOUBT, NODE_SHARE = 5.0, 0.02
+# Cost of a guess besides its row, which is unknown: assumed, in plain steps.
+NODE_SHARE = 0.02
 
 
 class StepClock:
@@ -69,14 +69,13 @@ class StepClock:
         if len(self._first) < WARM_UP_STEPS + FIRST_STEPS:
             return
         first = self._first[WARM_UP_STEPS:]
-        plain = DEFAULT_STEP_COST.scaled(median(taken / DEFAULT_STEP_COST.at(count) for count, taken in first))
-        # Plain steps are known now; the extra time of steps with guesses is attributed to the guesses.
-        self._start_from(plain, first)
+        self._start_from(
+            DEFAULT_STEP_COST.scaled(median(taken / DEFAULT_STEP_COST.at(count) for count, taken in first))
+        )
 
-    def _start_from(self, plain: StepCost, steps: Sequence[tuple[int, float]] = ()) -> None:
+    def _start_from(self, plain: StepCost) -> None:
         self.plain = plain
-        cost = replace(plain, node_s=NODE_SHARE * plain.seconds[0])
-        self._policy.start_from(cost, doubt=DOUBT, steps=steps)
+        self._policy.start_from(replace(plain, node_s=NODE_SHARE * plain.seconds[0]))
 
     def learned(self) -> dict[str, list[float]]:
         """Returns the input of `resume`; empty before it is known."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.draft_policy import MOST_PRICE, FixedGamma, Goodput
-from paceline.core.drafting_mode import LEAST_STEPS, MOST_LOST
+from paceline.core.drafting_mode import ALLOWANCE, LEAST_STEPS
 from paceline.core.errors import ConfigError
 from paceline.core.goodput import LEAST_SURVIVAL
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost
@@ -46,7 +46,7 @@ class Treed:
 
 def allocate(policy, demands, **options) -> list[list[int]]:
     answered = np.array([each.answered for each in demands if each.cap], np.bool_)
-    return allot(policy, [each.tree for each in demands], [each.cap for each in demands], answered=answered, **options)
+    return allot(policy, [each.tree for each in demands], [each.cap for each in demands], responded=answered, **options)
 
 
 def prospect(tree, cap, *, price, child_share=CHILD_SHARE) -> tuple[float, float]:
@@ -198,7 +198,7 @@ def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
 def drafting(cost: StepCost = DEFAULT_STEP_COST, num_sessions: int = 1) -> Goodput:
     """A policy that has found that drafting pays at that load."""
     policy = Goodput(cost)
-    policy.mode.resume([num_sessions.bit_length() - 1, 1.0, 2.0])
+    policy.mode.resume([num_sessions.bit_length() - 1, 1.0, 0.0, 2.0])
     assert policy.enter(num_sessions)
     return policy
 
@@ -232,10 +232,10 @@ def test_the_price_of_a_verifier_that_decodes_plainly_makes_drafters_idle():
     policy = Goodput()
     assert not policy.enter(64)
     assert policy.price == 1.0
-    policy.enter(0)
+    policy = Goodput()
     assert policy.enter(1)
     assert policy.price < 1.0
-    assert not policy.enter(0)
+    assert not policy.enter(1, drafters=False)
 
 
 def measured(policy: Goodput, cost: StepCost, answered: bool = True, num_steps: int = 100) -> list[bool]:
@@ -280,13 +280,12 @@ def beside_sources(policy: Goodput, seconds: dict[str, float], num_steps: int = 
     ],
 )
 def test_drafters_sources_alone_or_nobody_guess_whatever_commits_most(seconds, best):
-    policy = Goodput(most_on_loan=math.inf)
+    policy = Goodput(max_eager_batch=math.inf)
     who = beside_sources(policy, seconds)
     assert Counter(who[100:]).most_common(1)[0][0] == best
     assert who[100:].count(best) > 170
     lost = sum(seconds[each] - seconds["nobody"] * (1 + (each != "nobody")) for each in who[:200])
-    # Either trial may lose a step more than it is allowed.
-    assert lost < 1.5 * MOST_LOST + 2 * max(seconds.values()), "never slower than plain steps"
+    assert lost < 1.5 * ALLOWANCE, "never slower than plain steps"
 
 
 def test_sources_rest_in_a_rehearsal_of_plain_steps_and_are_not_asked_where_a_session_has_none():
@@ -313,7 +312,7 @@ def test_steps_show_nothing_of_drafting_before_drafters_have_answered():
     gentle = StepCost(rows=(1, 512), seconds=(0.010, 0.020))
     policy = Goodput(gentle)
     assert measured(policy, gentle, answered=False)[LEAST_STEPS + 1]
-    assert policy.mode.learned()[2] == 0.0
+    assert policy.mode.learned()[3] == 0.0
 
 
 def test_times_are_learned_from_steps_that_draft_and_not_from_those_that_read_prompts():
@@ -324,7 +323,7 @@ def test_times_are_learned_from_steps_that_draft_and_not_from_those_that_read_pr
     policy.observe(roots=1, guesses=4, tokens=2, step_s=1.0, cycle_s=1.0)
     assert policy.times.learned() != before
     before = policy.times.learned()
-    policy.enter(0)
+    policy.enter(1, drafters=False)
     policy.observe(roots=1, guesses=0, tokens=1, step_s=1.0, cycle_s=1.0)
     assert policy.times.learned() == before
 
@@ -342,7 +341,7 @@ def test_the_time_of_a_few_rows_of_prompts_is_left_out():
 
 # A rate as a predecessor or another verifier may have learned it; 0: none.
 rates = st.sampled_from((0.0, 5e-324, 1e-300, 1e-9, 0.5, 1.0, 3.0, 1e6))
-learned_rates = st.lists(st.tuples(st.sampled_from((0.0, 1.0, 3.0, 4.0, 20.0)), rates, rates), max_size=3)
+learned_rates = st.lists(st.tuples(st.sampled_from((0.0, 1.0, 3.0, 4.0, 20.0)), rates, rates, rates), max_size=3)
 
 
 @st.composite
@@ -360,12 +359,10 @@ def steps(draw: st.DrawFn) -> dict[str, float]:
     }
 
 
-@given(learned_rates, learned_rates, st.lists(st.tuples(steps(), st.integers(1, 12)), max_size=6))
-def test_no_step_and_nothing_that_was_learned_leads_to_an_error_in_a_later_step(learned, inside, told) -> None:
+@given(learned_rates, st.lists(st.tuples(steps(), st.integers(1, 12)), max_size=6))
+def test_no_step_and_nothing_that_was_learned_leads_to_an_error_in_a_later_step(learned, told) -> None:
     policy = Goodput(StepCost(rows=(1, 1000), seconds=(1e-9, 1.0)))
-    alone = [value for row in inside for value in row]
-    before = policy.learned()
-    policy.resume({**before, "rates": [value for row in learned for value in row], "inside": alone})
+    policy.resume({**policy.learned(), "rates": [value for row in learned for value in row]})
     for step, times in told:
         for _ in range(times):
             policy.enter(int(step["roots"]), sources=True)

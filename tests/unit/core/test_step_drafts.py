@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.core.draft_policy import FIRST_STEP_S
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
-from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
+from paceline.core.step_drafts import StepDrafts
 from paceline.core.tree import DraftTree
 from paceline.forest import Floats, Forest, Ints, rows_of
 
@@ -37,7 +38,7 @@ def rows_of_all(links: list[SessionLink]) -> Ints:
 class Watched:
     """A policy that always waits, and remembers what for."""
 
-    max_nodes = 4
+    max_nodes, step_s = 4, FIRST_STEP_S
 
     def __init__(self) -> None:
         self.gains: list[float] = []

@@ -112,11 +112,11 @@ def play() -> Play:
 
 def test_on_a_machine_that_is_too_busy_it_ends_with_the_loads_that_it_has_shown(play: Play) -> None:
     while play.engine.drafts is not True:
-        play.step(answered=True)
-    play.step(LEAST_STEPS + MOST_STEPS, answered=True)
+        play.step(responded=True)
+    play.step(LEAST_STEPS + MOST_STEPS, responded=True)
     while play.outside.has_work():
         play.now_s += 30.0
-        play.step(answered=True)
+        play.step(responded=True)
         assert play.now_s < 10 * MOST_S
     (takes,) = play.takes
     assert {take.load for take in takes} < {1, 2, 4}
@@ -155,7 +155,7 @@ def test_it_stops_at_any_step_and_goes_on_with_what_is_left(play: Play) -> None:
     assert [len(take.steps) for take in takes] == [MOST_STEPS] * 6
 
 
-@pytest.mark.parametrize("report", [{"num_prefill_rows": 8}, {"answered": False}], ids=["prompts", "drafters lag"])
+@pytest.mark.parametrize("report", [{"num_prefill_rows": 8}, {"responded": False}], ids=["prompts", "drafters lag"])
 def test_steps_that_show_nothing_do_not_count_and_are_borne_for_a_while(play: Play, report: dict[str, object]) -> None:
     play.step(MOST_UNCOUNTED - 1, **report)
     play.step(LEAST_STEPS - 1, seconds=0.1)
@@ -186,7 +186,7 @@ def test_a_drafter_that_is_lost_is_replaced_by_another_that_was_there_before(pla
 
 def test_a_drafter_that_never_answers_teaches_nothing(play: Play) -> None:
     while not play.takes:
-        play.step(answered=not play.engine.drafts)
+        play.step(responded=not play.engine.drafts)
     assert not play.engine.over
 
 

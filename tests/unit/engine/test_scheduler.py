@@ -364,7 +364,7 @@ STEP_S = 0.020
 def goodput(row_s: float) -> Goodput:
     """The policy that serves, where drafting pays, a step takes `STEP_S` and each row so much more."""
     policy = Goodput(StepCost(rows=(1, 512), seconds=(STEP_S, STEP_S + 511 * row_s)))
-    policy.mode.resume([value for load in range(8) for value in (load, 1.0, 2.0)])
+    policy.mode.resume([value for load in range(8) for value in (load, 1.0, 0.0, 2.0)])
     return policy
 
 
@@ -611,7 +611,7 @@ def test_sessions_that_fail_end_no_engine_however_many_there_are() -> None:
         verifier.submit(f"s{number}")
         verifier.run()
     assert len(verifier.errors) == 20
-    assert not any(verifier.policy.inside.learned())
+    assert not any(verifier.policy.mode.learned())
 
 
 def test_a_session_that_fails_teaches_nothing_of_the_others_beside_it() -> None:
@@ -634,13 +634,13 @@ def test_an_error_in_learning_costs_what_was_learned_and_no_step(caplog: pytest.
     verifier.submit("s", max_tokens=50)
     for _ in range(20):
         verifier.step()
-    learned = verifier.policy.inside.learned
+    learned = verifier.policy.mode.learned
     assert any(learned())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Rate, "add", Mock(side_effect=ZeroDivisionError("float division by zero")))
         verifier.step()
     assert "what was learned is forgotten" in caplog.text
-    learned = verifier.policy.inside.learned
+    learned = verifier.policy.mode.learned
     assert not any(learned())
     verifier.run()
     assert verifier.tokens("s") == text(5, 50)

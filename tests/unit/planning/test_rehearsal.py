@@ -54,7 +54,7 @@ def with_takes(
 def test_what_was_rehearsed_is_decided_by_at_every_load(right: bool, colocated: bool) -> None:
     mode = rehearsed(profile(sure_guesses(right=right), noise=NOISE), colocated=colocated).policy.mode
     assert sorted(mode.loads) == [0, 1, 2]
-    assert all(load.tried(each) for load in mode.loads.values() for each in Mode)
+    assert all(load.rates[each].is_known for load in mode.loads.values() for each in (Mode.PLAIN, Mode.DRAFTING))
     for load in (1, 2, 3, 4):
         assert mode.enter(load) is (Mode.DRAFTING if right else Mode.PLAIN)
         assert mode.reason is (Reason.PAYS if right else Reason.DID_NOT_PAY)

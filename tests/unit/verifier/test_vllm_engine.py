@@ -291,6 +291,6 @@ def test_in_a_rehearsal_the_helper_decides_and_says_whether_drafters_answered(
     submit(engine, 2)
     script.answers.extend([[answer(1, 5), answer(2, 6)]] * 2)
     report = finished(engine.step()).report
-    assert (report.gammas, report.answered) == ([0, 0], True)
-    helper.answered = False
-    assert not finished(engine.step()).report.answered
+    assert (report.gammas, report.responded) == ([0, 0], True)
+    helper.responded = False
+    assert not finished(engine.step()).report.responded

@@ -14,7 +14,7 @@ from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.vllm.board import TreeBoard, make_board
 from paceline.vllm.chain_scheduler import ChainScheduler
-from paceline.vllm.helper import MOST_ON_LOAN, most_on_loan
+from paceline.vllm.helper import MAX_EAGER_BATCH, max_eager_batch
 from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
 from paceline.vllm.step_message import RowTokens, StepMessage
 from tests.support.told_drafter import ToldDrafter
@@ -234,15 +234,15 @@ def test_a_session_is_opened_with_room_so_that_its_first_round_drafts(vllm: Vllm
 @pytest.mark.parametrize(
     ("drafters", "most"),
     [
-        ((), MOST_ON_LOAN),
-        (("127.0.0.1:8201",), MOST_ON_LOAN),
-        (("10.0.0.7:8201", "localhost:8201"), MOST_ON_LOAN),
-        (("[::1]:8201",), MOST_ON_LOAN),
+        ((), MAX_EAGER_BATCH),
+        (("127.0.0.1:8201",), MAX_EAGER_BATCH),
+        (("10.0.0.7:8201", "localhost:8201"), MAX_EAGER_BATCH),
+        (("[::1]:8201",), MAX_EAGER_BATCH),
         (("10.0.0.7:8201", "drafter.example:8201", "[fd00::7]:8201"), math.inf),
     ],
 )
 def test_drafters_on_other_hosts_are_tried_at_any_load(drafters: tuple[str, ...], most: float) -> None:
-    assert most_on_loan(drafters) == most
+    assert max_eager_batch(drafters) == most
 
 
 def test_what_the_board_shows_is_what_the_scheduler_would_answer_and_taking_it_counts_the_same() -> None:
@@ -272,7 +272,7 @@ def test_a_step_that_verified_guesses_after_drafting_was_given_up_teaches_nothin
     assert vllm.chains[1]
     vllm.tier.take_report()
     # The proposer has taken these from the board before it heard of that.
-    policy.enter(0)
+    policy.enter(1, drafters=False)
     vllm.step()
     assert vllm.tier.take_report().seconds == 0.0
 

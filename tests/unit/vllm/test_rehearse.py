@@ -90,8 +90,8 @@ class FakeVllm:
             if not running:
                 continue
             rows = [*self._left][:PLACES]
-            drafts = self.policy.enter(len(rows))
-            self.policy.answered = self.answers or not drafts
+            drafts = self.policy.enter(max(1, len(rows)))
+            self.policy.responded = self.answers or not drafts
             self.steps[len(rows), drafts] += 1
             for row in rows:
                 self._left[row] -= 1 + drafts
@@ -139,7 +139,9 @@ async def test_both_modes_are_known_at_every_load_that_the_server_takes(
     fake, url = vllm
     await command(url)
     for load in range(4):
-        assert all(map(fake.policy.mode.loads[load].tried, Mode))
+        rates = fake.policy.mode.loads[load].rates
+        assert rates[Mode.PLAIN].is_known
+        assert rates[Mode.DRAFTING].is_known
     modes = [fake.policy.mode.loads[load].mode for load in range(4)]
     assert modes == [Mode.DRAFTING, Mode.DRAFTING, Mode.DRAFTING, Mode.PLAIN]
     assert fake.policy.mode.rehearsing is None

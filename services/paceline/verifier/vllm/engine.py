@@ -171,7 +171,7 @@ class VllmEngine:
                 self._take(output, len(outputs), report)
             self._add_stats(report)
             report.gammas += [0] * (len(outputs) - len(report.gammas))
-            report.answered = self._helper is None or self._helper.answered
+            report.responded = self._helper is None or self._helper.responded
             report.num_rows = len(outputs) + sum(report.gammas) + report.num_prefill_rows
         report.seconds = self._clock() - began_s
         return self._output(report)

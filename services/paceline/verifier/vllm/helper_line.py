@@ -33,14 +33,14 @@ class HelperLine:
         find: Returns the helper's socket; None: there is none yet.
 
     Attributes:
-        answered: Whether drafters had answered in the helper's last step, as far as we know.
+        responded: Whether drafters had responded in the helper's last step, as far as we know.
     """
 
     def __init__(self, find: Callable[[], Path | None]) -> None:
         self._find = find
         self._orders: asyncio.Queue[tuple[Order, asyncio.Future[Learned] | None]] = asyncio.Queue()
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self.answered = True
+        self.responded = True
 
     def rehearse(self, drafts: bool | None, *, over: bool = False) -> None:
         """Has the next steps draft or not; None: as pays.
@@ -87,7 +87,7 @@ class HelperLine:
             # Whoever asked gets an answer, whatever ends this.
             if wants is not None and not wants.done():
                 wants.set_result(state.get("learned", {}))
-        self.answered = bool(state.get("answered", True))
+        self.responded = bool(state.get("responded", True))
         return order
 
     async def _drafter(self) -> str:
