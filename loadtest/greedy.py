@@ -81,12 +81,14 @@ async def _compiling(greedy: Greedy) -> None:
     properties = {
         f"p{number}_{index}": {"type": "string", "pattern": "^[a-z]{1,20}$"} for index in range(NUM_PROPERTIES)
     }
-    await greedy.complete(guided_json={"type": "object", "properties": properties, "additionalProperties": False})
+    await greedy.complete(
+        structured_outputs={"json": {"type": "object", "properties": properties, "additionalProperties": False}}
+    )
 
 
 async def _grammars(greedy: Greedy) -> None:
     """Answers that use up the lexer of a grammar which all sessions know."""
-    await greedy.complete(guided_regex=LEXER_PATTERN, max_tokens=512, ignore_eos=True)
+    await greedy.complete(structured_outputs={"regex": LEXER_PATTERN}, max_tokens=512, ignore_eos=True)
 
 
 async def _kept(greedy: Greedy) -> None:

@@ -241,8 +241,10 @@ class _Tenant:
             errands: Mapping[str, Callable[[], Awaitable[object]]] = {
                 "sign of life": partial(self._get, "/livez"),
                 "console": partial(self._get, CONSOLE),
-                "schema of its own": partial(self._complete, guided_json=_schema(f"{time.time_ns()}-{number}")),
-                "grammar of both": partial(self._complete, guided_regex=LEXER_PATTERN),
+                "schema of its own": partial(
+                    self._complete, structured_outputs={"json": _schema(f"{time.time_ns()}-{number}")}
+                ),
+                "grammar of both": partial(self._complete, structured_outputs={"regex": LEXER_PATTERN}),
                 "kept response": partial(self._get, f"{RESPONSES}/{kept}"),
             }
             for name, errand in errands.items():

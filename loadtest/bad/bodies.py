@@ -54,8 +54,8 @@ _FORMS = (
     {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True}}},
     {"structured_outputs": {"json": _SCHEMA, "whitespace_pattern": "[ ]?"}},
     {"structured_outputs": {"choice": ["a", "b"]}},
-    {"guided_regex": "[ab]{1,9}"},
-    {"guided_grammar": 'start: "a" | "b"'},
+    {"structured_outputs": {"regex": "[ab]{1,9}"}},
+    {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
     {"tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     {"tools": [_TOOL, _tool(name="g")], "tool_choice": "auto"},
 )
@@ -164,7 +164,6 @@ def _any_schema(chance: random.Random) -> Json:
     forms: tuple[Json, ...] = (
         {"response_format": {"type": "json_schema", "json_schema": json_schema}},
         {"structured_outputs": {"json": schema}},
-        {"guided_json": schema},
         {"tools": [_tool(parameters=schema, strict=True)], "tool_choice": chance.choice(("required", "auto"))},
     )
     return chance.choice(forms)
@@ -181,12 +180,12 @@ def _any_grammar(chance: random.Random) -> Json:
         '{"grammars": ' + json.dumps(_any_json(chance)) + "}",
         "root ::= " + "[a-z]" * chance.randint(1, 200),
     )
-    return {chance.choice(("guided_regex", "guided_grammar")): chance.choice(texts)}
+    return {"structured_outputs": {chance.choice(("regex", "grammar")): chance.choice(texts)}}
 
 
 def _hard(chance: random.Random) -> Json:
     prime = chance.choice((999_983, 999_979, 999_961, 999_959))
-    return {"guided_json": {"type": "integer", "multipleOf": prime + 2 * chance.randrange(1000)}}
+    return {"structured_outputs": {"json": {"type": "integer", "multipleOf": prime + 2 * chance.randrange(1000)}}}
 
 
 def _forced(chance: random.Random) -> Json:
@@ -201,12 +200,13 @@ def _forced(chance: random.Random) -> Json:
     )
     properties = {"a": {"enum": ["x", "y"]}, "b": long} if chance.random() < 0.5 else {"b": long}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return {"guided_json": schema, "max_tokens": 8}
+    return {"structured_outputs": {"json": schema}, "max_tokens": 8}
 
 
 def _no_token_left(chance: random.Random) -> Json:
     """No token that is allowed may follow the first one."""
-    return {"guided_regex": f"a[b-{chance.choice('cxyz')}]", "allowed_token_ids": [_LETTER_A], "max_tokens": 4}
+    pattern = {"regex": f"a[b-{chance.choice('cxyz')}]"}
+    return {"structured_outputs": pattern, "allowed_token_ids": [_LETTER_A], "max_tokens": 4}
 
 
 def _exchanged(value: Json, chance: random.Random, *, within: bool = False) -> Json:

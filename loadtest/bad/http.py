@@ -57,7 +57,7 @@ _BEYOND = _each(
 )
 _TOO_MANY = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 999983}}}
 _NOT_SERVED = [
-    {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+    {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
     *_each(
         {
             "best_of": [2],
@@ -65,9 +65,13 @@ _NOT_SERVED = [
             "tools": [[{}]],
             "use_beam_search": [True],
             "response_format": [{"type": "yaml"}, _TOO_MANY],
-            "structured_outputs": [{"choice": []}, {"regex": "(" * 1000}],
-            "guided_grammar": ["start: " + "a " * 50_000],
-            "guided_json": [{"$ref": "http://127.0.0.1/schema.json"}],
+            "structured_outputs": [
+                {"choice": []},
+                {"regex": "(" * 1000},
+                {"grammar": "start: " + "a " * 50_000},
+                {"json": {"$ref": "http://127.0.0.1/schema.json"}},
+            ],
+            "guided_json": [{}],
             "stream_options": [{"include_usage": True}],
         }
     ),

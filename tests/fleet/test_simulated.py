@@ -61,7 +61,8 @@ def test_stop_strings_and_schemas_bind_simulated_texts_too(runner: FleetRunner, 
     assert stopped["choices"][0]["finish_reason"] == "stop"
     assert text(stopped) == plain[: plain.index(word)]
     schema = {"type": "object", "properties": {"kind": {"enum": ["draft", "plain"]}}, "required": ["kind"]}
-    bound = text(complete(runner.url, guided_json={**schema, "additionalProperties": False}, ignore_eos=False))
+    asked = {"json": {**schema, "additionalProperties": False}}
+    bound = text(complete(runner.url, structured_outputs=asked, ignore_eos=False))
     assert bound in ('{"kind": "draft"}', '{"kind": "plain"}')
 
 

@@ -101,8 +101,8 @@ TEXT: Any = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 CHAT: Any = {"model": "tiny", "messages": [USER], "max_tokens": 2}
 # Path, body, and the field that the refusal names.
 REFUSED: list[tuple[str, Any, str]] = [
-    ("completions", {**TEXT, "guided_json": NO_TYPE}, "guided_json"),
-    ("completions", {**TEXT, "guided_regex": "("}, "guided_regex"),
+    ("completions", {**TEXT, "structured_outputs": {"json": NO_TYPE}}, "structured_outputs.json"),
+    ("completions", {**TEXT, "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ("completions", {**TEXT, "structured_outputs": {"grammar": "start: foo"}}, "structured_outputs.grammar"),
     (
         "chat/completions",

@@ -26,7 +26,6 @@ OUTSIDE_SCHEMAS = (
     "needs a function, and",
     "prompt_logprobs: is not available with stream",
     # What no schema of a body says: whether another schema, a pattern or a grammar in it can be compiled.
-    '"param": "guided_',
     '"param": "response_format',
     '"param": "structured_outputs',
     "the context",

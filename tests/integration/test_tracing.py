@@ -297,7 +297,7 @@ async def test_a_model_that_is_not_served_is_named_in_its_span(fleet):
     ("fields", "told"),
     [
         ({"response_format": {"type": "json_object"}}, "json"),
-        ({"guided_json": {"type": "object"}}, "json"),
+        ({"structured_outputs": {"json": {"type": "object"}}}, "json"),
         ({"response_format": {"type": "text"}}, "text"),
     ],
 )

@@ -123,11 +123,10 @@ def _without_effect(schema: Mapping[str, Any]) -> str:
 
 
 def _answers(paths: Mapping[str, Any]) -> Iterator[str]:
-    yield "\n## Paths and answers\n\n| path | what it does | statuses beside 200 |\n| --- | --- | --- |\n"
+    yield "\n## Paths and answers\n\n| path | what it does |\n| --- | --- |\n"
     for path, operations in paths.items():
         for method, operation in operations.items():
-            others = ", ".join(status for status in operation["responses"] if status != "200")
-            yield f"| {method.upper()} `{path}` | {operation['summary']} | {others} |\n"
+            yield f"| {method.upper()} `{path}` | {operation['summary']} |\n"
     yield "\n| status | why |\n| --- | --- |\n"
     failures = paths["/v1/completions"]["post"]["responses"].items()
     yield from (f"| {status} | {each['description']} |\n" for status, each in failures if status != "200")

@@ -1,11 +1,11 @@
-"""The OpenAPI description of the HTTP API: every path, and every status that can come back from it.
+"""The OpenAPI description of the HTTP API: every path, and the statuses that can come back.
 
 It knows no sessions and no transport; bodies are described by the models that read them, answers by their kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -53,10 +53,9 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `reasoning_text`, `refusal` and `thinking`. An assistant's `refusal` stands for its content where that is null.
 * Images, audio and video in messages of a user are refused by the name of their field.
 * `bad_words` are not generated, neither at the beginning of a text nor after a space, as the tokenizer writes them.
-* `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
-  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. A verifier
-  compiles the grammar before the first token; one that it cannot compile within a second is refused by the name of the
-  field, in streams, too.
+* `response_format` and `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
+  `whitespace_pattern`) ask for a text of a form; one of them at most. A verifier compiles the grammar before the first
+  token; one that it cannot compile within a second is refused by the name of the field, in streams, too.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. The same holds for limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream` and `top_logprobs` with `logprobs` (where they ask for something), prompts times `n` up to {max_choices}.
@@ -110,13 +109,11 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 _REFERENCE = "#/components/schemas/{model}"
 _JSON: Json = {"application/json": {"schema": {"type": "object"}}}
 _TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
-_STREAM: Json = {"text/event-stream": {}}
-_BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody)
-_TOKENIZER_BODIES = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_JSON_OR_STREAM: Json = {**_JSON, "text/event-stream": {}}
 _FAILURES = {
     "400": "A field, or the body as a whole, is refused",
     "401": "A key is required, and the request has none that is known",
-    "404": "No such model, or no such session to resume",
+    "404": "No such model, response, or session to resume",
     "408": "The body did not arrive in time",
     "409": "The stream to resume is another one, or continues elsewhere",
     "413": "The body is too large",
@@ -127,16 +124,59 @@ _FAILURES = {
     "502": "A verifier broke the protocol",
     "503": "No verifier is there, or the gateway stops",
 }
-_OF_TOKENIZER = ("400", "401", "404", "408", "413", "415", "429", "500", "503")
-_OF_KEPT = ("400", "401", "404", "429", "500", "503")
-# Those that resume a session.
-_OF_RUN = ("400", "401", "404", "409", "422", "429", "500", "502", "503")
+_GENERATES, _HEALTH = "Generates text, whole or as a stream", "Whether new requests can be served"
+_KEPT = "/v1/responses/{response_id}"
+# Operations by path and method: name, summary, answer, and the bodies that they take.
+_OPERATIONS: Mapping[tuple[str, str], tuple[str, str, Json, tuple[type[BaseModel], ...]]] = {
+    ("/v1/completions", "post"): ("createCompletion", _GENERATES, _JSON_OR_STREAM, (CompletionBody,)),
+    ("/v1/chat/completions", "post"): ("createChatCompletion", _GENERATES, _JSON_OR_STREAM, (ChatBody,)),
+    ("/v1/responses", "post"): ("createResponse", _GENERATES, _JSON_OR_STREAM, (ResponsesBody,)),
+    ("/v1/messages", "post"): ("createMessage", _GENERATES, _JSON_OR_STREAM, (MessagesBody,)),
+    ("/v1/messages/count_tokens", "post"): ("countMessageTokens", "The tokens of a prompt", _JSON, (CountBody,)),
+    ("/tokenize", "post"): (
+        "tokenize",
+        "The tokens of a prompt or a chat",
+        _JSON,
+        (TokenizeTextBody, TokenizeChatBody),
+    ),
+    ("/detokenize", "post"): ("detokenize", "The text of tokens", _JSON, (DetokenizeBody,)),
+    ("/v1/models", "get"): ("listModels", "Models that can be asked for", _JSON, ()),
+    ("/v1/models/{name}", "get"): ("showModel", "One model", _JSON, ()),
+    ("/livez", "get"): ("livez", "Whether the process lives: it answers", _JSON, ()),
+    ("/readyz", "get"): ("readyz", _HEALTH, _JSON, ()),
+    ("/health", "get"): ("health", _HEALTH, _JSON, ()),
+    ("/ping", "get"): ("ping", _HEALTH, _JSON, ()),
+    ("/ping", "post"): ("postPing", _HEALTH, _JSON, ()),
+    ("/load", "get"): ("load", "How many sessions are under way", _JSON, ()),
+    ("/version", "get"): ("version", "What serves", _JSON, ()),
+    ("/metrics", "get"): ("metrics", "Prometheus metrics", _TEXT, ()),
+    (PATH, "get"): ("openapi", "This description", _JSON, ()),
+    (_KEPT, "get"): ("showResponse", "A response that is kept", _JSON_OR_STREAM, ()),
+    (_KEPT, "delete"): ("deleteResponse", "Forgets a response", _JSON, ()),
+    (f"{_KEPT}/cancel", "post"): ("cancelResponse", "Ends a response in progress", _JSON, ()),
+}
+
+
+def _parameter(name: str, schema: Json, place: str = "path") -> Json:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
+
+
+_PATH_PARAMETERS = (
+    _parameter("name", {"type": "string", "minLength": 1}),
+    _parameter("response_id", {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"}),
+)
+_QUERIES = {
+    "showResponse": [
+        _parameter("stream", {"type": "boolean"}, place="query"),
+        _parameter("starting_after", {"type": "integer", "minimum": 0, "maximum": 10**12 - 1}, place="query"),
+    ]
+}
 
 
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
-    bodies = [(each, "validation") for each in (*_BODIES, *_TOKENIZER_BODIES)]
-    _, schemas = models_json_schema(bodies, ref_template=_REFERENCE)  # type: ignore[arg-type]
+    taken: list[Any] = [(each, "validation") for *_, bodies in _OPERATIONS.values() for each in bodies]
+    _, schemas = models_json_schema(taken, ref_template=_REFERENCE)
     about = ABOUT.format(
         max_choices=MAX_CHOICES,
         max_logprobs=MAX_LOGPROBS,
@@ -145,93 +185,28 @@ def openapi_document() -> Json:
         ignored_tools=IGNORED_TOOLS,
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
+    paths: Json = {}
+    for path, method in _OPERATIONS:
+        paths.setdefault(path, {})[method] = _operation(path, method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline gateway", "version": paceline.__version__, "description": about},
-        "paths": {**_posts(), **_reads(), **_kept()},
+        "paths": paths,
         "components": {"schemas": schemas["$defs"]},
     }
 
 
-def _posts() -> Json:
-    """Returns the operations with a body, by path."""
-
-    def generates(name: str, body: type[BaseModel]) -> Json:
-        told = "Generates text, whole or as a stream"
-        return {"post": _operation(name, told, (*_FAILURES,), content=_JSON | _STREAM, bodies=(body,))}
-
-    def tokenizes(name: str, told: str, *bodies: type[BaseModel]) -> Json:
-        return {"post": _operation(name, told, _OF_TOKENIZER, bodies=bodies)}
-
-    return {
-        "/v1/completions": generates("createCompletion", CompletionBody),
-        "/v1/chat/completions": generates("createChatCompletion", ChatBody),
-        "/v1/responses": generates("createResponse", ResponsesBody),
-        "/v1/messages": generates("createMessage", MessagesBody),
-        "/v1/messages/count_tokens": tokenizes("countMessageTokens", "The tokens of a prompt", CountBody),
-        "/tokenize": tokenizes("tokenize", "The tokens of a prompt or a chat", TokenizeTextBody, TokenizeChatBody),
-        "/detokenize": tokenizes("detokenize", "The text of tokens", DetokenizeBody),
+def _operation(path: str, method: str) -> Json:
+    name, summary, content, bodies = _OPERATIONS[path, method]
+    failures = {status: {"description": why, "content": _JSON} for status, why in _FAILURES.items()}
+    operation: Json = {
+        "operationId": name,
+        "summary": summary,
+        "parameters": [each for each in _PATH_PARAMETERS if f"{{{each['name']}}}" in path] + _QUERIES.get(name, []),
+        "responses": {"200": {"description": summary, "content": content}, **failures},
     }
-
-
-def _reads() -> Json:
-    """Returns the operations that only read, by path."""
-    told = {
-        "/v1/models": ("listModels", "Models that can be asked for", ""),
-        "/v1/models/{name}": ("showModel", "One model", "404"),
-        "/livez": ("livez", "Whether the process lives: it answers", ""),
-        **{f"/{name}": (name, "Whether new requests can be served", "503") for name in ("readyz", "health", "ping")},
-        "/load": ("load", "How many sessions are under way", ""),
-        "/version": ("version", "What serves", ""),
-        "/metrics": ("metrics", "Prometheus metrics", ""),
-        PATH: ("openapi", "This description", ""),
-    }
-    reads: Json = {
-        path: {"get": _operation(name, summary, (failure,) if failure else ())}
-        for path, (name, summary, failure) in told.items()
-    }
-    name = _parameter("name", {"type": "string", "minLength": 1}, "May hold slashes.")
-    reads["/v1/models/{name}"]["get"]["parameters"] = [name]
-    reads["/metrics"]["get"]["responses"]["200"]["content"] = _TEXT
-    reads["/ping"]["post"] = {**reads["/ping"]["get"], "operationId": "postPing"}
-    return reads
-
-
-def _kept() -> Json:
-    """Returns the operations on responses that are kept, by path."""
-    name = _parameter("response_id", {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"}, "As its answer names it.")
-    number = {"type": "integer", "minimum": 0, "maximum": 10**12 - 1}
-    query = [
-        _parameter("stream", {"type": "boolean"}, "Whether as a stream.", place="query"),
-        _parameter("starting_after", number, "Its last event that is there.", place="query"),
-    ]
-    show = _operation("showResponse", "A response that is kept", _OF_RUN, content=_JSON | _STREAM)
-    delete = _operation("deleteResponse", "Forgets a response", _OF_KEPT)
-    cancel = _operation("cancelResponse", "Ends a response in progress", _OF_RUN)
-    one = "/v1/responses/{response_id}"
-    return {
-        one: {"get": {**show, "parameters": [name, *query]}, "delete": {**delete, "parameters": [name]}},
-        f"{one}/cancel": {"post": {**cancel, "parameters": [name]}},
-    }
-
-
-def _operation(
-    name: str,
-    summary: str,
-    failures: Sequence[str] = (),
-    content: Json = _JSON,
-    bodies: Sequence[type[BaseModel]] = (),
-) -> Json:
-    responses: Json = {"200": {"description": summary, "content": content}}
-    for status in failures:
-        responses[status] = {"description": _FAILURES[status], "content": _JSON}
-    operation: Json = {"operationId": name, "summary": summary, "responses": responses}
     if bodies:
         schemas = [{"$ref": _REFERENCE.format(model=each.__name__)} for each in bodies]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
-
-
-def _parameter(name: str, schema: Json, description: str, place: str = "path") -> Json:
-    return {"name": name, "in": place, "required": place == "path", "schema": schema, "description": description}

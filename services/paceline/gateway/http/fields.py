@@ -131,12 +131,14 @@ class Fields(BaseModel):
         no_effect: Fields that change nothing about the answer; clients send them for bookkeeping.
         not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing,
             beside an empty text and an empty list.
+        instead: What to use in place of some of these.
         objects: The kinds of fields that hold objects.
         ours: Whether no other server has the object, so that an unknown field is a mistake, and refused.
     """
 
     no_effect: ClassVar[frozenset[str]] = frozenset()
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
     objects: ClassVar[Mapping[str, type[Fields]]] = {}
     ours: ClassVar[bool] = False
 
@@ -287,7 +289,10 @@ def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields,
         elif name not in kind.not_served:
             unknown.add(where, name)
         elif not any(_same(_without_nulls(value), neutral) for neutral in (*kind.not_served[name], *_NOTHING)):
-            raise InvalidRequestError(_joined(where, name), f"is not supported by this server, got {_shown(value)}")
+            use = f"; use {kind.instead[name]}" if name in kind.instead else ""
+            raise InvalidRequestError(
+                _joined(where, name), f"is not supported by this server{use}, got {_shown(value)}"
+            )
     return known
 
 

@@ -27,7 +27,6 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "fun
 ASKED: list[tuple[str, Json]] = [
     ("chat", {**CHAT, "response_format": FORMAT}),
     ("chat", {**CHAT, "response_format": {"type": "json_object"}}),
-    ("chat", {**CHAT, "guided_json": SCHEMA}),
     ("chat", {**CHAT, "structured_outputs": {"json": SCHEMA}}),
     (
         "response",

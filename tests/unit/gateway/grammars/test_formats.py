@@ -42,10 +42,6 @@ def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
         {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
         {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}},
         {"structured_outputs": {"json_object": True}},
-        {"guided_json": {"type": "integer"}},
-        {"guided_regex": "[0-9]+"},
-        {"guided_choice": ["a"]},
-        {"guided_grammar": 'start: "a"'},
     ],
 )
 def test_every_way_to_ask_makes_a_grammar(fields: dict[str, Any]) -> None:
@@ -67,10 +63,23 @@ def test_whoever_asks_for_nothing_gets_none() -> None:
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]", "must not be empty"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "excludes"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "excludes response_format"),
-        ({"guided_regex": "a" * MAX_GRAMMAR_CHARS}, "guided_regex", "must have at most 131072 characters"),
-        ({"guided_json": {"enum": ["x" * 100] * 2000}}, "guided_json", "must have at most 131072 characters"),
-        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs.regex",
+            "excludes response_format",
+        ),
+        (
+            {"structured_outputs": {"regex": "a" * MAX_GRAMMAR_CHARS}},
+            "structured_outputs.regex",
+            "must have at most 131072 characters",
+        ),
+        (
+            {"structured_outputs": {"json": {"enum": ["x" * 100] * 2000}}},
+            "structured_outputs.json",
+            "must have at most 131072 characters",
+        ),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"guided_regex": "a"}, "guided_regex", "is not supported by this server; use structured_outputs.regex"),
     ],
 )
 def test_what_makes_no_grammar_is_refused_by_name(fields: dict[str, Any], field: str, problem: str) -> None:

@@ -20,7 +20,7 @@ TOOL_CALLS = "tool_calls"
 # being there.
 _JSON_FORMATS = ("json_object", "json_schema")
 _FORMATS = (("response_format",), ("text", "format"), ("output_config", "format"))
-_JSON_FIELDS = (("guided_json",), ("structured_outputs", "json"), ("structured_outputs", "json_object"))
+_JSON_FIELDS = (("structured_outputs", "json"), ("structured_outputs", "json_object"))
 
 
 class RequestTrace:

@@ -59,6 +59,10 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": (),
     "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": (),
@@ -75,6 +79,13 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
+}
+# What to use in their place.
+INSTEAD: Mapping[str, str] = {
+    "functions": "tools",
+    "json_schema": "response_format",
+    **{name: f"structured_outputs.{name}" for name in ("grammar", "regex")},
+    **{f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")},
 }
 # Those of them that chats have.
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
@@ -161,6 +172,7 @@ class CommonBody(SharedBody):
 
     no_effect = NO_EFFECT
     not_served = NOT_SERVED
+    instead = INSTEAD
     objects = {  # noqa: RUF012 - a class variable
         "stream_options": StreamOptions,
         "speculation": SpeculationBody,
@@ -191,10 +203,6 @@ class CommonBody(SharedBody):
         None, properties={"type": {"enum": ["text", "json_object", "json_schema"]}}, required=["type"]
     )
     structured_outputs: dict[str, Any] | None = None
-    guided_json: SkipValidation[dict[str, Any] | str | None] = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = _described(None, minItems=1)
-    guided_grammar: str | None = None
     prediction: PredictionBody | None = None
     truncate_prompt_tokens: int | None = _described(
         None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]

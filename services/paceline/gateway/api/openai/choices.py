@@ -54,7 +54,7 @@ def grammar_of(body: CommonBody) -> tuple[str, str]:
     Raises:
         InvalidRequestError: The grammar cannot be read, or the body gives more than one.
     """
-    wanted = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
+    wanted = [*_response_format(body), *_structured_outputs(body)]
     if not wanted:
         return "", ""
     (field, make), *others = wanted
@@ -96,14 +96,6 @@ def _structured_outputs(body: CommonBody) -> _Wanted:
         (f"structured_outputs.{name}", _maker(name, f"structured_outputs.{name}", value, pattern))
         for name, value in given.items()
         if value is not False
-    ]
-
-
-def _guided(body: CommonBody) -> _Wanted:
-    return [
-        (f"guided_{name}", _maker(name, f"guided_{name}", value, None))
-        for name in ("json", "regex", "choice", "grammar")
-        if (value := getattr(body, f"guided_{name}")) is not None
     ]
 
 
