@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from paceline.gateway.fleet import ejection
+from paceline.gateway.fleet import verifier_health
 from paceline.gateway.http import connection, response
 from paceline.gateway.http.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
@@ -221,7 +221,7 @@ async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
     fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, stream: bool
 ) -> None:
     # The verifier is asked again at once.
-    monkeypatch.setattr(ejection, "FULL_S", 0.0)
+    monkeypatch.setattr(verifier_health, "FULL_S", 0.0)
     fresh_fleet.verifier.script = Script(fail_after=0, error=error)
     answer = await post(fresh_fleet, stream=stream)
     described = error_of(answer, status)
@@ -235,7 +235,7 @@ async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
 async def test_the_word_of_a_verifier_that_is_full_holds_for_a_moment(
     fresh_fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ejection, "FULL_S", 60.0)
+    monkeypatch.setattr(verifier_health, "FULL_S", 60.0)
     fresh_fleet.verifier.script = Script(fail_after=0, error=OverloadedError("queue is full", retry_after_s=60.0))
     for _ in range(3):
         error_of(await post(fresh_fleet), 429)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.gateway.fleet import fleet as module
+from paceline.gateway.fleet import verifier_health as module
 from tests.support.scripted_fleet import MODEL, WAIT_S, scripted_fleet, verifier_server
 
 

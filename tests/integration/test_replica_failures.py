@@ -23,7 +23,7 @@ from paceline.core.errors import (
     RemoteProtocolError,
 )
 from paceline.core.processors import NoTokenLeftError
-from paceline.gateway.fleet.ejection import CONSECUTIVE
+from paceline.gateway.fleet.verifier_health import EJECTED, FAILURE
 from paceline.gateway.sessions import failover
 from paceline.gateway.sessions.failover import MOST_FAILURES
 from paceline.rpc.v1 import gateway_pb2
@@ -32,6 +32,8 @@ from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 
+# Failures in a row after which a verifier gets no sessions.
+TO_EJECT = EJECTED // FAILURE
 REQUEST: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10, "seed": 0}
 
 
@@ -72,7 +74,7 @@ async def test_a_verifier_that_fails_everybody_at_once_costs_nobody_an_answer_an
     expected = fleet.letters(0, 10)
     for _ in range(20):
         assert text_of(await post(fleet)) == expected
-    assert len(fleet.verifier.requests) == CONSECUTIVE
+    assert len(fleet.verifier.requests) == TO_EJECT
 
 
 async def test_a_session_moves_on_when_its_verifier_fails_in_mid_stream(fleet: ScriptedFleet) -> None:
@@ -152,9 +154,9 @@ async def test_what_is_wrong_with_the_request_itself_is_asked_once(
 
 async def test_a_session_that_its_verifier_has_placed_anew_is_no_failure_of_the_verifier(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script(fail_after=0, error=MovedError("what sessions share is used up"))
-    for _ in range(2 * CONSECUTIVE):
+    for _ in range(2 * TO_EJECT):
         assert text_of(await post(fleet)) == fleet.letters(0, 10)
-    assert len(fleet.verifier.requests) == 2 * CONSECUTIVE
+    assert len(fleet.verifier.requests) == 2 * TO_EJECT
 
 
 @pytest.mark.parametrize(("after", "num_engines"), [(0, 2), (6, 3)])
@@ -197,14 +199,14 @@ async def test_tokens_out_of_place_are_never_passed_on(fleet: ScriptedFleet, gap
     fleet.verifier.script = Script(gap=gap)
     for _ in range(6):
         assert text_of(await post(fleet)) == fleet.letters(0, 10)
-    assert len(fleet.verifier.requests) == CONSECUTIVE
+    assert len(fleet.verifier.requests) == TO_EJECT
 
 
 async def test_tokens_of_no_vocabulary_are_never_passed_on(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script(tokens=(fleet.codec.vocab_size, *fleet.letter_ids(0, 9)))
     for _ in range(6):
         assert text_of(await post(fleet)) == fleet.letters(0, 10)
-    assert len(fleet.verifier.requests) == CONSECUTIVE
+    assert len(fleet.verifier.requests) == TO_EJECT
 
 
 async def announce(fleet: ScriptedFleet, index: int, **changes: Any) -> None:

@@ -108,7 +108,7 @@ class _Gateway:
         self._keys = keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
         if keys is not None:
             self._metrics.api_keys_bad_lines.set_function(lambda: keys.num_problems)
-        self._fleet = _fleet(config, store, codecs, defaults, partial(serves, tls))
+        self._fleet = _fleet(config, store, codecs, defaults, partial(serves, tls), self._metrics)
         self._client = VerifierClient(config.verifier_silence_s, tls)
         self._records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
         self._failover = _failover(config, self._fleet, self._client, self._metrics, tracer)
@@ -219,6 +219,7 @@ def _fleet(
     codecs: Mapping[str, TextCodec],
     defaults: Mapping[str, ModelDefaults],
     probe: Answers,
+    metrics: GatewayMetrics,
 ) -> Fleet:
     return Fleet(
         store,
@@ -229,6 +230,7 @@ def _fleet(
         trusts_templates=config.trust_request_chat_template,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        on_ejected=partial(_note_ejection, metrics),
     )
 
 
@@ -242,7 +244,6 @@ def _failover(
         failover_s=config.failover_s,
         max_wait_s=config.max_wait_s,
         on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
-        on_ejected=lambda replica_id: _note_ejection(metrics, replica_id),
         tracer=tracer,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
@@ -16,6 +16,7 @@ from paceline.gateway.fleet.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.fleet.routing import able_verifiers
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
+from paceline.gateway.fleet.verifier_health import VerifierHealth
 from paceline.gateway.message.form import AUTO, Families
 from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica, Store
@@ -23,55 +24,12 @@ from paceline.store.registry import Answers, RegistryView, nobody_answers
 
 _log = logging.getLogger(__name__)
 
-# A verifier that restarts is back, or out of the registry, within this time.
-UNREACHABLE_S = 5.0
-
-
-class Reach:
-    """Which verifiers this gateway can reach, as its own calls show, whatever the registry says.
-
-    Calls that are lost make a verifier a suspect; anything that is heard of it afterwards clears it. A gateway that is
-    not ready gets no requests any more, which could show that all is well again: so suspects are asked whether they
-    serve.
-
-    Args:
-        answers: Asks a replica whether it serves.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, answers: Answers, clock: Callable[[], float]) -> None:
-        self._answers = answers
-        self._clock = clock
-        # When the first call was lost since something was heard, by replica id.
-        self._lost_s: dict[str, float] = {}
-
-    def lost(self, replica_id: str) -> None:
-        """A call to a verifier was lost: it could not be reached, broke off, or fell silent."""
-        self._lost_s.setdefault(replica_id, self._clock())
-
-    def heard(self, replica_id: str) -> None:
-        """A verifier has answered, and be it with an error."""
-        self._lost_s.pop(replica_id, None)
-
-    def any_of(self, replicas: Iterable[Replica]) -> bool:
-        """Whether one of these may be reached: it has answered within the last `UNREACHABLE_S`, or was not needed."""
-        since_s = self._clock() - UNREACHABLE_S
-        return any(self._lost_s.get(each.replica_id, self._clock()) > since_s for each in replicas)
-
-    async def ask(self, replicas: Sequence[Replica]) -> None:
-        """Asks the suspects among all replicas for their health; forgets those that have left."""
-        suspects = [each for each in replicas if each.replica_id in self._lost_s]
-        self._lost_s = {each.replica_id: self._lost_s[each.replica_id] for each in suspects}
-        for replica, serves in zip(suspects, await asyncio.gather(*map(self._answers, suspects)), strict=True):
-            if serves:
-                self.heard(replica.replica_id)
-
 
 class Fleet:
     """Replicas and models that this gateway can use.
 
     Attributes:
-        reach: Which verifiers it can reach.
+        health: What its calls have shown about each verifier.
     """
 
     def __init__(
@@ -85,6 +43,7 @@ class Fleet:
         reasoning_parser: str = AUTO,
         aliases: Mapping[str, str] | None = None,
         trusts_templates: bool = False,
+        on_ejected: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows no replica until the first `refresh`.
@@ -98,9 +57,11 @@ class Fleet:
             reasoning_parser: How they write reasoning, likewise.
             aliases: Further names, each with the name of its model.
             trusts_templates: Whether requests may bring chat templates of their own.
+            on_ejected: Called with its replica id when a verifier gets no sessions for a while.
             clock: Monotonic seconds.
         """
-        self.reach = Reach(answers, clock)
+        self.health = VerifierHealth(clock, on_ejected)
+        self._answers = answers
         self._view = RegistryView(registry, answers=answers)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
@@ -180,9 +141,17 @@ class Fleet:
         return [replica.address for replica in self.replicas if replica.role == VERIFIER]
 
     async def refresh(self) -> None:
-        """Reads the registry once; a failure leaves the last known fleet in place. Asks those that were lost."""
+        """Reads the registry once; a failure leaves the last known fleet in place.
+
+        Verifiers whose calls were lost are asked whether they serve: a gateway that is not ready gets no requests any
+        more, which could show that all is well again.
+        """
         await self._view.refresh()
-        await self.reach.ask(self.replicas)
+        self.health.keep_only(self.replicas)
+        suspects = self.health.suspects(self.replicas)
+        for replica, serves in zip(suspects, await asyncio.gather(*map(self._answers, suspects)), strict=True):
+            if serves:
+                self.health.heard(replica.replica_id)
         self._warn_of_useless_drafters()
 
     def _warn_of_useless_drafters(self) -> None:

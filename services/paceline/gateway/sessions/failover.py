@@ -26,7 +26,6 @@ from paceline.core.errors import (
 )
 from paceline.core.grammar import FIELD as GRAMMAR_FIELD
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest, SpeculationRecord
-from paceline.gateway.fleet.ejection import Ejections, FullVerifiers
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import RunningCall, Take, VerifierClient
@@ -86,7 +85,6 @@ class Failover:
         failover_s: Time that a session looks for a verifier after its last token; 0: each verifier is tried once.
         max_wait_s: Longest expected wait for a place at a verifier; a request may ask for less.
         on_failover: Called with the reason when a session leaves a verifier.
-        on_ejected: Called with its replica id when a verifier gets no sessions for a while.
         tracer: Records spans, if tracing is on.
         clock: Monotonic seconds.
     """
@@ -100,11 +98,11 @@ class Failover:
         failover_s: float,
         max_wait_s: float,
         on_failover: Callable[[str], None] = lambda _: None,
-        on_ejected: Callable[[str], None] = lambda _: None,
         tracer: Tracer = OFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
+        self._health = fleet.health
         self._router = router
         self._client = client
         self._failover_s = failover_s
@@ -113,8 +111,6 @@ class Failover:
         self._tracer = tracer
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
-        self._ejections = Ejections(clock, on_ejected)
-        self._full = FullVerifiers(clock)
 
     @property
     def in_flight(self) -> Mapping[str, int]:
@@ -129,7 +125,7 @@ class Failover:
         """
         if not request.resumed:
             able = self._fleet.verifiers(request.model.identity.name)
-            self._full.check((each.replica_id for each in able), self._max_wait_of(request))
+            self._health.check_room((each.replica_id for each in able), self._max_wait_of(request))
 
     def _max_wait_of(self, request: SessionRequest) -> float:
         return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
@@ -155,7 +151,7 @@ class Failover:
             known = len(recorded.token_ids)
             try:
                 await self._on_verifier(verifier, running, recorded, request.span)
-                self._ejections.served(verifier.replica_id)
+                self._health.served(verifier.replica_id)
                 return
             except PacelineError as error:
                 self._note_reach(running, verifier, error)
@@ -180,7 +176,7 @@ class Failover:
         step: CommittedTokens,
     ) -> bool:
         """Adds to the record what a verifier has committed, and hands it on."""
-        self._fleet.reach.heard(verifier.replica_id)
+        self._health.heard(verifier.replica_id)
         if step.token_ids:
             recorded.extend(step.token_ids)
         if step.speculation is not None:
@@ -190,22 +186,22 @@ class Failover:
     def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:
         """Remembers whether the verifier was there to fail; a call that the gateway ended shows nothing."""
         if isinstance(error, PeerLostError):
-            self._fleet.reach.lost(verifier.replica_id)
+            self._health.lost(verifier.replica_id)
         elif running.ended_by is None:
-            self._fleet.reach.heard(verifier.replica_id)
+            self._health.heard(verifier.replica_id)
 
     def _note_failure(self, verifier: Replica, attempts: _Attempts, error: PacelineError, *, progressed: bool) -> None:
         """Remembers what a failed attempt shows about the verifier."""
         attempts.failed.add(verifier.replica_id)
         if isinstance(error, OverloadedError):
-            self._full.refused(verifier.replica_id, error, self._max_wait_of(attempts.request))
+            self._health.refused(verifier.replica_id, error, self._max_wait_of(attempts.request))
         if isinstance(error, OverloadedError | MovedError):
             return
         attempts.num_failures += 1
         self._router.forget(verifier.replica_id)
         if progressed:
-            self._ejections.served(verifier.replica_id)
-        self._ejections.failed(verifier.replica_id)
+            self._health.served(verifier.replica_id)
+        self._health.failed(verifier.replica_id)
 
     def move_away(self) -> None:
         """Moves sessions whose verifier drains or has vanished, if there is another verifier."""
@@ -221,8 +217,6 @@ class Failover:
         if self._fleet.store_error is None and any(not each.draining for each in verifiers.values()):
             reason = "the verifier drains or has left the registry"
             self._client.end(must_move, MovedError(reason))
-        self._ejections.keep_only(self._fleet.replicas)
-        self._full.keep_only(self._fleet.replicas)
 
     async def _verifier(self, attempts: _Attempts) -> Replica:
         """Returns the verifier to try next; waits for one if there is none.
@@ -250,7 +244,7 @@ class Failover:
         ]
         capable = [each for each in able if each.identity is not None and request.fits(each.identity)]
         # If none can serve it, one of them names the limit that it exceeds.
-        left = self._ejections.without(capable or able)
+        left = self._health.without_ejected(capable or able)
         return [each for each in left if each.replica_id not in attempts.failed]
 
     async def _before_next(self, attempts: _Attempts, error: PacelineError) -> None:

@@ -68,4 +68,4 @@ def _problem(fleet: Fleet, name: str) -> str | None:
         fleet.model(name)
     except UnavailableError as error:
         return str(error)
-    return None if fleet.reach.any_of(fleet.verifiers(name)) else _UNREACHED
+    return None if fleet.health.any_reachable(fleet.verifiers(name)) else _UNREACHED

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.core.errors import ConfigError, ModelNotFoundError, UnavailableError
 from paceline.gateway.config import model_aliases
-from paceline.gateway.fleet.fleet import UNREACHABLE_S, Fleet, Reach
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.verifier_health import UNREACHABLE_S
 from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
 from tests.support import tiny_tokenizer
@@ -90,50 +91,23 @@ def test_further_names_mean_one_model_each() -> None:
             model_aliases(given, ["one", "two"])
 
 
-FLEET = [replica("a"), replica("b")]
+async def test_only_verifiers_whose_calls_were_lost_are_asked_and_an_answer_clears_them() -> None:
+    serving: set[str] = set()
+    asked: list[str] = []
 
+    async def answers(each: Replica) -> bool:
+        asked.append(each.replica_id)
+        return each.replica_id in serving
 
-class Verifiers:
-    """Those that answer when they are asked for their health, and who was asked."""
-
-    def __init__(self) -> None:
-        self.serving: set[str] = set()
-        self.asked: list[str] = []
-
-    async def answers(self, each: Replica) -> bool:
-        self.asked.append(each.replica_id)
-        return each.replica_id in self.serving
-
-
-async def test_verifiers_are_out_of_reach_once_all_have_been_lost_for_a_while() -> None:
-    time, verifiers = SimpleNamespace(now_s=100.0), Verifiers()
-    reach = Reach(verifiers.answers, lambda: time.now_s)
-    for each in FLEET:
-        reach.lost(each.replica_id)
-    assert reach.any_of(FLEET)
+    time = SimpleNamespace(now_s=100.0)
+    fleet = Fleet(Registry(replica("a"), replica("b")), {"tiny": CODEC}, answers, clock=lambda: time.now_s)
+    await fleet.refresh()
+    fleet.health.lost("a")
     time.now_s += UNREACHABLE_S
-    # A later loss is no new beginning.
-    reach.lost("a")
-    assert not reach.any_of(FLEET)
-    reach.heard("b")
-    assert reach.any_of(FLEET)
-    assert not reach.any_of(FLEET[:1])
-
-
-async def test_only_suspects_are_asked_and_an_answer_clears_them() -> None:
-    time, verifiers = SimpleNamespace(now_s=100.0), Verifiers()
-    reach = Reach(verifiers.answers, lambda: time.now_s)
-    await reach.ask(FLEET)
-    assert verifiers.asked == []
-    reach.lost("a")
-    time.now_s += UNREACHABLE_S
-    await reach.ask(FLEET)
-    assert (verifiers.asked, reach.any_of(FLEET[:1])) == (["a"], False)
-    verifiers.serving.add("a")
-    await reach.ask(FLEET)
-    assert reach.any_of(FLEET[:1])
-    reach.lost("b")
-    time.now_s += UNREACHABLE_S
-    # One that has left is forgotten.
-    await reach.ask(FLEET[:1])
-    assert reach.any_of(FLEET[1:])
+    await fleet.refresh()
+    assert (asked, fleet.health.any_reachable(fleet.replicas[:1])) == (["a"], False)
+    serving.add("a")
+    await fleet.refresh()
+    assert fleet.health.any_reachable(fleet.replicas[:1])
+    await fleet.refresh()
+    assert asked == ["a", "a"]
