@@ -18,14 +18,14 @@ from paceline.gateway.grammars.formats import LAYOUT, LOOSE, grammar_of_json_sch
 from paceline.gateway.grammars.partial import Opening, joined, named, pattern, up_to
 from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER, call_in_reasoning
 from paceline.gateway.message.schemas import TYPES, Definitions, Json, enumerated, followed, type_of, types_of, whole
-from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
+from paceline.gateway.message.tool_calls import json_formats, pythonic, tagged
 from paceline.gateway.message.tools import Toolbox
 
 _GUIDANCE = {"x-guidance": {**LAYOUT, **LOOSE}}
 # Name of the grammar of text that has a format.
 _FORMAT = "format"
 # Behind a bare value; the rule of a bare string holds most of it.
-_VALUE_END = f"\n{qwen3_coder.PARAMETER_END}\n"
+_VALUE_END = f"\n{tagged.PARAMETER_END}\n"
 _ANY_TEXT = r'any_text "\n"'
 # How a list of calls may begin.
 _LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
@@ -236,18 +236,18 @@ def _llama3(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
 
 def _qwen3_coder(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     """The outer tag may be missing."""
-    yield from _marked(f"GAP {_literal(qwen3_coder.BEGIN)} call GAP call_end", toolbox, bound, "to_function call")
-    yield from _to_call("call", opening, bound, qwen3_coder.OUTER, qwen3_coder.BEGIN)
+    yield from _marked(f"GAP {_literal(tagged.FUNCTION)} call GAP call_end", toolbox, bound, "to_function call")
+    yield from _to_call("call", opening, bound, tagged.OUTER, tagged.FUNCTION)
     if bound:
-        yield f"to_function: {_literal(qwen3_coder.BEGIN)}"
+        yield f"to_function: {_literal(tagged.FUNCTION)}"
     else:
         yield "to_function: function_spelled"
-        yield up_to("function_spelled", qwen3_coder.BEGIN)
-    yield opening.marker("call_end", qwen3_coder.OUTER_END)
+        yield up_to("function_spelled", tagged.FUNCTION)
+    yield opening.marker("call_end", tagged.OUTER_END)
     yield "call: " + " | ".join(f"call_{at}" for at in range(len(toolbox.names)))
-    yield up_to("any_arguments", qwen3_coder.END)
+    yield up_to("any_arguments", tagged.FUNCTION_END)
     # As for its reader, a value ends with the first such tag.
-    yield up_to("any_text", qwen3_coder.PARAMETER_END)
+    yield up_to("any_text", tagged.PARAMETER_END)
     for at, strict in enumerate(toolbox.strict):
         yield from _coder_call(toolbox, at) if strict else [f"call_{at}: {_coder_head(toolbox, at)} any_arguments"]
 
@@ -260,14 +260,14 @@ def _coder_call(toolbox: Toolbox, at: int) -> Iterator[str]:
     """Yields the rules of a call of a strict tool, behind its first tag's beginning."""
     arguments = list(_arguments(toolbox, at))
     members = [f"argument_{at}_{n}{'' if each.required else '?'}" for n, each in enumerate(arguments)]
-    yield f"call_{at}: {' '.join([_coder_head(toolbox, at), *members, _literal(qwen3_coder.END)])}"
+    yield f"call_{at}: {' '.join([_coder_head(toolbox, at), *members, _literal(tagged.FUNCTION_END)])}"
     for number, each in enumerate(arguments):
         value = _bare_value(each, f"@tool_{at}_{number}")
-        yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{each.name}>' + chr(10))} {value}"
+        yield f"argument_{at}_{number}: {_literal(f'{tagged.PARAMETER}{each.name}>' + chr(10))} {value}"
 
 
 def _fits_into_a_tag(name: str) -> bool:
-    return name == name.strip() and 0 < len(name) <= qwen3_coder.MAX_NAME_CHARS and not set(name) & set(">\n")
+    return name == name.strip() and 0 < len(name) <= tagged.MAX_NAME_CHARS and not set(name) & set("<>\n")
 
 
 def _bare_value(argument: _Argument, reference: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,10 +29,20 @@ from paceline.gateway.message.reasoning import (
     ReasoningCount,
     ThinkReader,
 )
-from paceline.gateway.message.tool_calls import json_formats, pythonic, qwen3_coder
+from paceline.gateway.message.tool_calls import json_formats, pythonic
 from paceline.gateway.message.tool_calls.json_call import Extent, ListOnly, NamedCall
 from paceline.gateway.message.tool_calls.marked_json import DEEPSEEK_MARKS, GEMMA4_MARKS, KIMI_MARKS, MarkedJsonCalls
-from paceline.gateway.message.tool_calls.tagged import DSML, DSML_TAGS, GLM_TAGS, TaggedCalls
+from paceline.gateway.message.tool_calls.tagged import (
+    DSML,
+    DSML_TAGS,
+    FUNCTION,
+    GLM_TAGS,
+    OUTER,
+    OUTER_END,
+    QWEN3_CODER_TAGS,
+    TaggedCalls,
+    Types,
+)
 from paceline.gateway.text.streaming import StopMatcher
 
 AUTO, NONE = "auto", "none"
@@ -47,7 +57,7 @@ _TOOL_SIGNS = (
     (DEEPSEEK, (DEEPSEEK_MARKS.begin,)),
     (KIMI_K2, (KIMI_MARKS.begin,)),
     (GEMMA4, (GEMMA4_MARKS.begin,)),
-    (QWEN3_CODER, (qwen3_coder.BEGIN,)),
+    (QWEN3_CODER, (FUNCTION,)),
     (HERMES, (json_formats.HERMES_BEGIN,)),
     (PYTHONIC, ("[func_name1(", pythonic.BEGIN)),
     (LLAMA3_JSON, (json_formats.LLAMA3_BEGIN, '{"name": function name, "parameters":')),
@@ -75,8 +85,8 @@ TYPED = frozenset({QWEN3_CODER, GLM})
 _SHOWN: Mapping[str, tuple[str, ...]] = {
     HERMES: (json_formats.HERMES_BEGIN, json_formats.HERMES_END),
     LLAMA3_JSON: (json_formats.LLAMA3_BEGIN,),
-    MISTRAL: (json_formats.MISTRAL_BEGIN, json_formats.CALL_ID, json_formats.ARGS),
-    QWEN3_CODER: (qwen3_coder.OUTER, qwen3_coder.OUTER_END),
+    MISTRAL: json_formats.MISTRAL_MARKS.tokens,
+    QWEN3_CODER: (OUTER, OUTER_END),
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
     DEEPSEEK: DEEPSEEK_MARKS.tokens,
     KIMI_K2: KIMI_MARKS.tokens,
@@ -88,7 +98,7 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
 CALL_MARKERS: Mapping[str, str] = {
     HERMES: json_formats.HERMES_BEGIN,
     MISTRAL: json_formats.MISTRAL_BEGIN,
-    QWEN3_CODER: qwen3_coder.OUTER,
+    QWEN3_CODER: OUTER,
     GEMMA4: GEMMA4_MARKS.begin,
 }
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
@@ -166,7 +176,7 @@ class MessageForm:
     tool_calls: str = ""
     enforced: bool = False
     named: str = ""
-    types: qwen3_coder.Types = field(default_factory=dict)
+    types: Types = field(default_factory=dict)
     short_ids: bool = False
     parallel: bool = True
     only: Sequence[str] = ()
@@ -214,7 +224,7 @@ class MessageForm:
             return None
         call = call_in_reasoning(self.reasoning, self.tool_calls)
         if call and self.tool_calls == QWEN3_CODER:
-            calls: StatefulReader | None = qwen3_coder.Qwen3CoderCalls(self.types, (call,))
+            calls: StatefulReader | None = TaggedCalls(replace(QWEN3_CODER_TAGS, begins=(call,)), self.types)
         else:
             calls = self._call_reader() if call else None
         tags, label = THINK_TAGS[self.reasoning], THINK_LABELS.get(self.reasoning, "")
@@ -223,8 +233,6 @@ class MessageForm:
     def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
             return NamedCall(self.named) if self.named else ListOnly()
-        if self.tool_calls == QWEN3_CODER:
-            return qwen3_coder.Qwen3CoderCalls(self.types)
         if self.tool_calls in _TAGS:
             return TaggedCalls(_TAGS[self.tool_calls], self.types)
         if self.tool_calls == LLAMA3_JSON:
@@ -233,7 +241,7 @@ class MessageForm:
         return None if made is None else made()
 
 
-_TAGS = {GLM: GLM_TAGS, DEEPSEEK_V32: DSML_TAGS}
+_TAGS = {GLM: GLM_TAGS, DEEPSEEK_V32: DSML_TAGS, QWEN3_CODER: QWEN3_CODER_TAGS}
 _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     HERMES: json_formats.HermesCalls,
     MISTRAL: json_formats.MistralCalls,

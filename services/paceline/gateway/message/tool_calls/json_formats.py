@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paceline.gateway.message.reader import MAX_HEAD_CHARS, CallArguments, CallBegin, MarkedCalls
-from paceline.gateway.message.tool_calls.json_call import Extent, JsonCall, JsonList, ListOnly
+from paceline.gateway.message.reader import MAX_HEAD_CHARS, MarkedCalls
+from paceline.gateway.message.tool_calls.json_call import JsonCall, JsonList, ListOnly
+from paceline.gateway.message.tool_calls.marked_json import JsonMarks, MarkedJsonCalls
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 
@@ -62,42 +63,29 @@ class Llama3Calls(ListOnly):
 
 
 MISTRAL_BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_HEAD_BEGIN = re.compile(r"([\w.:-]{1,256})(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\]\s*|\s*)")
+MISTRAL_MARKS = JsonMarks(
+    section=MISTRAL_BEGIN,
+    begin=MISTRAL_BEGIN,
+    head=re.compile(r"\s*([\w.:-]{1,256})(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\])?\s*(?=\{)"),
+    inner=(CALL_ID, ARGS),
+)
 
 
-class MistralCalls(MarkedCalls):
+class MistralCalls(MarkedJsonCalls):
     """As Mistral writes them: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name{...}` each."""
 
     def __init__(self) -> None:
-        super().__init__((MISTRAL_BEGIN,))
+        super().__init__(MISTRAL_MARKS)
         self._list = JsonList()
-        self._extent = Extent()
 
     def call(self) -> bool:
-        begun = self.held[:MAX_HEAD_CHARS]
-        bare = begun.lstrip()
+        bare = self.held[:MAX_HEAD_CHARS].lstrip()
         if bare.startswith("["):
             self._list = JsonList()
             self.state = self._in_list
             return True
-        head = _HEAD_BEGIN.match(bare)
-        rest = bare if head is None else bare[head.end() :]
-        if head is not None and rest.startswith("{"):
-            self.found([CallBegin(head[1])])
-            self.take(len(begun) - len(rest))
-            self._extent = Extent()
-            self.state = self._arguments
-            return True
-        # A marker of the head may have begun.
-        open_yet = not rest or (head is not None and any(each.startswith(rest) for each in (CALL_ID, ARGS)))
-        if open_yet and len(begun) < MAX_HEAD_CHARS and not self.final:
-            return False
-        if bare or not self.final:
-            self.no_call()
-        else:
-            # The answer breaks off behind a special token, which nobody is to see.
-            self.state = self.content
-        return True
+        may_follow = not bare and len(self.held) < MAX_HEAD_CHARS and not self.final
+        return not may_follow and super().call()
 
     def _in_list(self) -> bool:
         parts = self.through(self._list)
@@ -108,11 +96,3 @@ class MistralCalls(MarkedCalls):
             self.state = self.content
         self.found(parts)
         return self._list.over
-
-    def _arguments(self) -> bool:
-        length = self._extent.scan(self.held)
-        if self.held:
-            self.found([CallArguments(self.take(len(self.held) if length is None else length))])
-        if length is not None:
-            self.state = self.content
-        return length is not None

@@ -18,7 +18,7 @@ from paceline.gateway.message.reader import (
     first_marker,
 )
 from paceline.gateway.message.tool_calls.json_call import Extent
-from paceline.gateway.message.tool_calls.qwen3_coder import bare_value
+from paceline.gateway.message.tool_calls.tagged import bare_value
 from paceline.gateway.text.streaming import certain_len
 
 # Structure of an object with bare keys, and how JSON is written here.
@@ -31,18 +31,18 @@ class JsonMarks:
 
     Attributes:
         section: Begins a list of calls, and may be missing; the same as `begin`: there are no lists.
-        section_end: Ends it.
         begin: Begins a call.
         head: From there to the object of its arguments; its first group is the name.
+        section_end: Ends a list of calls, or a call without one; empty: nothing does.
         closing: May stand behind the object, in any order.
         inner: Further special tokens within a head.
         quote: Special token around strings, where keys are bare; empty: the object is JSON.
     """
 
     section: str
-    section_end: str
     begin: str
     head: re.Pattern[str]
+    section_end: str = ""
     closing: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     quote: str = ""
@@ -50,8 +50,7 @@ class JsonMarks:
     @property
     def tokens(self) -> tuple[str, ...]:
         """All special tokens that a reader must see."""
-        quote = (self.quote,) if self.quote else ()
-        return (self.section, self.section_end, self.begin, *self.closing, *self.inner, *quote)
+        return tuple(filter(None, (self.section, self.section_end, self.begin, *self.closing, *self.inner, self.quote)))
 
 
 # V3 and R1: `function<sep>NAME`, and the object in a fence; V3.1: `NAME<sep>{...}`.
@@ -206,7 +205,12 @@ class MarkedJsonCalls(MarkedCalls):
             return True
         if "{" not in begun and len(begun) < MAX_HEAD_CHARS and not self.final:
             return False
-        self.no_call()
+        if self.final and not begun.strip():
+            # The answer breaks off behind a special token, which nobody is to see.
+            self.take_all()
+            self.state = self.content
+        else:
+            self.no_call()
         return True
 
     def _arguments(self) -> bool:
@@ -218,14 +222,14 @@ class MarkedJsonCalls(MarkedCalls):
     def _tail(self) -> bool:
         self.skip_blank()
         marks = self._marks
-        for marker in (*marks.closing, marks.section_end, marks.begin):
+        for marker in filter(None, (*marks.closing, marks.section_end, marks.begin)):
             begins = self.begins(marker)
             if begins is None:
                 return False
             if begins:
                 self.take(len(marker))
                 self._marker = marker
-                self.state = {marks.section_end: self.content, marks.begin: self._head}.get(marker, self._tail)
+                self.state = {marks.section_end: self.content, marks.begin: self.call}.get(marker, self._tail)
                 return True
         self.state = self.content
         return True
