@@ -28,13 +28,13 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.gateway import doors
-from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.grpc import door as grpc_door
 from paceline.gateway.api.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
 from paceline.gateway.api.grpc.servicer import SERVICE_NAME
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.service.fair_shares import Shares
 from paceline.service.process import LIVENESS, start_grpc_server
 from paceline.service.status import error_from_rpc
 from paceline.store.base import Replica
@@ -243,23 +243,6 @@ async def test_a_call_that_ends_while_its_message_comes_is_no_error_of_anybody(
             await call.wait_for_connection()
             call.cancel()
         assert await list_error(fleet, ALICE) is None
-
-
-async def test_many_small_fields_are_refused_before_they_are_parsed(fleet: ScriptedFleet) -> None:
-    stop = Request.STOP_FIELD_NUMBER << 3 | 2
-    async with raw_channel(fleet) as channel:
-        call = channel.unary_stream(GENERATE)
-        error = await status_of(call(bytes([stop, 0]) * 100_000, metadata=bearer(ALICE), timeout=30))
-        assert isinstance(error, InvalidRequestError)
-        assert "holds 200000 bytes beside its prompt, at most 65536 are read" in str(error)
-        ids = Request(prompt_token_ids={"ids": [1] * (1 << 20 | 1)}).SerializeToString()
-        error = await status_of(call(ids, metadata=bearer(ALICE), timeout=30))
-        assert isinstance(error, InvalidRequestError)
-        assert "prompt_token_ids: has 1048577 ids" in str(error)
-        long_prompt = Request(prompt="x" * 1_000_000, sampling={"max_tokens": 1}).SerializeToString()
-        error = await status_of(call(long_prompt, metadata=bearer(ALICE), timeout=30))
-        assert isinstance(error, InvalidRequestError)
-        assert error.field == "prompt"
 
 
 # Finding 17: a client that reads nothing, at this door too; health that tells whether the gateway can serve.

@@ -109,18 +109,19 @@ async def test_a_tenant_whose_grammars_are_slow_does_not_hold_up_another(tiny_pa
     assert [grammar for grammar, _ in grammars.compiled].index("fast") == 1
 
 
-async def test_full_queues_refuse_as_overloaded_and_a_session_that_goes_on_shares_no_grammar(
+async def test_a_grammar_that_waits_for_long_is_refused_as_overloaded_and_a_session_that_goes_on_shares_no_grammar(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier_host, "MOST_GRAMMARS", 1)
+    monkeypatch.setattr(verifier_host, "LONGEST_WAIT_S", 0.5)
     grammars = SlowGrammars()
     async with calls_of_verifier(tiny_pair[0], grammars) as (calls, _):
         running = asyncio.create_task(calls.tokens(asked("running", "slow")))
         await asyncio.sleep(0.05)
         waiting = asyncio.create_task(calls.tokens(asked("waiting", "fast", committed=(9, 9))))
         await asyncio.sleep(0.05)
-        with pytest.raises(OverloadedError, match="grammars being compiled: 1 wait already"):
-            await calls.tokens(asked("late", "fast"))
+        with pytest.raises(OverloadedError, match=r"grammars being compiled: it has waited for 0\.5 s"):
+            await waiting
         grammars.may_end.set()
-        await asyncio.gather(running, waiting)
+        await running
+        await calls.tokens(asked("again", "fast", committed=(9, 9)))
     assert grammars.compiled == [("slow", False), ("fast", True)]

@@ -18,17 +18,17 @@ from starlette.types import ASGIApp
 from paceline.core.addresses import host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.gateway.access.doors import Access
-from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.app import ERROR_FORMS
 from paceline.gateway.api.auth import GuardedApp
 from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.http.connection import BoundedConnection, Connections
+from paceline.gateway.http.connection import BoundedConnection
 from paceline.gateway.http.middleware import with_middleware
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.service.credentials import read_certificates, read_key, utc_now
+from paceline.service.fair_shares import Shares, Turnover
 from paceline.service.process import GrpcServer, start_grpc_server
 
 BACKLOG = 2048
@@ -222,6 +222,7 @@ async def _http_server(
     config: GatewayConfig, app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
 ) -> AsyncIterator[None]:
     """Serves the application in this event loop while a block runs."""
+    connections = Turnover(max_connections, BoundedConnection.end, lambda each: each.is_idle)
     settings = uvicorn.Config(
         app,
         log_config=None,
@@ -230,7 +231,7 @@ async def _http_server(
         lifespan="off",
         loop="none",
         # One connection more than these closes an idle one; uvicorn's own limit would refuse the new one.
-        http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
+        http=partial(BoundedConnection, connections=connections),  # type: ignore[arg-type]
         ws="none",
         timeout_graceful_shutdown=5,
         timeout_keep_alive=config.idle_connection_s,  # type: ignore[arg-type]  # it goes to a timer

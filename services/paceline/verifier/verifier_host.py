@@ -42,7 +42,7 @@ from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import verifier_pb2
 from paceline.service.credentials import FleetTls
-from paceline.service.fair_threads import FairThreads
+from paceline.service.fair_shares import FairThreads
 from paceline.service.learned import Learned
 from paceline.service.supervision import Work
 from paceline.store.base import Store
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 # Sessions whose grammars wait to be compiled, and for how long at most.
-MOST_GRAMMARS, LONGEST_WAIT_S = 64, 60.0
+LONGEST_WAIT_S = 60.0
 # Pause between two looks for sessions that have been silent.
 LIFE_S = 0.5
 UNREAD = "the gateway does not read its log"
@@ -122,7 +122,6 @@ class TargetHost:
         self._compiling = FairThreads(
             1,
             "grammars being compiled",
-            most_waiting=MOST_GRAMMARS,
             longest_wait_s=LONGEST_WAIT_S,
             niceness=NICENESS,
         )

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
-from paceline.gateway.access.fair_shares import Caller, become
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import RateLimit
+from paceline.service.fair_shares import Caller, become
 from paceline.service.supervision import Supervisor
 
 AUTHORIZATION = "authorization"

@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import OverloadedError, PacelineError
 from paceline.gateway.access.doors import AUTHORIZATION, SCHEME, Access
-from paceline.gateway.access.fair_shares import Shares, current_caller
 from paceline.gateway.api.console.figures import FILE_PATHS
 from paceline.gateway.http.response import OPENAI_ERRORS, ErrorForm, Exchange, request_id
+from paceline.service.fair_shares import Shares, current_caller
 
 # Where clients of Anthropic's API put the key.
 API_KEY = "x-api-key"

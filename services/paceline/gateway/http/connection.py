@@ -18,6 +18,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from paceline.gateway.http.errors import HttpError
+from paceline.service.fair_shares import Turnover
 
 # Head, trailers and the framing of chunks; a body in chunks of one byte brings five bytes of framing with each.
 MAX_FRAMING_BYTES = 64 * 1024
@@ -35,35 +36,6 @@ WRITE_NOW, WRITE = "paceline.write_now", "write"
 _log = logging.getLogger(__name__)
 
 
-class Connections:
-    """The connections of a door, up to a limit: one more closes the one that has been idle longest.
-
-    A connection is idle unless an answer is under way. The door admits fewer requests at once than this limit, so there
-    is nearly always an idle one: 800 that never sent a request kept health checks from a gateway without it.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # The one that was used last is the last.
-        self._all: dict[BoundedConnection, None] = {}
-
-    def add(self, connection: BoundedConnection) -> None:
-        if len(self._all) >= self._limit:
-            eldest = next((each for each in self._all if each.is_idle), connection)
-            self.remove(eldest)
-            eldest.transport.abort()
-        self._all[connection] = None
-
-    def remove(self, connection: BoundedConnection) -> None:
-        self._all.pop(connection, None)
-
-    def note_use(self, connection: BoundedConnection) -> None:
-        """Notes that an answer on the connection has ended."""
-        if connection in self._all:
-            del self._all[connection]
-            self._all[connection] = None
-
-
 class BoundedConnection(HttpToolsProtocol):
     """Refuses a request whose head is too long or comes too slowly, and drops a client that does not read."""
 
@@ -72,8 +44,12 @@ class BoundedConnection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *arguments: Any, connections: Connections, **settings: Any) -> None:
-        """Takes uvicorn's arguments, and the connections of the door."""
+    def __init__(self, *arguments: Any, connections: Turnover[BoundedConnection], **settings: Any) -> None:
+        """Takes uvicorn's arguments, and the connections of the door.
+
+        The door admits fewer requests at once than connections, so there is nearly always an idle one to end: 800 that
+        never sent a request kept health checks from a gateway without it.
+        """
         super().__init__(*arguments, **settings)
         self._of_door = connections
 
@@ -81,6 +57,10 @@ class BoundedConnection(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """Whether no answer is under way."""
         return self.cycle is None or self.cycle.response_complete
+
+    def end(self) -> None:
+        """Makes room for another connection."""
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts waiting for the first head."""

@@ -17,7 +17,6 @@ from paceline.core.messages import (
     CommittedTokens,
     GenerateResult,
 )
-from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Caller, Shares
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
@@ -28,6 +27,7 @@ from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.obs.metrics import GatewayMetrics, ModelMetrics
+from paceline.service.fair_shares import RETRY_AFTER_S, Caller, Shares
 from paceline.store.base import SessionState, next_owner_epoch
 
 SHUTTING_DOWN = "the gateway is shutting down"

@@ -15,11 +15,11 @@ from typing import Any
 from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
 from paceline.core.messages import FinishReason
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.access.fair_shares import Caller
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.sessions.known_tokens import check_known
 from paceline.gateway.sessions.request import SessionRequest, check_salt, check_stops
+from paceline.service.fair_shares import Caller
 from paceline.store.base import LoggedSession, SessionState, Store
 
 MAX_SESSION_ID_CHARS = 128

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from paceline.gateway.http.connection import BoundedConnection, Connections
+from paceline.gateway.http.connection import BoundedConnection
+from paceline.service.fair_shares import Turnover
 
 CLOSE = b"connection: close\r\n"
 POST = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
@@ -122,7 +123,7 @@ async def exchanged(sent: bytes, piece: int) -> Client:
     config = uvicorn.Config(echo, log_config=None, access_log=False, lifespan="off", ws="none")
     config.load()
     state, client = ServerState(), Client()
-    connection = BoundedConnection(config, state, {}, connections=Connections(8))
+    connection = BoundedConnection(config, state, {}, connections=Turnover(8, BoundedConnection.end))
     connection.connection_made(client)
     for at in range(0, len(sent), piece):
         if not client.closed:

@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import InvalidRequestError, PacelineError
-from paceline.gateway.access.fair_shares import Shares, current_caller
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.http.body import FIELD, parse_json_object, read_body
 from paceline.gateway.http.connection import WRITE, WRITE_NOW
@@ -30,7 +29,7 @@ from paceline.gateway.http.response import (
     until_disconnect,
 )
 from paceline.obs.tracing import OFF, TRACEPARENT, Tracer
-from paceline.service.fair_threads import FairThreads
+from paceline.service.fair_shares import FairThreads, Shares, current_caller
 
 Work = Coroutine[Any, Any, None]
 
@@ -178,7 +177,7 @@ class BodyReader:
 
 
 NUM_THREADS = 2
-MAX_WAITING, LONGEST_WAIT_S = 64, 30.0
+LONGEST_WAIT_S = 30.0
 # Larger requests are read in a thread, so that no stream waits for a tokenizer.
 MAX_INLINE_BYTES = 4 * 1024
 
@@ -189,9 +188,7 @@ class Workers:
     """Runs functions of requests; a context manager that ends the threads."""
 
     def __init__(self) -> None:
-        self._reading = FairThreads(
-            NUM_THREADS, "requests being read", most_waiting=MAX_WAITING, longest_wait_s=LONGEST_WAIT_S
-        )
+        self._reading = FairThreads(NUM_THREADS, "requests being read", longest_wait_s=LONGEST_WAIT_S)
 
     async def run(self, function: Callable[[], ResultT], *, small: bool) -> ResultT:
         """Returns the result of a function, in a thread unless it is quick; either way in the request's context.
@@ -201,7 +198,7 @@ class Workers:
             small: Whether it reads so little that no thread is needed.
 
         Raises:
-            OverloadedError: Too many requests wait, or this one has waited too long.
+            OverloadedError: It has waited too long.
         """
         if small:
             return function()

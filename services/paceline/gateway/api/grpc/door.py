@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import InvalidRequestError, OverloadedError
-from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares, current_caller
-from paceline.gateway.api.grpc.messages import FIELD, check_message
 from paceline.gateway.http.connection import SEND_TIMEOUT_S
 from paceline.gateway.http.errors import ClientStalledError
+from paceline.service.fair_shares import RETRY_AFTER_S, Held, Shares, Turnover, current_caller
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
+# As gRPC's own default. The worst message of this size takes 0.1 s to parse; only callers with a key get that far.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+FIELD = "request"
 # Of a stream that is not read at the moment, so that calls that wait for their turn hold little.
 UNREAD_BYTES = 64 * 1024
 # Health checks need no key, so few of their messages are read at once: one more ends the read that has waited longest.
@@ -76,133 +77,91 @@ class GrpcDoor(WrappingInterceptor):
         self._calls = calls
         self._reading = reading
         self._timeout_s = timeout_s
-        self._health_calls = Turnover(MAX_HEALTH_CALLS)
-        self._health_reads = Turnover(MAX_HEALTH_READS)
+        self._health_calls = Turnover(MAX_HEALTH_CALLS, _end_now)
+        self._health_reads = Turnover(MAX_HEALTH_READS, _end_now)
 
     def wrap(self, handler: Any, method: str) -> Any:
         """Lets a call in before its message is read."""
-        serve = self._health(handler) if method.startswith(HEALTH_METHODS) else self._guarded(handler, method)
+        serve = self._health(handler) if method.startswith(HEALTH_METHODS) else self._guarded(handler)
         return with_behaviour(handler, serve, _as_they_are, request_streaming=True)
 
-    def _guarded(self, handler: Any, method: str) -> Any:
+    def _guarded(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[bytes], context: Any) -> Any:
             await self._admit(context.invocation_metadata())
-            with self._calls.take(1, current_caller()):
+            caller = current_caller()
+            with self._calls.take(1, caller), self._reading.take(0, caller) as held:
                 if handler.request_streaming:
-                    return await _answer(handler, self._each(handler, messages), context)
-                with await self._received(messages) as message:
-                    return await _answer(handler, message.parsed(handler, method), context, message.held)
+                    return await _answer(handler, self._each(handler, messages, held), context, held)
+                request = _parse(handler, await self._next(messages, held))
+                return await _answer(handler, request, context, held)
 
         return serve
 
     def _health(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[bytes], context: Any) -> Any:
-            async with self._health_calls.place():
-                async with self._health_reads.place(), _deadline(HEALTH_TIMEOUT_S):
-                    request = _parse(handler, await _next(messages))
+            async with _place(self._health_calls):
+                async with _place(self._health_reads), _deadline(HEALTH_TIMEOUT_S):
+                    request = _parse(handler, await anext(messages, None))
                 return await _answer(handler, request, context)
 
         return serve
 
-    async def _each(self, handler: Any, messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async def _each(self, handler: Any, messages: AsyncIterator[bytes], held: Held) -> AsyncIterator[Any]:
         """Yields the messages of a stream, each within the time limit."""
-        while True:
-            try:
-                with await self._received(messages) as message:
-                    request = message.parsed(handler, "")
-            except _EndOfStreamError:
-                return
-            yield request
+        while (data := await self._next(messages, held)) is not None:
+            yield _parse(handler, data)
 
-    async def _received(self, messages: AsyncIterator[bytes]) -> _Received:
-        """Reserves room, then returns the next message."""
+    async def _next(self, messages: AsyncIterator[bytes], held: Held) -> bytes | None:
+        """Returns the next message, read as soon as there is room for it, which stays held; None: there is none."""
+        held.release()
         try:
             async with asyncio.timeout(self._timeout_s):
-                held = await self._reading.wait(MAX_MESSAGE_BYTES, current_caller())
+                await held.wait(MAX_MESSAGE_BYTES)
         except TimeoutError:
             raise OverloadedError(
                 f"no room to read a message came free within {self._timeout_s:g} s", retry_after_s=RETRY_AFTER_S
             ) from None
-        async with AsyncExitStack() as stack:
-            stack.callback(held.release)
-            async with _deadline(self._timeout_s):
-                data = await _next(messages)
-            held.resize(len(data))
-            stack.pop_all()
-        return _Received(data, held)
+        async with _deadline(self._timeout_s):
+            data = await anext(messages, None)
+        held.resize(len(data or b""))
+        return data
 
 
-class Turnover:
-    """A limited number of places: one more holder ends the one that has been there longest."""
+@asynccontextmanager
+async def _place(among: Turnover[asyncio.Timeout]) -> AsyncIterator[None]:
+    """Holds a place while a block runs.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._scopes: dict[asyncio.Timeout, None] = {}
-
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Holds a place while a block runs.
-
-        Raises:
-            OverloadedError: A later holder needed the place.
-        """
-        if len(self._scopes) >= self._limit:
-            eldest = next(iter(self._scopes))
-            del self._scopes[eldest]
-            eldest.reschedule(asyncio.get_running_loop().time())
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._scopes[scope] = None
-                try:
-                    yield
-                finally:
-                    self._scopes.pop(scope, None)
-        except TimeoutError:
-            raise OverloadedError(
-                f"more than {self._limit} such calls came, this one had waited longest", retry_after_s=RETRY_AFTER_S
-            ) from None
+    Raises:
+        OverloadedError: A later holder needed the place.
+    """
+    try:
+        async with asyncio.timeout(None) as scope:
+            among.add(scope)
+            try:
+                yield
+            finally:
+                among.remove(scope)
+    except TimeoutError:
+        raise OverloadedError(
+            f"more than {among.limit} such calls came, this one had waited longest", retry_after_s=RETRY_AFTER_S
+        ) from None
 
 
-class _EndOfStreamError(InvalidRequestError):
-    """The caller has sent its last message."""
-
-
-class _Received:
-    """A message and the room it takes; a context manager that frees the room."""
-
-    def __init__(self, data: bytes, held: Held) -> None:
-        self._data = data
-        self.held = held
-
-    def parsed(self, handler: Any, method: str) -> Any:
-        """Parses the message; its bytes are dropped."""
-        data, self._data = self._data, b""
-        check_message(method, data)
-        return _parse(handler, data)
-
-    def __enter__(self) -> _Received:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.held.release()
+def _end_now(scope: asyncio.Timeout) -> None:
+    scope.reschedule(asyncio.get_running_loop().time())
 
 
 def _as_they_are(data: bytes) -> bytes:
     return data
 
 
-def _parse(handler: Any, data: bytes) -> Any:
+def _parse(handler: Any, data: bytes | None) -> Any:
+    if data is None:
+        raise InvalidRequestError(FIELD, "the call ended without a message")
     try:
         return handler.request_deserializer(data)
     except DecodeError as error:
         raise InvalidRequestError(FIELD, f"is not a message of this method: {error}") from None
-
-
-async def _next(messages: AsyncIterator[bytes]) -> bytes:
-    try:
-        return await anext(messages)
-    except StopAsyncIteration:
-        raise _EndOfStreamError(FIELD, "the call ended without a message") from None
 
 
 @asynccontextmanager

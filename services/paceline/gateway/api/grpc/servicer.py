@@ -13,7 +13,6 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.fleet.fleet import Fleet
@@ -35,6 +34,7 @@ from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracer, incoming
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.service.fair_shares import current_caller
 from paceline.service.peer_queue import PeerQueue
 from paceline.wire import (
     identity_to_pb,

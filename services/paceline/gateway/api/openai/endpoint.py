@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.endpoints.request_trace import TOOL_CALLS, RequestTrace
 from paceline.gateway.api.openai.answer import CompletionAnswer, Json
@@ -26,6 +25,7 @@ from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
+from paceline.service.fair_shares import current_caller
 
 MAX_OFFSET_DIGITS = 10
 _SEPARATOR = ":"

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason
-from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
 from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
@@ -24,6 +23,7 @@ from paceline.gateway.message.reader import Part
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
+from paceline.service.fair_shares import current_caller
 
 Json = dict[str, Any]
 _MESSAGE = re.compile(r"messages\[(\d+)\]")

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError
-from paceline.gateway.access.fair_shares import current_caller
 from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.openai.translated import ChatApi, Keeper, ToldAnswer, Translated
 from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of, response_of
@@ -36,6 +35,7 @@ from paceline.gateway.message.growing import Message
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
+from paceline.service.fair_shares import current_caller
 from paceline.store.base import FINAL
 
 Json = dict[str, Any]

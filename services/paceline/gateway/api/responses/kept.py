@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, SessionNotFoundError, UnavailableError
-from paceline.gateway.access.fair_shares import Held, Shares, current_caller
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.response import to_json
+from paceline.service.fair_shares import Held, Shares, current_caller
 from paceline.store.base import EPOCHS_PER_OWNER, FINAL, Document, Documents, Keeping
 
 Json = dict[str, Any]
