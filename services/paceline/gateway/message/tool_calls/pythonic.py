@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any
 
 from paceline.gateway.message.reader import (
     MAX_HEAD_CHARS,
@@ -18,8 +17,6 @@ from paceline.gateway.message.reader import (
 from paceline.gateway.message.tool_calls.json_call import Extent
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-# Deep nesting would exhaust the parser.
-MAX_DEPTH = 50
 _MAY_BEGIN = re.compile(r"\[\s*(?:\Z|[A-Za-z_][\w.]*\s*(?:\(|\Z))")
 _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -89,40 +86,25 @@ def _calls(text: str) -> list[Part] | None:
         if not isinstance(found, ast.List) or not found.elts:
             return None
         return [part for each in found.elts for part in _call(each)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
+class _JsonConstants(ast.NodeTransformer):
+    """Reads JSON's own constants as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
 def _call(node: ast.expr) -> list[Part]:
+    """Returns the parts of a call; raises ValueError or TypeError if it is none, or has values that are not of JSON."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call")
     arguments = {}
     for each in node.keywords:
         if each.arg is None:
             raise ValueError("no name")
-        arguments[each.arg] = _value(each.value, MAX_DEPTH)
+        arguments[each.arg] = ast.literal_eval(_JsonConstants().visit(each.value))
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return [CallBegin(ast.unparse(node.func)), CallArguments(written)]
-
-
-def _value(node: ast.expr, depth: int) -> Any:
-    """Returns a literal, which may contain JSON's own constants as well."""
-    if not depth:
-        raise ValueError("nested too deeply")
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(each, depth - 1) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): _value(each, depth - 1) for key, each in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    value = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | bool | None):
-        raise ValueError("not a value of JSON")
-    return value
-
-
-def _key(node: ast.expr | None) -> str:
-    value = None if node is None else ast.literal_eval(node)
-    if not isinstance(value, str):
-        raise ValueError("not a key of JSON")
-    return value
