@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
+from paceline.gateway.api.endpoints.endpoint import Workers
 from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.service.status import error_from_rpc
@@ -122,6 +123,25 @@ async def test_bad_fields_are_named_and_the_next_request_works(
     assert error.field == field
     assert limit in error.problem
     assert [r async for r in fleet.stub.Generate(Request(prompt="x"))][-1].HasField("result")
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (Request(prompt="x", stop=[""] * 100_000), "stop"),
+        (Request(prompt="x", sampling={"bad_words": [{}] * 100_000}), "bad_words"),
+    ],
+)
+async def test_a_list_of_too_many_entries_does_not_wait_to_be_read(
+    fleet: ScriptedFleet, request_: Request, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object, **__: object) -> None:
+        raise AssertionError("it waits for a thread")
+
+    monkeypatch.setattr(Workers, "run", never)
+    error = await refusal(fleet, request_)
+    assert isinstance(error, InvalidRequestError)
+    assert error.field == field
 
 
 async def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for(fleet: ScriptedFleet) -> None:

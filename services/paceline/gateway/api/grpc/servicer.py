@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import SpeculationRecord
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams, SpeculationParams, check_counts
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.fleet.fleet import Fleet
@@ -158,6 +158,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             raise
 
     async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
+        # Before it waits: a list of empty entries takes twenty times its bytes.
+        check_counts(request.sampling)
+        check_stops(request.stop)
         return await self._workers.run(
             partial(self._session, request),
             small=request.ByteSize() <= MAX_INLINE_BYTES,
