@@ -121,6 +121,19 @@ async def test_what_does_not_fit_yet_holds_up_nobody_else() -> None:
         assert shares.num_held == 4
 
 
+async def test_what_waits_behind_something_large_is_served_when_that_leaves() -> None:
+    shares, a = Shares(4, "bytes"), Caller(name="a")
+    with shares.take(2, Caller(name="b")), shares.take(0, a) as large, shares.take(0, a) as small:
+        first = asyncio.create_task(large.wait(4))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(small.wait(1))
+        await asyncio.sleep(0)
+        assert not second.done()
+        first.cancel()
+        async with asyncio.timeout(30):
+            await second
+
+
 def test_one_holder_more_ends_the_idle_one_that_was_used_longest_ago() -> None:
     ended: list[str] = []
     holders: Turnover[str] = Turnover(3, ended.append, lambda name: name != "busy")

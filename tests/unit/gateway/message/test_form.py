@@ -68,6 +68,12 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     (HERMES, f'<tool_call>\u00a0{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>', CALL),
     (HERMES, BEYOND_JSON, [Content(BEYOND_JSON)]),
     (PYTHONIC, "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
+    # The inner end is missing, and the outer one is no content.
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</tool_call>\nDone.",
+        [CallBegin("f"), CallArguments('{"n": 1}'), Content("\nDone.")],
+    ),
     (
         QWEN3_CODER,
         "<tool_call>\n<function=f>\n<parameter=n>\nNaN\n</parameter>\n</function>\n</tool_call>",
@@ -95,6 +101,7 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     ),
     (MISTRAL, f"So:[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g{{}}", [Content("So:"), *CALL, *EMPTY]),
     (MISTRAL, f"[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{ARGUMENTS}", CALL),
+    (MISTRAL, '[TOOL_CALLS]g{}[TOOL_CALLS][{"name": "g", "arguments": {}}]', [*EMPTY, *EMPTY]),
     (MISTRAL, "[TOOL_CALLS] no, wait", [Content("[TOOL_CALLS] no, wait")]),
     (MISTRAL, "[TOOL_CALLS][1, 2] x", [Content("[TOOL_CALLS][1, 2] x")]),
     (MISTRAL, "[TOOL_CAL", [Content("[TOOL_CAL")]),
