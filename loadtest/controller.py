@@ -29,7 +29,7 @@ from loadtest.bench import bench_parser, report, show
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.target_events import DrafterNews, TargetOutput
 from paceline.planning.engines import DrafterAtWork, JumpingLoop, Request, VerifierAtWork, simulate
-from paceline.simulated.guesses import DrawnGuesses
+from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
 GAMMAS = (0, 1, 3, 6, 12)
@@ -103,7 +103,7 @@ class Case:
             target=DeviceFacts(name="random", rows=rows, seconds=seconds, session_s=2e-5, **rest),
             drafter=drafter,
             colocated=drafter,
-            truth=DrawnGuesses(confidence_mean=math.log(self.acceptance / (1.0 - self.acceptance)), seed=self.seed),
+            acceptance=GuessLaw(confidence_mean=math.log(self.acceptance / (1.0 - self.acceptance)), seed=self.seed),
         )
 
     def shown(self) -> dict[str, float]:
@@ -138,15 +138,13 @@ def steps_of(case: Case, choice: str | int) -> list[tuple[float, int]]:
 async def _served(case: Case, choice: str | int, loop: JumpingLoop) -> list[tuple[float, int]]:
     profile, numbers = case.profile(), itertools.count()
     policy = FixedGamma(gamma=choice) if isinstance(choice, int) else None
-    drafter = DrafterAtWork("drafter", profile, loop, case.seed)
-    verifier = Watched(profile, loop, colocated=False, drafters=[drafter], policy=policy, seed=case.seed)
+    drafter = DrafterAtWork(profile, loop, case.seed)
+    verifier = Watched(profile, loop, colocated=False, drafter=drafter, policy=policy, seed=case.seed)
 
     async def stream() -> None:
         for number in numbers:
             length = int(np.random.default_rng((case.seed, number)).integers(*OUTPUT_TOKENS))
-            await verifier.serve(
-                Request(number=number, at_s=loop.time(), num_prompt_tokens=NUM_PROMPT_TOKENS, num_output_tokens=length)
-            )
+            await verifier.serve(Request(number, loop.time(), NUM_PROMPT_TOKENS, length))
 
     # Held, or they might be forgotten at work.
     tasks = [loop.create_task(each.run()) for each in (drafter, verifier)]

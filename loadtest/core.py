@@ -37,9 +37,9 @@ from paceline.engine.loop import finished
 from paceline.engine.target import TargetEngine
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
-from paceline.simulated.device import Pace
-from paceline.simulated.guesses import DrawnGuesses, drawn
-from paceline.simulated.model import SimulatedPair
+from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
+from paceline.simulated.guesses import GuessLaw
+from paceline.simulated.model import draft_engine
 from paceline.simulated.profile import DeviceFacts, DrafterFacts
 from paceline.simulated.text import TextLaw
 from paceline.wire import (
@@ -105,18 +105,17 @@ class Stopwatch:
 class Models:
     """A pair of simulated models, and what both call themselves."""
 
-    pair: SimulatedPair
+    law: TextLaw
     identity: ModelIdentity
 
     @classmethod
     def of(cls, vocab_size: int) -> Models:
         """A pair whose texts are of all its ids."""
         law = TextLaw(words=np.arange(vocab_size), eos_token_id=None, mean_length=0.0)
-        pair = SimulatedPair(law=law, vocab_size=vocab_size, guesses=drawn(DrawnGuesses()))
         identity = ModelIdentity(
             name="simulated", vocab_hash="", vocab_size=vocab_size, context_len=PROMPT_TOKENS + KV_TOKENS
         )
-        return cls(pair, identity)
+        return cls(law, identity)
 
 
 class Clock:
@@ -155,7 +154,7 @@ class Verifier:
         # Known loads: nothing is tried for the sake of comparison.
         policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
-        decoder = models.pair.target(pace)
+        decoder = SimulatedTarget(models.law, pace, models.identity.vocab_size)
         self.engine = TargetEngine(
             decoder=decoder,
             identity=models.identity,
@@ -223,7 +222,9 @@ class Drafter:
             draft_rows_per_session=num_nodes // LEVELS,
         )
         pace = Pace(facts, clock=clock.now_s, sleep=clock.sleep)
-        self.engine = models.pair.draft_engine(facts, pace, models.identity, num_blocks=facts.kv_tokens // BLOCK_SIZE)
+        draft = SimulatedDraft(models.law, pace, models.identity.vocab_size, GuessLaw())
+        num_blocks = facts.kv_tokens // BLOCK_SIZE
+        self.engine = draft_engine(draft, facts, pace, models.identity, num_blocks=num_blocks)
         scheduler = self.engine.scheduler
         for method, name in (("plan", "frontier"), ("end_step", "push"), ("take", "push")):
             watch.watch(scheduler, method, name)

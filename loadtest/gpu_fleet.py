@@ -27,7 +27,7 @@ from paceline.cluster.local import LocalFleet
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.pending import HostPending, Ranks, Walks
-from paceline.planning.promise import SETTLING
+from paceline.planning.report import SETTLING
 from paceline.simulated.device import DigestCache, Pace, SimulatedTarget
 from paceline.simulated.model import find_profile
 
@@ -140,7 +140,7 @@ def main() -> None:
     from paceline.simulated import model
     from paceline.verifier import __main__ as service
 
-    # What simulated pairs make their targets of.
+    # Simulated targets are made of it.
     setattr(model, "SimulatedTarget", ComputedTarget)  # noqa: B010 - mypy knows the module by its own names alone
     service.main()
 

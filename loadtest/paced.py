@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from loadtest.streams import Ask, Completion, Door
-from paceline.planning.promise import tokens_of
+from paceline.planning.report import tokens_of
 
 OFF: Mapping[str, Any] = {"enabled": False}
 

@@ -49,9 +49,10 @@ from loadtest.paced import OFF, ask_of, keep_busy, within
 from loadtest.straight import StraightDoor
 from loadtest.streams import Ask, Completion, Door, HttpDoor
 from paceline.cluster.local import LocalFleet
-from paceline.planning.promise import LOADS, PROMPT_TOKENS, SETTLING, steady
+from paceline.planning.report import LOADS, PROMPT_TOKENS, SETTLING, steady
 from paceline.planning.simulation import Outcome, Way
-from paceline.simulated.model import find_profile, guesses_of
+from paceline.simulated.guesses import GuessLaw
+from paceline.simulated.model import find_profile
 from paceline.simulated.profile import Profile
 from tools.procfs import cpu_s
 from tools.scrape import mean_between, scrape
@@ -153,7 +154,8 @@ def planned_all(cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[Ce
 def costless(name: str, acceptance: float | None) -> Profile:
     """A profile without our own code, which is a share of a step there, and takes its time in the fleet."""
     profile = find_profile(name)
-    return replace(profile, truth=guesses_of(profile, acceptance), drafting_overhead=0.0)
+    law = profile.acceptance if acceptance is None else GuessLaw.at(acceptance)
+    return replace(profile, acceptance=law, drafting_overhead=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ import numpy as np
 from loadtest.prompts import Prompts
 from loadtest.streams import Ask
 from loadtest.traffic.config import LoadConfig
-from paceline.core.errors import ConfigError
-from paceline.planning.arrivals import Arrival, generated_arrivals, read_arrivals
+from paceline.planning.arrivals import Arrival, generated_arrivals, opening, read_arrivals
 
 # Settings that the report repeats.
 DESCRIBED = ("minutes", "prompt_scale", "output_scale", "max_prompt_tokens", "max_output_tokens", "temperature")
@@ -77,23 +76,6 @@ class Source:
             "output_tokens_in_trace": _quantiles([each.num_output_tokens for each in original]),
             "output_tokens": _quantiles([each.num_output_tokens for each in final]),
         }
-
-
-def opening(arrivals: Sequence[Arrival], *, rate_per_s: float, duration_s: float) -> list[Arrival]:
-    """Returns as many of the first requests as come in `duration_s` at this rate, the clock stretched to fit them.
-
-    Raises:
-        ConfigError: The trace has too few requests for that.
-    """
-    count = max(1, round(rate_per_s * duration_s))
-    if count >= len(arrivals) or arrivals[count].at_s <= arrivals[0].at_s:
-        raise ConfigError(
-            f"{duration_s:g} s at {rate_per_s:g} requests/s are {count} requests and one after them, the trace has "
-            f"{len(arrivals)}"
-        )
-    first_s = arrivals[0].at_s
-    stretch = duration_s / (arrivals[count].at_s - first_s)
-    return [replace(each, at_s=(each.at_s - first_s) * stretch) for each in arrivals[:count]]
 
 
 def fitted(arrivals: Sequence[Arrival], config: LoadConfig, *, clip: bool = True) -> list[Arrival]:

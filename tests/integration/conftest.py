@@ -139,7 +139,6 @@ async def verifier_at(
         max_num_seqs=max_num_seqs,
         learned=learned or NO_STATE,
         rehearsal=config.NEVER if learned is None else config.IDLE,
-        num_pages=NUM_PAGES,
         max_rows=MAX_ROWS,
         make=lambda: TargetEngine(
             decoder=target_decoder(),

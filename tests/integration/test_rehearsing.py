@@ -13,16 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import GenerateRequest
-from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.engine import rehearsing as engine_rehearsing
 from paceline.service.learned import TunedState
 from paceline.service.supervision import Supervisor
-from paceline.simulated.measured import LINK_S
-from paceline.simulated.profile import MEASURED, read_profile
 from paceline.verifier.rehearsing import MOST_BYTES, TTL_S, WORK_S, Shelf, is_taught, is_usable
 from paceline.verifier.verifier_host import TargetHost
-from tests.integration.conftest import NUM_PAGES, know, running_drafter, verifier_at
+from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.log_stream import VerifierCalls, verifier_calls
 from tests.support.memory_store import MemoryStore
 
@@ -70,10 +67,6 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
         assert await calls.tokens(REQUEST)
     assert second.rehearsed, "by what lies in the store"
     assert [*second.mode.loads] == [*first.mode.loads] == [0, 1]
-    profile = read_profile(tmp_path / "one.profile.json")
-    assert (profile.kind, profile.target.kv_tokens) == (MEASURED, NUM_PAGES * BLOCK_SIZE)
-    assert profile.link_s != LINK_S, "it was measured"
-    assert not (tmp_path / "two.profile.json").exists(), "it has measured nothing"
 
 
 @pytest.mark.parametrize(

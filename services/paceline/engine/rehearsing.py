@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.core.errors import PacelineError
-from paceline.core.messages import Drafts, GenerateRequest, ModelIdentity
+from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     Cancel,
     DrafterNews,
-    DraftsArrived,
     LinkChanged,
     Outcome,
     Rehearse,
@@ -51,32 +50,24 @@ MOST_UNCOUNTED = 32
 
 @dataclass(slots=True)
 class Take:
-    """Steps of one mode at one load, and what drafters sent meanwhile.
-
-    Attributes:
-        steps: Rows and seconds of each.
-        arrived: When guesses came, and which.
-    """
+    """Steps of one mode at one load."""
 
     load: int
     drafts: bool
-    steps: list[tuple[int, float]] = field(default_factory=list)
-    arrived: list[tuple[float, Drafts]] = field(default_factory=list)
+    num_steps: int = 0
     num_counted: int = 0
+    seconds: float = 0.0
 
     @property
     def is_over(self) -> bool:
-        seconds = sum(seconds for _, seconds in self.steps)
-        enough = self.num_counted >= LEAST_STEPS and seconds >= TAKE_S
-        return enough or self.num_counted >= MOST_STEPS or len(self.steps) - self.num_counted >= MOST_UNCOUNTED
+        enough = self.num_counted >= LEAST_STEPS and self.seconds >= TAKE_S
+        return enough or self.num_counted >= MOST_STEPS or self.num_steps - self.num_counted >= MOST_UNCOUNTED
 
     def add(self, report: StepReport) -> None:
         if report.num_rows:
-            self.steps.append((report.num_rows, report.seconds))
+            self.num_steps += 1
+            self.seconds += report.seconds
             self.num_counted += bool(report.gammas) and not report.num_prefill_rows and report.responded
-
-    def hear(self, event: DraftsArrived) -> None:
-        self.arrived += [(event.arrived_s, each) for each in event.messages if isinstance(each, Drafts)]
 
 
 class RehearsingEngine:
@@ -88,7 +79,7 @@ class RehearsingEngine:
         max_sessions: Those that have places.
         numbers: For its sessions; no other session gets one of them.
         clock: Seconds, monotonic.
-        over: Called with all that was rehearsed once it has been, or with nothing if the engine takes no such session.
+        over: Called once the rehearsal has ended, or the engine has refused its sessions.
         drafter: Who drafts for its sessions; empty: the first one that is reached.
     """
 
@@ -100,7 +91,7 @@ class RehearsingEngine:
         max_sessions: int,
         numbers: Iterator[int],
         clock: Callable[[], float],
-        over: Callable[[Sequence[Take]], None],
+        over: Callable[[], None],
         drafter: str = "",
     ) -> None:
         self._engine = engine
@@ -111,9 +102,9 @@ class RehearsingEngine:
         # In the order in which they were reached; the first one drafts.
         self._drafters = dict.fromkeys([drafter] if drafter else ())
         loads = [2**power for power in range(max_sessions.bit_length())]
-        # What is left, the next one last, and what has been.
+        # What is left, the next one last, and whether drafters have answered.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
-        self._takes: list[Take] = []
+        self._answered = False
         # The draft model with which it is to rehearse; empty: nobody has told it to.
         self._told_to = ""
         self._sessions: set[int] = set()
@@ -132,8 +123,6 @@ class RehearsingEngine:
                 self._stop()
             case LinkChanged():
                 self._change_link(event)
-            case DraftsArrived() if self._sessions:
-                self._take.hear(event)
         self._engine.handle(event)
 
     @property
@@ -203,7 +192,7 @@ class RehearsingEngine:
             self._stop()
         elif self._take.is_over:
             self._left.pop()
-            self._takes.append(self._take)
+            self._answered |= self._take.drafts and bool(self._take.num_counted)
             self._stop()
             if self._left:
                 self._begin()
@@ -223,14 +212,12 @@ class RehearsingEngine:
             self._engine.handle(Cancel(number=number))
         self._sessions.clear()
         # A drafter that never answered has shown nothing.
-        shown = any(take.drafts and take.num_counted for take in self._takes)
-        self._engine.handle(Rehearse(drafts=None, over=self._told_to if shown and not self._left else ""))
+        ends = self._answered and not self._left
+        self._engine.handle(Rehearse(drafts=None, over=self._told_to if ends else ""))
         if gives_up:
             self._left.clear()
-            self._takes.clear()
         if not self._left:
-            takes, self._takes = self._takes, []
-            self._over(takes)
+            self._over()
 
     def _submit(self) -> None:
         number = next(self._numbers)

@@ -7,18 +7,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
 
 from paceline.core.errors import ConfigError
-from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, read_arrivals, scaled
+from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, opening, read_arrivals
 from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
-from paceline.planning.promise import Promise, loads_of, shown, steady
-from paceline.planning.report import figures, table
+from paceline.planning.report import LOADS, best_way, figures, promise, steady, table
 from paceline.planning.simulation import Fleet, Way
 from paceline.service.config import parse, setting
 from paceline.simulated.model import find_profile
@@ -45,8 +43,8 @@ class PlanConfig:
     """Flags and environment variables of `paceline plan`."""
 
     profile: str = setting(
-        help="JSON file, the name of a measured profile in the package (demo), or one to compute: "
-        "TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as 70b+1b@4xh100+h100 or 32b-fp8+0.6b@h100+l40s."
+        help="JSON file, or the name of a profile to compute: TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as "
+        "70b+1b@4xh100+h100 or 32b-fp8+0.6b@h100+l40s."
     )
     trace: Path | None = setting(
         None,
@@ -69,13 +67,6 @@ class PlanConfig:
     drafters: int | None = setting(
         None, help="Its drafters; without it a quarter as many as verifiers, at least one.", low=1, high=1_000_000
     )
-    verifier_price: float | None = setting(
-        None, help="Price an hour of a verifier's GPU, instead of the profile's.", low=0.0
-    )
-    drafter_price: float | None = setting(
-        None, help="Price an hour of a drafter's GPU, instead of the profile's.", low=0.0
-    )
-    workers: int = setting(0, help="Processes that simulate; 0: one a CPU.", low=0, high=1024)
     seed: int = setting(0, help="Of arrivals and of the luck with step times.", low=0, high=2**31 - 1)
     write_profile: Path | None = setting(None, help="Write the profile to this file, and do nothing else.")
     json: Path | None = setting(None, help="Write the figures to this file too.")
@@ -107,41 +98,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(PlanConfig, arguments, os.environ, PROG, DESCRIPTION)
-    profile = profile_of(config)
+    profile = find_profile(config.profile)
     if config.write_profile is not None:
         write_profile(profile, config.write_profile)
         sys.stdout.write(f"wrote {config.write_profile}\n")
         return
-    with ProcessPoolExecutor(config.workers or os.cpu_count()) as pool:
+    note = " COMPUTED, NOT MEASURED" if profile.kind == COMPUTED else ""
+    title = f"{profile.name}:{note} ({profile.origin})\n"
+    with ProcessPoolExecutor() as pool:
         if config.has_load:
-            _plan(pool, config, profile)
+            _plan(pool, config, profile, title)
         else:
-            _promise(pool, config, profile)
+            _promise(pool, config, profile, title)
 
 
-def _promise(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile) -> None:
-    """Prints what the profile promises."""
+def _promise(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, title: str) -> None:
+    """Prints what the profile promises, at the loads that its target can hold."""
+    loads = [each for each in LOADS if each <= profile.target.max_sessions]
     futures = {
         (streams, way): pool.submit(steady, profile, way, streams, seconds=config.seconds, seed=config.seed)
-        for streams in loads_of(profile)
+        for streams in loads
         for way in Way
     }
-    outcomes = _awaited(futures, "simulating loads")
-    promises = [
-        Promise(streams, {way: outcomes[streams, way].tokens_per_s for way in Way}) for streams in loads_of(profile)
+    found = _awaited(futures, "simulating loads")
+    rates = {streams: {way: found[streams, way].tokens_per_s for way in Way} for streams in loads}
+    sys.stdout.write(title + promise(profile, rates))
+    content = [
+        {
+            "streams": streams,
+            "tokens_per_s": {way.value: round(rate, 1) for way, rate in each.items()},
+            "best": best_way(each).value,
+        }
+        for streams, each in rates.items()
     ]
-    sys.stdout.write(_name(profile) + shown(profile, promises))
-    _write(config.json, [each.figures() for each in promises])
+    _write(config.json, content)
 
 
-def _plan(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile) -> None:
+def _plan(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, title: str) -> None:
     """Prints the fleets that do, or what a given one does."""
     load = load_of(config)
     plans = _plans(pool, config, profile, load)
-    sys.stdout.write(_name(profile) + _heading(load, config) + table(plans) + "\n")
-    _write(config.json, {title: figures(plan) for title, plan in plans.items()})
-    first = next(iter(plans.values()))
-    if not first.meets:
+    shown = {name: figures(plan) for name, plan in plans.items()}
+    sys.stdout.write(title + _heading(load, config) + table(shown) + "\n")
+    _write(config.json, shown)
+    if not next(iter(plans.values())).meets:
         sys.stdout.write("the goals are not met\n")
         raise SystemExit(1)
 
@@ -151,44 +151,26 @@ def _write(path: Path | None, content: object) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def profile_of(config: PlanConfig) -> Profile:
-    """The profile that the settings name, with their prices.
-
-    Raises:
-        ConfigError: There is none of that name, or its file is broken.
-    """
-    profile = find_profile(config.profile)
-    target, drafter = profile.target, profile.drafter
-    if config.verifier_price is not None:
-        target = replace(target, price_per_hour=config.verifier_price)
-    if config.drafter_price is not None:
-        drafter = replace(drafter, price_per_hour=config.drafter_price)
-    return replace(profile, target=target, drafter=drafter)
-
-
 def load_of(config: PlanConfig) -> list[Arrival]:
     """The arrivals that the settings describe: at that rate, for that time.
 
     Raises:
         ConfigError: The trace cannot be read, or too little of it falls into the time.
     """
-    if config.trace is None:
+    if config.trace is not None:
+        load = opening(read_arrivals(config.trace), rate_per_s=config.rate, duration_s=config.seconds)
+    else:
         assert config.rate is not None, "the settings were checked"
         load = generated_arrivals(
             rate_per_s=config.rate, duration_s=config.seconds, seed=config.seed, shape=config.shape
         )
-    else:
-        load = read_arrivals(config.trace)
-        if config.rate is not None:
-            load = scaled(load, config.rate)
-        load = list(takewhile(lambda each: each.at_s <= config.seconds, load))
     if len(load) < 2:
         raise ConfigError(f"--seconds {config.seconds:g}: only {len(load)} requests arrive in that time, needs 2")
     return load
 
 
 def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load: Sequence[Arrival]) -> dict[str, Plan]:
-    """The plan, followed by those that it is compared with."""
+    """The plan, followed by fleets of verifiers alone that have as many GPUs."""
     goal = Goal(ttft_s=config.slo_ttft_ms / 1e3, itl_s=config.slo_itl_ms / 1e3)
     if config.verifiers is None:
         plans = _cheapest(pool, profile, load, goal, config.seed)
@@ -198,7 +180,16 @@ def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load
         given = {Way.TIER.value: pool.submit(evaluate, profile, fleet, load, goal, seed=config.seed)}
         plans = _awaited(given, "simulating the fleet")
     tier = next((plan for plan in plans.values() if plan.fleet.way is Way.TIER), None)
-    return plans if tier is None else plans | _at_equal_gpus(pool, tier, load, goal, config.seed)
+    if tier is None:
+        return plans
+    count = tier.fleet.num_gpus(profile) // profile.target.num_devices
+    equal = {
+        f"{way.value}, equal GPUs": pool.submit(
+            evaluate, profile, Fleet(way=way, num_verifiers=count), load, goal, seed=config.seed
+        )
+        for way in (Way.PLAIN, Way.COLOCATED)
+    }
+    return plans | _awaited(equal, "simulating fleets of as many GPUs")
 
 
 def _cheapest(
@@ -209,14 +200,12 @@ def _cheapest(
     Raises:
         ConfigError: No fleet of any size does.
     """
+    tiers = {f"{Way.TIER.value}, {ratio} to a drafter": (Way.TIER, ratio) for ratio in RATIOS}
+    alone = {way.value: (way, 1) for way in (Way.PLAIN, Way.COLOCATED)}
     searches = {
-        f"{Way.TIER.value}, {ratio} to a drafter": pool.submit(
-            least_fleet, profile, Way.TIER, ratio, load, goal, seed=seed
-        )
-        for ratio in RATIOS
+        title: pool.submit(least_fleet, profile, way, ratio, load, goal, seed=seed)
+        for title, (way, ratio) in (tiers | alone).items()
     }
-    for way in (Way.PLAIN, Way.COLOCATED):
-        searches[way.value] = pool.submit(least_fleet, profile, way, 1, load, goal, seed=seed)
     found = {title: plan for title, plan in _awaited(searches, "looking for fleets").items() if plan is not None}
     if not found:
         raise ConfigError(
@@ -226,31 +215,12 @@ def _cheapest(
     return dict(sorted(found.items(), key=lambda entry: entry[1].fleet.price_per_hour(profile)))
 
 
-def _at_equal_gpus(
-    pool: ProcessPoolExecutor, tier: Plan, load: Sequence[Arrival], goal: Goal, seed: int
-) -> dict[str, Plan]:
-    """Fleets of verifiers alone, of as many GPUs as a fleet with a drafter tier has."""
-    profile = tier.profile
-    count = tier.fleet.num_gpus(profile) // profile.target.num_devices
-    fleets = {way: Fleet(way=way, num_verifiers=count) for way in (Way.PLAIN, Way.COLOCATED)}
-    futures = {
-        f"{way.value}, equal GPUs": pool.submit(evaluate, profile, fleet, load, goal, seed=seed)
-        for way, fleet in fleets.items()
-    }
-    return _awaited(futures, "simulating fleets of as many GPUs")
-
-
 def _awaited(futures: Mapping[Key, Future[Found]], title: str) -> dict[Key, Found]:
     """All results in the order of the futures, with a bar that counts them."""
     with tqdm(total=len(futures), desc=title, unit="fleet", leave=False) as bar:
         for _ in as_completed(futures.values()):
             bar.update()
     return {name: future.result() for name, future in futures.items()}
-
-
-def _name(profile: Profile) -> str:
-    note = " COMPUTED, NOT MEASURED" if profile.kind == COMPUTED else ""
-    return f"{profile.name}:{note} ({profile.origin})\n"
 
 
 def _heading(load: Sequence[Arrival], config: PlanConfig) -> str:

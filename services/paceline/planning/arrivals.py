@@ -12,9 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +26,8 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
 # Azure writes 100 ns digits; datetime reads microseconds.
 _TIMESTAMP_CHARS = 26
-# Grid on which the rate of a generated trace changes.
-_GRID_S = 1.0
 # Gaps drawn at a time.
 _CHUNK = 4096
-# The normal law's distribution function as a table.
-_DEVIATIONS = np.linspace(-6.0, 6.0, 2401)
-_RANKS = np.array([NormalDist().cdf(deviation) for deviation in _DEVIATIONS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,54 +44,42 @@ class Shape:
     """Statistics of a service's arrivals; two of them are fitted to Azure's published hours of November 2023.
 
     Gaps are exponential with one of several means (a hyperexponential law, by expectation maximisation), relative to
-    the mean gap. The logarithm of the rate wanders: a stationary Gaussian with exponential covariance, whose variance
-    and time are those of counts a 10 s bin. Lengths are quantile tables, tied by the rank correlation.
+    the mean gap. Lengths are quantile tables; those of prompt and answer have nothing to do
+    with one another (the traces' rank correlations are 0.08 and -0.02).
 
     Attributes:
         gap_weights: Chance of each kind of gap; they sum to 1.
         gap_means: Mean of each kind over the mean of all.
-        rate_sigma: Standard deviation of the logarithm of the rate.
-        rate_time_s: Time over which deviations of the rate decay to 1/e.
         prompt_quantiles: Tokens at `QUANTILES`.
         output_quantiles: The same of answers.
-        correlation: Of the ranks of prompt and answer, as a Gaussian copula takes it.
     """
 
     gap_weights: tuple[float, ...]
     gap_means: tuple[float, ...]
-    rate_sigma: float
-    rate_time_s: float
     prompt_quantiles: tuple[int, ...]
     output_quantiles: tuple[int, ...]
-    correlation: float
 
 
 QUANTILES = (0.0, 0.01, 0.025, *(step / 20 for step in range(1, 20)), 0.975, 0.99, 0.999, 1.0)
 # fmt: off
 SHAPES: Mapping[str, Shape] = {
-    # 19,366 requests in 3,502 s. Nearly Poisson but for 1.75 % that follow at once, at a rate that wanders by 22 %.
+    # 19,366 requests in 3,502 s. Nearly Poisson but for 1.75 % that follow at once.
     "conversation": Shape(
         gap_weights=(0.0175, 0.9825),
         gap_means=(0.0056, 1.0178),
-        rate_sigma=0.22,
-        rate_time_s=500.0,
         prompt_quantiles=(2, 29, 120, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020, 1045, 1071, 1097, 1130, 1189,
                           1315, 1876, 2734, 4083, 4092, 4142, 6179, 14050),
         output_quantiles=(7, 16, 28, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 177, 217, 384, 395,
                           400, 411, 424, 451, 522, 601, 954, 1000),
-        correlation=0.076,
     ),
     # 8,819 requests in 3,436 s: bursts of hundreds between silences of minutes.
     "code": Shape(
         gap_weights=(0.338, 0.6343, 0.0209, 0.0068),
         gap_means=(0.004, 0.3439, 3.1387, 104.9),
-        rate_sigma=0.0,
-        rate_time_s=500.0,
         prompt_quantiles=(3, 17, 44, 75, 147, 232, 386, 578, 770, 939, 1075, 1261, 1469, 1690, 1909, 2164, 2433, 2744,
                           3192, 3920, 5188, 7303, 7435, 7436, 7437, 7437),
         output_quantiles=(6, 6, 6, 6, 7, 7, 8, 9, 9, 10, 11, 12, 13, 14, 16, 18, 20, 24,
                           29, 39, 55, 90, 145, 251, 825, 1899),
-        correlation=-0.022,
     ),
 }
 # fmt: on
@@ -169,7 +151,7 @@ def generated_arrivals(
     """Returns a trace with the statistics of a shape; the same arguments give the same trace.
 
     Args:
-        rate_per_s: Requests a second, on average over the duration however the rate wanders within it.
+        rate_per_s: Requests a second, on average over the duration.
         duration_s: Seconds from 0 within which all requests arrive.
         seed: Of everything that is random.
         shape: A name in `SHAPES`.
@@ -191,49 +173,42 @@ def generated_arrivals(
 
 
 def _times(shape: Shape, rate_per_s: float, duration_s: float, rng: np.random.Generator) -> Floats:
-    """Returns arrival times, `[requests]`: gaps at a rate of 1, on a clock that runs as the rate wanders."""
+    """Returns arrival times, `[requests]`."""
     total = rate_per_s * duration_s
     ticks = np.empty(0)
     while not len(ticks) or ticks[-1] < total:
         gaps = rng.exponential(rng.choice(shape.gap_means, _CHUNK, p=shape.gap_weights))
         ticks = np.concatenate((ticks, np.cumsum(gaps) + (ticks[-1] if len(ticks) else 0.0)))
-    ticks = ticks[ticks < total]
-    edges_s = np.linspace(0.0, duration_s, max(2, math.ceil(duration_s / _GRID_S) + 1))
-    rates = np.exp(_wandering(len(edges_s) - 1, float(edges_s[1]), shape, rng))
-    expected = np.concatenate(([0.0], np.cumsum(rates)))
-    return np.interp(ticks, expected * (total / expected[-1]), edges_s)
-
-
-def _wandering(num_points: int, step_s: float, shape: Shape, rng: np.random.Generator) -> Floats:
-    """Returns the logarithm of the rate on a grid, `[num_points]`."""
-    keep = math.exp(-step_s / shape.rate_time_s)
-    noise = rng.normal(0.0, shape.rate_sigma, num_points)
-    values = np.empty(num_points)
-    value = noise[0]
-    for index in range(num_points):
-        if index:
-            value = keep * value + math.sqrt(1.0 - keep * keep) * noise[index]
-        values[index] = value
-    return values
+    times_s: Floats = ticks[ticks < total] / rate_per_s
+    return times_s
 
 
 def _lengths(shape: Shape, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """Returns tokens of prompt and output, `[count, 2]`."""
-    normal = rng.multivariate_normal([0.0, 0.0], [[1.0, shape.correlation], [shape.correlation, 1.0]], count)
-    ranks = np.interp(normal, _DEVIATIONS, _RANKS)
     tables = (shape.prompt_quantiles, shape.output_quantiles)
-    columns = [np.interp(ranks[:, side], QUANTILES, table) for side, table in enumerate(tables)]
+    columns = [np.interp(rng.random(count), QUANTILES, table) for table in tables]
     lengths: npt.NDArray[np.int64] = np.rint(np.stack(columns, axis=1)).astype(np.int64)
     return lengths
 
 
-def scaled(arrivals: Sequence[Arrival], rate_per_s: float) -> list[Arrival]:
-    """Returns the trace with its clock stretched, so that it has this rate on average.
+def opening(arrivals: Sequence[Arrival], *, rate_per_s: float | None, duration_s: float) -> list[Arrival]:
+    """Returns the first requests of a trace.
+
+    Args:
+        rate_per_s: As many as come in the duration at this rate, the clock stretched to fit them; None: those that come
+            in it.
 
     Raises:
-        ConfigError: There are fewer than two requests, or all come at once.
+        ConfigError: The trace has too few requests for that.
     """
-    if len(arrivals) < 2 or arrivals[-1].at_s <= arrivals[0].at_s:
-        raise ConfigError(f"the trace must have at least 2 requests, and not all at once, got {len(arrivals)}")
-    stretch = (len(arrivals) - 1) / (arrivals[-1].at_s - arrivals[0].at_s) / rate_per_s
-    return [replace(each, at_s=each.at_s * stretch) for each in arrivals]
+    if rate_per_s is None:
+        return list(takewhile(lambda each: each.at_s < duration_s, arrivals))
+    count = max(1, round(rate_per_s * duration_s))
+    if count >= len(arrivals) or arrivals[count].at_s <= arrivals[0].at_s:
+        raise ConfigError(
+            f"{duration_s:g} s at {rate_per_s:g} requests/s are {count} requests and one after them, the trace has "
+            f"{len(arrivals)}"
+        )
+    first_s = arrivals[0].at_s
+    stretch = duration_s / (arrivals[count].at_s - first_s)
+    return [replace(each, at_s=(each.at_s - first_s) * stretch) for each in arrivals[:count]]

@@ -26,8 +26,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.pairing import DrafterCandidate, Pairing
-from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
@@ -41,10 +40,10 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop, Stepper
-from paceline.engine.rehearsing import RehearsingEngine, Take
+from paceline.engine.rehearsing import RehearsingEngine
 from paceline.engine.target import TargetEngine
-from paceline.simulated.device import Pace
-from paceline.simulated.model import SimulatedPair, guesses_of
+from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
+from paceline.simulated.model import draft_engine
 from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile
 from paceline.simulated.text import TextLaw
 
@@ -58,6 +57,7 @@ IDENTITY = ModelIdentity(
 )
 # Drafters' devices have other seeds than verifiers'; and no request has such a number.
 OF_DRAFTERS, OF_REHEARSALS = 1 << 16, 1 << 30
+DRAFTER = "drafter"
 
 _Messages = TypeVar("_Messages")
 _P = ParamSpec("_P")
@@ -95,7 +95,7 @@ def simulate(main: Callable[[JumpingLoop], Coroutine[Any, Any, _Result]]) -> _Re
         return runner.run(main(loop))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Request:
     """A request on its way through the fleet, and what became of it.
 
@@ -166,22 +166,13 @@ class Link(Generic[_Messages]):
 
 
 class DrafterAtWork:
-    """A drafter of the tier.
+    """A drafter of the tier; `seed` is of the luck with step times."""
 
-    Args:
-        address: What verifiers know it by.
-        seed: Of the luck with step times.
-
-    Attributes:
-        num_sessions: That it drafts for.
-    """
-
-    def __init__(self, address: str, profile: Profile, loop: JumpingLoop, seed: int) -> None:
-        self.address, self.num_sessions = address, 0
+    def __init__(self, profile: Profile, loop: JumpingLoop, seed: int) -> None:
         self._loop, self._link_s = loop, profile.link_s
         self._verifiers: list[Link[Sequence[ToVerifier]]] = []
         device = DeviceAtWork(loop)
-        engine = draft_engine(device, profile, profile.drafter, seed)
+        engine = _drafter(device, profile, profile.drafter, seed)
         self._engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(lambda: engine, self._deliver, device)
         self.run = partial(_run, self._engine)
 
@@ -195,21 +186,17 @@ class DrafterAtWork:
             lambda messages: self._engine.post(VerifierMessages(link=number, messages=messages)),
         )
 
-    def known(self) -> DrafterCandidate:
-        """What verifiers know of it, without delay."""
-        return DrafterCandidate(address=self.address, num_sessions=self.num_sessions)
-
     def _deliver(self, output: DraftOutput) -> None:
         for number, messages in output.to_verifiers.items():
             self._verifiers[number].send(messages)
 
 
 class VerifierAtWork:
-    """A verifier whose sessions have drafters of the tier, one inside it, or none.
+    """A verifier whose sessions have the drafter of the tier, one inside it, or none.
 
     Args:
         colocated: Whether it drafts itself.
-        drafters: Those of the tier.
+        drafter: The one of the tier.
         policy: Picks what steps verify; None: as verifiers do, from a profile at start-up.
         seed: Of the luck with step times.
     """
@@ -220,39 +207,35 @@ class VerifierAtWork:
         loop: JumpingLoop,
         *,
         colocated: bool,
-        drafters: Sequence[DrafterAtWork] = (),
+        drafter: DrafterAtWork | None = None,
         policy: Goodput | None = None,
         seed: int = 0,
     ) -> None:
         self._loop = loop
-        self._own = LOCAL if colocated else ""
-        self._pairing = Pairing()
-        self._drafters = {drafter.address: drafter for drafter in drafters}
-        self._links = {
-            drafter.address: drafter.connect(partial(self._receive, drafter.address)) for drafter in drafters
-        }
+        self._address = LOCAL if colocated else DRAFTER if drafter is not None else ""
+        self._link = None if drafter is None else drafter.connect(self._receive)
         # By number, with what learns of their ends.
         self._requests: dict[int, tuple[Request, asyncio.Future[None]]] = {}
         self.policy = policy or Goodput(
             profile.target.starting_cost(), max_nodes=profile.most_nodes, max_eager_batch=math.inf
         )
         device = DeviceAtWork(loop)
-        self.engine = target_engine(device, profile, self.policy, seed, colocated=colocated)
-        for address in self._drafters:
-            self.engine.handle(LinkChanged(address=address, up=True))
+        self.engine = _target(device, profile, self.policy, seed, colocated=colocated)
+        if drafter is not None:
+            self.engine.handle(LinkChanged(address=DRAFTER, up=True))
         stepper: Stepper[TargetEvent, DrafterNews] = self.engine
         if colocated:
-            draft = draft_engine(device, profile, profile.colocated, seed)
+            draft = _drafter(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._rehearsed: asyncio.Future[Sequence[Take]] = loop.create_future()
+        self._rehearsed = asyncio.Event()
         rehearsing = RehearsingEngine(
             stepper,
             IDENTITY,
             max_sessions=profile.target.max_sessions,
             numbers=itertools.count(OF_REHEARSALS),
             clock=device.now_s,
-            over=self._rehearsed.set_result,
-            drafter=self._own or next(iter(self._drafters), ""),
+            over=self._rehearsed.set,
+            drafter=self._address,
         )
         self._engine = EngineLoop(lambda: rehearsing, self._deliver, device)
         self.run = partial(_run, self._engine)
@@ -262,10 +245,10 @@ class VerifierAtWork:
         """Requests under way."""
         return len(self._requests)
 
-    async def rehearse(self) -> Sequence[Take]:
+    async def rehearse(self) -> None:
         """Finds out what drafting is worth at each load, as verifiers do while nobody waits."""
         self._engine.post(Taught(learned=None, draft=IDENTITY.name))
-        return await self._rehearsed
+        await self._rehearsed.wait()
 
     async def serve(self, asked: Request) -> None:
         """Serves a request to its end, with a drafter if there is one.
@@ -273,35 +256,31 @@ class VerifierAtWork:
         Raises:
             PacelineError: It failed.
         """
-        self._pairing.know(each.known() for each in self._drafters.values())
-        address = self._own or self._pairing.choose((DRAFT_MODEL,))
         request = GenerateRequest(
             session_id=str(asked.number),
             epoch=1,
             prompt_token_ids=(asked.number % VOCAB_SIZE,) + (0,) * (asked.num_prompt_tokens - 1),
             sampling=SamplingParams(max_tokens=asked.num_output_tokens, temperature=0.0, ignore_eos=True),
-            speculation=SpeculationParams(enabled=bool(address)),
+            speculation=SpeculationParams(enabled=bool(self._address)),
             # None has the pages of another.
             cache_salt=str(asked.number),
         )
         ended = self._loop.create_future()
         self._requests[asked.number] = asked, ended
-        self._count(address, +1)
         self._engine.post(
-            Submit(request=request, number=asked.number, drafter_address=address, arrived_s=self._loop.time())
+            Submit(request=request, number=asked.number, drafter_address=self._address, arrived_s=self._loop.time())
         )
         try:
             await ended
         finally:
             del self._requests[asked.number]
-            self._count(address, -1)
 
-    def _receive(self, address: str, messages: Sequence[ToVerifier]) -> None:
-        self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=self._loop.time()))
+    def _receive(self, messages: Sequence[ToVerifier]) -> None:
+        self._engine.post(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self._loop.time()))
 
     def _deliver(self, output: DrafterNews) -> None:
-        for address, messages in output.to_drafters.items():
-            self._links[address].send(messages)
+        if self._link is not None and (messages := output.to_drafters.get(DRAFTER)):
+            self._link.send(messages)
         for number, committed in output.committed if isinstance(output, TargetOutput) else ():
             self._hand_on(*self._requests[number], committed)
 
@@ -316,25 +295,13 @@ class VerifierAtWork:
         if committed.result is not None:
             ended.set_result(None)
 
-    def _count(self, address: str, change: int) -> None:
-        if address in self._drafters:
-            self._pairing.count(address, change)
-            self._drafters[address].num_sessions += change
 
-
-def _pair(profile: Profile) -> SimulatedPair:
-    return SimulatedPair(law=LAW, vocab_size=VOCAB_SIZE, guesses=guesses_of(profile))
-
-
-def target_engine(
-    device: DeviceAtWork, profile: Profile, policy: Goodput, seed: int, *, colocated: bool
-) -> TargetEngine:
-    """A verifier's engine on the profile's device."""
+def _target(device: DeviceAtWork, profile: Profile, policy: Goodput, seed: int, *, colocated: bool) -> TargetEngine:
     facts = profile.target
     # A co-located drafter's time is its own, not a share of the verifier's.
     pace = device.pace(facts, seed, overhead=0.0 if colocated else profile.drafting_overhead)
     return TargetEngine(
-        decoder=_pair(profile).target(pace),
+        decoder=SimulatedTarget(LAW, pace, VOCAB_SIZE),
         identity=IDENTITY,
         num_blocks=facts.kv_tokens // BLOCK_SIZE,
         limits=facts.target_limits,
@@ -344,7 +311,7 @@ def target_engine(
     )
 
 
-def draft_engine(device: DeviceAtWork, profile: Profile, facts: DrafterFacts, seed: int) -> DraftEngine:
-    """A drafter's engine on a device."""
+def _drafter(device: DeviceAtWork, profile: Profile, facts: DrafterFacts, seed: int) -> DraftEngine:
     pace = device.pace(facts, seed + OF_DRAFTERS)
-    return _pair(profile).draft_engine(facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)
+    draft = SimulatedDraft(LAW, pace, VOCAB_SIZE, profile.acceptance)
+    return draft_engine(draft, facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)

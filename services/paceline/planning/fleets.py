@@ -25,13 +25,12 @@ PATIENCE_S = 30.0
 TOLERANCE = 0.05
 # A fleet that misses the goal is tried again this much larger, while a cell still gets this many requests.
 GROWTH, LEAST_REQUESTS = 1.4, 8
-TOKENS = 1e6
 P95 = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What 95 of 100 requests and tokens must get, in seconds."""
+    """Most seconds of 95 of 100 requests to the first token, and of 95 of 100 tokens."""
 
     ttft_s: float
     itl_s: float
@@ -39,7 +38,7 @@ class Goal:
     def is_met(self, outcome: Outcome) -> bool:
         """Whether they get it, and everything was answered; a cell without requests shows nothing."""
         enough = outcome.ttft_s()[P95] <= self.ttft_s and outcome.itl_s()[P95] <= self.itl_s
-        return enough and outcome.num_counted > 0 and outcome.num_unfinished == 0
+        return enough and bool(outcome.counted) and outcome.num_unfinished == 0
 
     def patience_s(self, load: Sequence[Arrival]) -> float:
         """Seconds after the last request in which a cell that meets the goal has answered everything."""
@@ -70,14 +69,8 @@ class Plan:
         The requests of one cell may be a little longer or shorter than those of the others, so a fleet that meets its
         goals is credited with the whole load.
         """
-        able = self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell().num_verifiers
+        able = self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell.num_verifiers
         return self.offered_tokens_per_s if self.meets else min(able, self.offered_tokens_per_s)
-
-    @property
-    def price_per_million(self) -> float:
-        """Of a million output tokens at this load."""
-        rate = self.tokens_per_s * 3600.0
-        return self.fleet.price_per_hour(self.profile) / rate * TOKENS if rate else math.inf
 
 
 def evaluate(profile: Profile, fleet: Fleet, load: Sequence[Arrival], goal: Goal, *, seed: int = 0) -> Plan:
@@ -86,19 +79,13 @@ def evaluate(profile: Profile, fleet: Fleet, load: Sequence[Arrival], goal: Goal
     Raises:
         ConfigError: A request is longer than the profile allows.
     """
-    cell = fleet.cell()
-    mine = dealt(load, cell.num_verifiers, fleet.num_verifiers)
-    warm_up_s = WARM_UP * load[-1].at_s
+    mine = dealt(load, fleet.cell.num_verifiers, fleet.num_verifiers)
+    last_s = load[-1].at_s
+    patience_s = goal.patience_s(mine)
     outcome = run_open(
-        profile,
-        cell,
-        mine,
-        until_s=load[-1].at_s,
-        warm_up_s=warm_up_s,
-        give_up_s=goal.patience_s(mine),
-        seed=seed,
+        profile, fleet.cell, mine, until_s=last_s, warm_up_s=WARM_UP * last_s, give_up_s=patience_s, seed=seed
     )
-    offered = sum(each.num_output_tokens for each in load) / max(load[-1].at_s, 1e-9)
+    offered = sum(each.num_output_tokens for each in load) / max(last_s, 1e-9)
     return Plan(fleet=fleet, profile=profile, outcome=outcome, offered_tokens_per_s=offered, meets=goal.is_met(outcome))
 
 
@@ -115,7 +102,6 @@ def least_fleet(
     """The smallest fleet that meets the goal, by growing and bisection; None when none of any size would.
 
     Args:
-        way: How drafts are made.
         ratio: Verifiers to a drafter, for a tier.
         load: What the fleet has to carry.
         goal: What clients must get.
@@ -127,7 +113,7 @@ def least_fleet(
         fleet = Fleet(way=way, num_verifiers=num_verifiers, num_drafters=drafters)
         return evaluate(profile, fleet, load, goal, seed=seed)
 
-    high = least_verifiers(profile, load)
+    high = _least_verifiers(profile, load)
     low = high - 1
     best = of(high)
     while not best.meets:
@@ -142,10 +128,9 @@ def least_fleet(
     return best
 
 
-def least_verifiers(profile: Profile, load: Sequence[Arrival]) -> int:
+def _least_verifiers(profile: Profile, load: Sequence[Arrival]) -> int:
     """Verifiers that the load's prompts alone would keep busy: no fewer can do."""
     target = profile.target
     prompt_tokens = sum(each.num_prompt_tokens for each in load)
     rows_per_s = target.max_rows / target.step_s(target.max_rows, num_sessions=1)
-    seconds = max(load[-1].at_s, 1e-9)
-    return max(1, math.ceil(prompt_tokens / rows_per_s / seconds))
+    return max(1, math.ceil(prompt_tokens / rows_per_s / max(load[-1].at_s, 1e-9)))

@@ -1,67 +1,156 @@
-"""Plans as a table, and as figures."""
+"""What `paceline plan` prints: tokens a second of a profile at several loads, and fleets beside one another."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.planning.fleets import Plan
-from paceline.planning.simulation import PERCENTILES, Way
+from paceline.planning.simulation import PERCENTILES, Fleet, Outcome, Way, run_closed
+from paceline.simulated.profile import Profile
 
+# Streams; a profile's target may hold fewer.
+LOADS = (1, 8, 32, 64, 128, 256)
+PROMPT_TOKENS, MEAN_TOKENS = 16, 96
+# Simulated seconds, and their share in which a load finds its pace; nothing of it counts.
+SECONDS, LEAST_S, SETTLING = 60.0, 4.0, 1 / 3
+# A drafter is worth having from this many times plain decoding on.
+LEAST_GAIN = 1.03
+# A draft step beyond this share of the target's step hardly pays at any acceptance.
+SLOW = 0.5
 MS = 1e3
 
 
-def fleet_name(plan: Plan) -> str:
-    """A fleet in a few words."""
-    fleet = plan.fleet
-    beside = f" + {fleet.num_drafters} drafters" if fleet.num_drafters else ""
-    inside = ", drafters inside" if fleet.way is Way.COLOCATED else ""
-    return f"{fleet.num_verifiers} verifiers{beside}{inside}"
+def tokens_of(number: int, mean: int) -> int:
+    """Length of a text: half to one and a half times the mean, so that texts do not begin and end in lockstep."""
+    return random.Random(number).randint(mean // 2, mean * 3 // 2)
+
+
+def steady(
+    profile: Profile,
+    way: Way,
+    streams: int,
+    *,
+    mean_tokens: int = MEAN_TOKENS,
+    seconds: float = SECONDS,
+    seed: int = 0,
+) -> Outcome:
+    """A load that goes on, once it has found its pace, for one verifier and, in a tier, one drafter.
+
+    Args:
+        streams: Requests that are always under way.
+        mean_tokens: Mean length of a text.
+        seconds: Simulated for one stream; many streams show as much in fewer, down to `LEAST_S`.
+        seed: Of the luck with step times.
+    """
+    lengths = ((PROMPT_TOKENS, tokens_of(number, mean_tokens)) for number in itertools.count())
+    until_s = max(LEAST_S, seconds / streams)
+    return run_closed(
+        profile, _pair(way), lengths, streams=streams, warm_up_s=SETTLING * until_s, until_s=until_s, seed=seed
+    )
+
+
+def _pair(way: Way) -> Fleet:
+    return Fleet(way=way, num_drafters=int(way is Way.TIER))
+
+
+def best_way(rates: Mapping[Way, float]) -> Way:
+    """The way that pays: the fastest, unless it is hardly faster than plain decoding."""
+    fastest = max(rates, key=rates.__getitem__)
+    return fastest if rates[fastest] >= LEAST_GAIN * rates[Way.PLAIN] else Way.PLAIN
+
+
+def promise(profile: Profile, rates: Mapping[int, Mapping[Way, float]]) -> str:
+    """Tokens/s by streams and way, for somebody who reads them for the first time."""
+    gpus = {way: _pair(way).num_gpus(profile) for way in Way}
+    titles = [f"{way.value}, {count} GPU{'s' if count > 1 else ''}" for way, count in gpus.items()]
+    rows = [_promise_row(streams, each) for streams, each in rates.items()]
+    return (
+        f"{paces(profile)}\n"
+        "Tokens/s of one verifier that always has so many streams, with texts of "
+        f"{MEAN_TOKENS} tokens on average;\nin brackets, how many times as fast as without speculation.\n\n"
+        + markdown([("streams", *titles, "what pays"), *rows])
+        + "\n"
+    )
+
+
+def _promise_row(streams: int, rates: Mapping[Way, float]) -> tuple[str, ...]:
+    plain = rates[Way.PLAIN]
+    gains = [f"{rate:,.0f} ({rate / plain:.2f}x)" for way, rate in rates.items() if way is not Way.PLAIN]
+    return f"{streams:,}", f"{plain:,.0f}", *gains, best_way(rates).value
+
+
+def paces(profile: Profile) -> str:
+    """What steps take, and whether the drafter is fast enough."""
+    step_s, draft_s, inside_s = (
+        each.step_s(1, num_sessions=1) for each in (profile.target, profile.drafter, profile.colocated)
+    )
+    share = draft_s / step_s
+    slow = f"\n{profile.drafter.name} is too slow for this drafter: a draft step should take a tenth of the target's."
+    return (
+        f"A step takes {MS * step_s:.1f} ms; a draft step takes {MS * draft_s:.1f} ms on a device of its own "
+        f"({share:.2f} of it), and {MS * inside_s:.1f} ms inside the verifier.{slow if share > SLOW else ''}"
+    )
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """What is expected of a plan, as numbers."""
-    outcome = plan.outcome
+    """What is expected of a plan, as numbers; latencies by percentile."""
+    outcome, rate = plan.outcome, plan.tokens_per_s
+    price = plan.fleet.price_per_hour(plan.profile)
     latencies = {"ttft_ms": outcome.ttft_s(), "itl_ms": outcome.itl_s(), "e2e_ms": outcome.e2e_s()}
     return {
         "way": plan.fleet.way.value,
         "verifiers": plan.fleet.num_verifiers,
         "drafters": plan.fleet.num_drafters,
         "gpus": plan.fleet.num_gpus(plan.profile),
-        "price_per_hour": round(plan.fleet.price_per_hour(plan.profile), 2),
-        "price_per_million_tokens": round(plan.price_per_million, 3),
-        "tokens_per_s": round(plan.tokens_per_s, 1),
+        "price_per_hour": round(price, 2),
+        "price_per_million_tokens": round(price / (rate * 3600.0) * 1e6, 3) if rate else None,
+        "tokens_per_s": round(rate, 1),
         "gamma": round(outcome.gamma, 2),
         "tokens_per_step": round(outcome.tokens_per_step, 2),
-        **{name: _by_percentile(values) for name, values in latencies.items()},
+        **{
+            name: {f"p{at}": round(MS * value, 2) for at, value in zip(PERCENTILES, values, strict=True)}
+            for name, values in latencies.items()
+        },
         "simulated_requests": len(outcome.requests),
         "unfinished_requests": outcome.num_unfinished,
         "meets_goals": plan.meets,
     }
 
 
-def _by_percentile(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{percentile}": round(MS * value, 2) for percentile, value in zip(PERCENTILES, values, strict=True)}
+# Columns of the table: figures, and how many digits stand behind the point.
+COLUMNS = {
+    "verifiers": 0,
+    "drafters": 0,
+    "gpus": 0,
+    "price_per_hour": 2,
+    "price_per_million_tokens": 2,
+    "tokens_per_s": 0,
+    "ttft_ms": 0,
+    "itl_ms": 1,
+    "e2e_ms": 0,
+    "gamma": 1,
+}
 
 
-COLUMNS = (
-    "fleet",
-    "GPUs",
-    "price/h",
-    "GPU hours/M tokens",
-    "price/M tokens",
-    "tokens/s",
-    "TTFT ms p50/p95/p99",
-    "ITL ms p50/p95/p99",
-    "E2E s p50/p95/p99",
-    "gamma",
-    "goals",
-)
+def table(plans: Mapping[str, Mapping[str, Any]]) -> str:
+    """A Markdown table, a row for the figures of each plan; latencies are p50/p95/p99."""
+    rows = [
+        (
+            title,
+            *(_cell(each[name], digits) for name, digits in COLUMNS.items()),
+            "met" if each["meets_goals"] else "missed",
+        )
+        for title, each in plans.items()
+    ]
+    return markdown([("fleet", *(name.replace("_", " ") for name in COLUMNS), "goals"), *rows])
 
 
-def table(plans: Mapping[str, Plan]) -> str:
-    """A Markdown table, a row for each plan."""
-    return markdown([COLUMNS, *(_row(title, plan) for title, plan in plans.items())])
+def _cell(value: Any, digits: int) -> str:
+    values = value.values() if isinstance(value, Mapping) else [value]
+    return "/".join("-" if each is None else f"{each:,.{digits}f}" for each in values)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -72,21 +161,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     ]
     rule = "| " + " | ".join("-" * width for width in widths) + " |"
     return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _row(title: str, plan: Plan) -> tuple[str, ...]:
-    outcome, rate = plan.outcome, plan.tokens_per_s
-    gpus = plan.fleet.num_gpus(plan.profile)
-    return (
-        f"{title}: {fleet_name(plan)}",
-        f"{gpus:,}",
-        f"{plan.fleet.price_per_hour(plan.profile):,.2f}",
-        f"{gpus / (rate * 3600.0) * 1e6:.2f}" if rate else "-",
-        f"{plan.price_per_million:.2f}",
-        f"{rate:,.0f}",
-        "/".join(f"{MS * value:.0f}" for value in outcome.ttft_s()),
-        "/".join(f"{MS * value:.1f}" for value in outcome.itl_s()),
-        "/".join(f"{value:.1f}" for value in outcome.e2e_s()),
-        f"{outcome.gamma:.1f}",
-        "met" if plan.meets else "missed",
-    )

@@ -1,4 +1,4 @@
-"""A fleet at work on a load: arrivals, least loaded routing, and what clients see of it."""
+"""A fleet at work on a load, and what clients see of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.draft_policy import Goodput
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
 from paceline.planning.engines import DrafterAtWork, JumpingLoop, Request, VerifierAtWork, simulate
@@ -28,14 +27,10 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Replicas that work together: any of these drafters may draft for any session of these verifiers.
-
-    Args:
-        way: How drafts are made.
-        num_drafters: Replicas of the drafter tier.
+    """Verifiers, and with a tier the drafters that they share evenly.
 
     Raises:
-        ConfigError: There is no verifier, or a drafter where the way has no use for one.
+        ConfigError: There is no verifier, no drafter or more of them than verifiers with a tier, or one without.
     """
 
     way: Way
@@ -45,24 +40,21 @@ class Fleet:
     def __post_init__(self) -> None:
         if self.num_verifiers < 1:
             raise ConfigError(f"num_verifiers must be at least 1, got {self.num_verifiers}")
-        if (self.num_drafters > 0) != (self.way is Way.TIER):
-            raise ConfigError(f"num_drafters must be at least 1 with a {Way.TIER.value} and 0 otherwise")
+        least, most = (1, self.num_verifiers) if self.way is Way.TIER else (0, 0)
+        if not least <= self.num_drafters <= most:
+            raise ConfigError(
+                f"num_drafters must be from {least} to {most} ({self.way.value}), got {self.num_drafters}"
+            )
 
+    @property
     def cell(self) -> Fleet:
-        """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone.
-
-        Raises:
-            ConfigError: There are more drafters than verifiers.
-        """
-        if self.num_drafters > self.num_verifiers:
-            raise ConfigError(f"drafters must be at most as many as verifiers, got {self.num_drafters}")
+        """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone."""
         if self.way is not Way.TIER:
             return Fleet(way=self.way)
         return Fleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)
 
     def num_gpus(self, profile: Profile) -> int:
-        own = self.num_verifiers * profile.target.num_devices
-        return own + self.num_drafters * profile.drafter.num_devices
+        return self.num_verifiers * profile.target.num_devices + self.num_drafters * profile.drafter.num_devices
 
     def price_per_hour(self, profile: Profile) -> float:
         own = self.num_verifiers * profile.target.replica_price_per_hour
@@ -99,9 +91,9 @@ class Outcome:
         return sum(each.num_received < each.num_output_tokens for each in self.requests)
 
     @property
-    def num_counted(self) -> int:
+    def counted(self) -> list[Request]:
         """Requests that latencies are taken of."""
-        return len(self._counted())
+        return [each for each in self.requests if self.since_s <= each.at_s < self.until_s]
 
     @property
     def gamma(self) -> float:
@@ -119,57 +111,46 @@ class Outcome:
 
     def ttft_s(self) -> list[float]:
         """Percentiles of the time to the first token."""
-        return _percentiles([each.pieces[0][0] - each.at_s + self.door_s for each in self._counted() if each.pieces])
+        return _percentiles([each.pieces[0][0] - each.at_s + self.door_s for each in self.counted if each.pieces])
 
     def itl_s(self) -> list[float]:
         """Percentiles of the time between tokens, shared evenly among those of a step, as gateways count it."""
         gaps: list[float] = []
-        for each in self._counted():
+        for each in self.counted:
             for (before_s, _), (at_s, count) in zip(each.pieces, each.pieces[1:], strict=False):
                 gaps += [(at_s - before_s) / count] * count
         return _percentiles(gaps)
 
     def e2e_s(self) -> list[float]:
         """Percentiles of the time from a request to its last token."""
-        ended = (each for each in self._counted() if each.num_received >= each.num_output_tokens)
+        ended = (each for each in self.counted if each.num_received >= each.num_output_tokens)
         return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
-
-    def _counted(self) -> list[Request]:
-        return [each for each in self.requests if self.since_s <= each.at_s < self.until_s]
 
 
 def _percentiles(values: Sequence[float]) -> list[float]:
     return [float(value) for value in np.percentile(values, PERCENTILES)] if values else [0.0] * len(PERCENTILES)
 
 
-class FleetAtWork:
-    """A fleet at work; belongs to one run of a simulation.
+class _CellAtWork:
+    """Verifiers at work that share one drafter at most; `seed` is of the luck with step times."""
 
-    Args:
-        policy: Of its verifiers; None: as they have it.
-        seed: Of the luck with step times.
-    """
-
-    def __init__(
-        self, profile: Profile, fleet: Fleet, loop: JumpingLoop, *, policy: Goodput | None = None, seed: int = 0
-    ) -> None:
-        inside = fleet.way is Way.COLOCATED
+    def __init__(self, profile: Profile, cell: Fleet, loop: JumpingLoop, seed: int) -> None:
+        inside = cell.way is Way.COLOCATED
         self._profile = profile.sharing() if inside else profile
-        drafters = [
-            DrafterAtWork(f"drafter-{number}", profile, loop, seed + number) for number in range(fleet.num_drafters)
+        drafter = DrafterAtWork(profile, loop, seed) if cell.num_drafters else None
+        self._verifiers = [
+            VerifierAtWork(self._profile, loop, colocated=inside, drafter=drafter, seed=seed + number)
+            for number in range(cell.num_verifiers)
         ]
-        self.verifiers = [
-            VerifierAtWork(self._profile, loop, colocated=inside, drafters=drafters, policy=policy, seed=seed + number)
-            for number in range(fleet.num_verifiers)
-        ]
-        at_work: list[DrafterAtWork | VerifierAtWork] = [*drafters, *self.verifiers]
-        self._at_work = [loop.create_task(each.run()) for each in at_work]
+        at_work = [each.run() for each in (drafter, *self._verifiers) if each is not None]
+        self._at_work = [loop.create_task(each) for each in at_work]
 
     async def serve(self, asked: Request) -> None:
         """Has the verifier that has the fewest sessions serve a request to its end.
 
         Raises:
             ConfigError: No verifier could ever hold it.
+            PacelineError: It failed.
         """
         held = asked.num_prompt_tokens + asked.num_output_tokens + self._profile.most_nodes
         if held > self._profile.target.kv_tokens:
@@ -177,54 +158,9 @@ class FleetAtWork:
                 f"request {asked.number} of the load has {held} tokens, more than the {self._profile.target.kv_tokens} "
                 "that the profile's target.kv_tokens allows"
             )
-        await min(self.verifiers, key=lambda each: each.num_sessions).serve(asked)
+        await min(self._verifiers, key=lambda each: each.num_sessions).serve(asked)
 
-    async def serve_all(self, load: Sequence[Request], most_s: float | None) -> None:
-        """Serves each request when it is due, whether earlier ones have ended or not; for so many seconds at most.
-
-        Raises:
-            PacelineError: A request failed.
-        """
-
-        async def serve(asked: Request) -> None:
-            await asyncio.sleep(asked.at_s)
-            await self.serve(asked)
-
-        await self._until(map(serve, load), most_s)
-
-    async def keep_busy(
-        self, lengths: Iterable[tuple[int, int]], streams: int, most_s: float | None
-    ) -> tuple[list[Request], float]:
-        """Has each of some streams send its next request when one ends; for so many seconds at most.
-
-        Args:
-            lengths: Prompt and output tokens of the requests in their order.
-
-        Returns:
-            The requests, and until when all streams were busy.
-
-        Raises:
-            PacelineError: A request failed.
-        """
-        loop, load, dry = asyncio.get_running_loop(), list[Request](), list[float]()
-        numbered = enumerate(lengths)
-
-        async def stream() -> None:
-            for number, (num_prompt_tokens, num_output_tokens) in numbered:
-                asked = Request(
-                    number=number,
-                    at_s=loop.time(),
-                    num_prompt_tokens=num_prompt_tokens,
-                    num_output_tokens=num_output_tokens,
-                )
-                load.append(asked)
-                await self.serve(asked)
-            dry.append(loop.time())
-
-        await self._until((stream() for _ in range(streams)), most_s)
-        return load, dry[0] if dry else loop.time()
-
-    async def _until(self, load: Iterable[Awaitable[None]], most_s: float | None) -> None:
+    async def until(self, load: Iterable[Awaitable[None]], most_s: float | None) -> None:
         """Works until all of a load is served, or for so many seconds."""
 
         async def served() -> None:
@@ -238,7 +174,7 @@ class FleetAtWork:
 
 def run_open(
     profile: Profile,
-    fleet: Fleet,
+    cell: Fleet,
     arrivals: Sequence[Arrival],
     *,
     warm_up_s: float = 0.0,
@@ -246,7 +182,7 @@ def run_open(
     give_up_s: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """What a fleet does under a load that comes as it comes.
+    """What a cell does under a load that comes as it comes.
 
     Args:
         arrivals: The load, in order.
@@ -259,23 +195,27 @@ def run_open(
         ConfigError: A request is longer than the profile allows.
     """
     load = [
-        Request(
-            number=number,
-            at_s=each.at_s,
-            num_prompt_tokens=each.num_prompt_tokens,
-            num_output_tokens=each.num_output_tokens,
-        )
+        Request(number, each.at_s, each.num_prompt_tokens, each.num_output_tokens)
         for number, each in enumerate(arrivals)
     ]
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
-    most_s = None if give_up_s is None else last_s + give_up_s
-    simulate(lambda loop: FleetAtWork(profile, fleet, loop, seed=seed).serve_all(load, most_s))
+
+    async def main(loop: JumpingLoop) -> None:
+        at_work = _CellAtWork(profile, cell, loop, seed)
+
+        async def serve(asked: Request) -> None:
+            await asyncio.sleep(asked.at_s)
+            await at_work.serve(asked)
+
+        await at_work.until(map(serve, load), None if give_up_s is None else last_s + give_up_s)
+
+    simulate(main)
     return Outcome(requests=load, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
 
 
 def run_closed(
     profile: Profile,
-    fleet: Fleet,
+    cell: Fleet,
     lengths: Iterable[tuple[int, int]],
     *,
     streams: int,
@@ -283,7 +223,7 @@ def run_closed(
     until_s: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """What a fleet does for streams that send one request after the other.
+    """What a cell does for streams that send one request after the other.
 
     Args:
         lengths: Prompt and output tokens of the requests in their order; may be without end where `until_s` is given.
@@ -294,7 +234,19 @@ def run_closed(
     Raises:
         ConfigError: A request is longer than the profile allows.
     """
-    load, busy_s = simulate(
-        lambda loop: FleetAtWork(profile, fleet, loop, seed=seed).keep_busy(lengths, streams, until_s)
-    )
+    load, numbered, dry = list[Request](), enumerate(lengths), list[float]()
+
+    async def main(loop: JumpingLoop) -> float:
+        at_work = _CellAtWork(profile, cell, loop, seed)
+
+        async def stream() -> None:
+            for number, (num_prompt_tokens, num_output_tokens) in numbered:
+                load.append(Request(number, loop.time(), num_prompt_tokens, num_output_tokens))
+                await at_work.serve(load[-1])
+            dry.append(loop.time())
+
+        await at_work.until((stream() for _ in range(streams)), until_s)
+        return dry[0] if dry else loop.time()
+
+    busy_s = simulate(main)
     return Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=busy_s)

@@ -134,7 +134,7 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
     """Builds the configuration from a section of a file: field names and their values, no flags, no environment.
 
     Args:
-        config_class: What to build.
+        config_class: What to build; a field may be such a class itself, and takes an object.
         values: By field name; a field that may be repeated takes a list.
         where: Prefix of the names in messages, such as `verifier.`; may be empty.
 
@@ -148,9 +148,15 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
     for option in options.values():
         if option.required and option.name not in values:
             raise ConfigError(f"{where}{option.name} is required: {option.setting.help}")
-    return config_class(
-        **{name: options[name].convert_value(value, source=f"{where}{name}") for name, value in values.items()}
-    )
+    return config_class(**{name: _from_file(options[name], value, f"{where}{name}") for name, value in values.items()})
+
+
+def _from_file(option: _Option, value: Any, source: str) -> Any:
+    if not dataclasses.is_dataclass(option.base_type):
+        return option.convert_value(value, source=source)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source} must be a JSON object, got {value!r}")
+    return from_mapping(option.base_type, value, f"{source}.")
 
 
 @contextmanager
@@ -359,7 +365,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, described: Setting) -> _Op
     repeated = typing.get_origin(base_type) is tuple
     if repeated:
         base_type = typing.get_args(base_type)[0]
-    if len(alternatives) != 1 or base_type not in _TYPE_NAMES:
+    if len(alternatives) != 1 or not (base_type in _TYPE_NAMES or dataclasses.is_dataclass(base_type)):
         raise TypeError(f"field {field.name} has the unsupported type {hint!r}")
     return _Option(
         name=field.name,

@@ -79,15 +79,11 @@ class TunedState:
         finally:
             self.write(learned())
 
-    def write(self, learned: Learned, suffix: str = ".json") -> None:
-        """Writes atomically: a reader sees the old content or the new one.
-
-        Args:
-            suffix: Of the file's name; another one than its own: what else is to lie beside it.
-        """
+    def write(self, learned: Learned) -> None:
+        """Writes atomically: a reader sees the old content or the new one."""
         if self.path is None:
             return
-        path = self.path.with_suffix(suffix)
+        path = self.path
         # The loop's thread writes at the end, others before.
         beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:

@@ -8,19 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.calibration import GREEDY_SHARPNESS, NUM_RANKED
 from paceline.core.features import Features
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
 from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import HostPending, Ranks, Walks
-from paceline.simulated.guesses import RecordedGuesses
+from paceline.simulated.guesses import GuessLaw, GuessTable, Logits
 from paceline.simulated.profile import DeviceFacts
 from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contributions, mixed
 
@@ -28,8 +26,6 @@ from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contribu
 KEY = 0x5061_6365_6C69_6E65
 # Logits of tokens that the text does not choose; a grammar that bars the chosen one leaves the best of these.
 LEAST, MOST, NUM_TABLES = -24.0, -20.0, 64
-
-Logits = npt.NDArray[np.float32]
 
 
 class DigestCache:
@@ -173,52 +169,20 @@ class SimulatedTarget:
         return HostPending(logits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuessTable:
-    """Places of texts at which a drafter guesses.
-
-    Attributes:
-        ranks: Which of the guesses is right, int64 [places]; -1: none.
-        logits: Of the guesses, best first, such that their confidences come out as recorded, float32 [places, guesses].
-        rest: Logit of each of the tokens beside them, float32 [places].
-    """
-
-    ranks: Ints
-    logits: Logits
-    rest: Logits
-
-    @classmethod
-    def of(cls, guesses: RecordedGuesses, vocab_size: int) -> GuessTable:
-        """Makes a table of all places of some texts."""
-        places = [place for text in guesses.texts for place in text]
-        width = max(len(place.confidences) for place in places)
-        sure = np.zeros((len(places), width))
-        for at, place in enumerate(places):
-            sure[at, : len(place.confidences)] = place.confidences
-        left = np.maximum(1.0 - sure.sum(axis=1), 1e-9)
-        # What `confidences` sharpens and sums up: the likeliest tokens, and a good many of the rest.
-        beside = min(vocab_size, NUM_RANKED) - width
-        floor = 1e-12
-        return cls(
-            ranks=np.array([-1 if place.rank is None else place.rank for place in places], np.int64),
-            logits=(GREEDY_SHARPNESS * np.log(np.maximum(sure, floor))).astype(np.float32),
-            rest=(GREEDY_SHARPNESS * np.log(np.maximum(left / max(beside, 1), floor))).astype(np.float32),
-        )
-
-
 class SimulatedDraft:
-    """A draft model that knows its target's texts, and guesses them as well as a table says.
+    """A draft model that knows its target's texts, and guesses them as well as a law says.
 
     Args:
         law: Of the target's texts.
         pace: Of its device.
-        table: Of its guesses.
+        truth: What it guesses.
     """
 
     feature_width = state_width = 0
 
-    def __init__(self, law: TextLaw, pace: Pace, vocab_size: int, table: GuessTable) -> None:
-        self._law, self._pace, self._vocab_size, self._table = law, pace, vocab_size, table
+    def __init__(self, law: TextLaw, pace: Pace, vocab_size: int, truth: GuessLaw) -> None:
+        self._law, self._pace, self._vocab_size = law, pace, vocab_size
+        self._table = GuessTable.of(truth, vocab_size)
 
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)

@@ -1,28 +1,31 @@
-"""What a drafter guesses and whether it is right: drawn from a law, or recorded from real texts."""
+"""What a drafter guesses and whether it is right: drawn from a law."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import ConfigError
-from paceline.forest.tree_loops import margin
+from paceline.core.calibration import GREEDY_SHARPNESS, NUM_RANKED
+from paceline.forest.tree_loops import MAX_MARGIN, margin
 from paceline.service.config import setting
+from paceline.simulated.text import Ints
 
-# Places drawn from a law.
-NUM_DRAWN = 7680
-# The second guess has this share of what the first one leaves, from and to.
+# Places drawn from a law, and guesses at each.
+NUM_DRAWN, NUM_GUESSES = 7680, 2
+# The second guess has this share of what the first one leaves, from and to, and of the first one at most so much.
 SECOND = (0.3, 0.9)
+MOST_OF_FIRST = 0.9
+# A guess without any confidence, for its logarithm.
+LEAST = 1e-12
 
-Chances = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
+Logits = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnGuesses:
+class GuessLaw:
     """Two guesses a place from a law, a function of the seed alone."""
 
     slope: float = setting(1.3, help="True log odds of a match per log odds of confidence.")
@@ -31,66 +34,56 @@ class DrawnGuesses:
     confidence_spread: float = setting(1.8, help="Their standard deviation.", low=0)
     seed: int = setting(0, help="Of everything.")
 
-    def chance(self, confidence: float) -> float:
-        """True probability that a guess of this confidence matches, if its parent does."""
-        return float(_sigmoid(self.slope * margin(confidence) + self.intercept))
+    @classmethod
+    def at(cls, chance: float) -> GuessLaw:
+        """The first guess is right with one chance everywhere, and as confident as that."""
+        return cls(slope=1.0, intercept=0.0, confidence_mean=margin(chance), confidence_spread=0.0)
+
+    def drawn(self) -> tuple[Ints, Floats]:
+        """Which guess is right, int64 [places], -1: none; confidences, best first, float64 [places, guesses]."""
+        random = np.random.default_rng(self.seed)
+        first = _sigmoid(random.normal(self.confidence_mean, self.confidence_spread, NUM_DRAWN))
+        second = np.minimum((1.0 - first) * random.uniform(*SECOND, NUM_DRAWN), MOST_OF_FIRST * first)
+        draws = random.random(NUM_DRAWN)
+        right_first = self._chances(first)
+        right_second = np.minimum(1.0 - right_first, self._chances(second))
+        ranks = np.where(draws < right_first, 0, np.where(draws < right_first + right_second, 1, -1))
+        return ranks, np.stack([first, second], axis=1)
+
+    def _chances(self, confidences: Floats) -> Floats:
+        """True probabilities that guesses match, if their parents do."""
+        with np.errstate(divide="ignore"):
+            odds = np.log(confidences) - np.log1p(-confidences)
+        return _sigmoid(self.slope * np.clip(odds, -MAX_MARGIN, MAX_MARGIN) + self.intercept)
+
+
+def _sigmoid(log_odds: Floats) -> Floats:
+    chances: Floats = 1.0 / (1.0 + np.exp(-log_odds))
+    return chances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedPlace:
-    """One position of a real text.
+class GuessTable:
+    """Places of texts at which a drafter guesses.
 
-    Args:
-        rank: Which of the guesses was the target's token, from 0; None: none of them.
-        confidences: How sure the drafter was of each, best first.
+    Attributes:
+        ranks: Which of the guesses is right, int64 [places]; -1: none.
+        logits: Of the guesses, best first, such that their confidences come out as drawn, float32 [places, guesses].
+        rest: Logit of each of the tokens beside them, float32 [places].
     """
 
-    rank: int | None
-    confidences: tuple[float, ...]
+    ranks: Ints
+    logits: Logits
+    rest: Logits
 
-
-class RecordedGuesses:
-    """Guesses of a drafter along texts.
-
-    Args:
-        texts: By generated token, from the first one.
-
-    Raises:
-        ConfigError: There is no text, or one is empty.
-    """
-
-    def __init__(self, texts: Sequence[Sequence[RecordedPlace]]) -> None:
-        if not texts or not all(texts):
-            raise ConfigError("acceptance.texts: needs at least one text, and none of them empty")
-        self.texts = tuple(map(tuple, texts))
-
-
-Guesses = DrawnGuesses | RecordedGuesses
-
-
-@functools.cache
-def drawn(law: DrawnGuesses) -> RecordedGuesses:
-    """Places drawn from a law, once: a simulation reads millions of them."""
-    chance = np.random.default_rng(law.seed)
-    first = _sigmoid(chance.normal(law.confidence_mean, law.confidence_spread, NUM_DRAWN))
-    second = (1.0 - first) * chance.uniform(*SECOND, NUM_DRAWN)
-    draws = chance.random(NUM_DRAWN)
-    places = list[RecordedPlace]()
-    for sure, less, draw in zip(first.tolist(), second.tolist(), draws.tolist(), strict=True):
-        right_first = law.chance(sure)
-        right_second = min(1.0 - right_first, law.chance(less))
-        rank = 0 if draw < right_first else 1 if draw < right_first + right_second else None
-        places.append(RecordedPlace(rank=rank, confidences=(sure, less)))
-    return RecordedGuesses([places])
-
-
-def guesses_at(chance: float) -> RecordedGuesses:
-    """Guesses of which the first is right with one chance everywhere, as confident as that."""
-    second = min(chance, 1.0 - chance) / 2
-    draws = np.random.default_rng(0).random(NUM_DRAWN)
-    ranks = [0 if draw < chance else 1 if draw < chance + second else None for draw in draws]
-    return RecordedGuesses([[RecordedPlace(rank=rank, confidences=(chance, second)) for rank in ranks]])
-
-
-def _sigmoid(log_odds: float | Chances) -> Chances:
-    return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(log_odds))))
+    @classmethod
+    def of(cls, law: GuessLaw, vocab_size: int) -> GuessTable:
+        """Makes a table of the places drawn from a law."""
+        ranks, confidences = law.drawn()
+        # What `confidences` sharpens and sums up: the likeliest tokens, and a good many of the rest.
+        beside = max(1, min(vocab_size, NUM_RANKED) - NUM_GUESSES)
+        rest = np.maximum(1.0 - confidences.sum(axis=1), 1e-9) / beside
+        logits, others = (
+            (GREEDY_SHARPNESS * np.log(np.maximum(each, LEAST))).astype(np.float32) for each in (confidences, rest)
+        )
+        return cls(ranks=ranks, logits=logits, rest=others)

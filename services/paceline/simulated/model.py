@@ -16,9 +16,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.engine.drafter import DraftEngine
-from paceline.simulated.device import GuessTable, Pace, SimulatedDraft, SimulatedTarget
-from paceline.simulated.guesses import RecordedGuesses, drawn, guesses_at
-from paceline.simulated.profile import SHIPPED, DeviceFacts, DrafterFacts, Profile, read_profile
+from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
+from paceline.simulated.guesses import GuessLaw
+from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile, read_profile
 from paceline.simulated.roofline import computed_profile
 from paceline.simulated.text import TextLaw, words_of
 
@@ -27,14 +27,12 @@ MOST_CONTEXT = 131_072
 
 
 def find_profile(name: str) -> Profile:
-    """Returns the profile of a file, that of a name in the package (`demo`), or one such as `70b+1b@4xh100+h100`.
+    """Returns the profile of a file, or the one of a name such as `70b+1b@4xh100+h100`.
 
     Raises:
         ConfigError: There is no such file, and the name is in another form; or the file is wrong.
     """
-    path, shipped = Path(name), SHIPPED / f"{name}.json"
-    if shipped.is_file() and not path.is_file():
-        path = shipped
+    path = Path(name)
     return read_profile(path) if path.is_file() or path.suffix == ".json" else computed_profile(name)
 
 
@@ -53,48 +51,11 @@ def num_pages(facts: DeviceFacts, asked: int | None) -> int:
     return asked or most
 
 
-def guesses_of(profile: Profile, acceptance: float | None = None) -> RecordedGuesses:
-    """What simulated drafters guess: with one chance everywhere, or as the profile says."""
-    if acceptance is not None:
-        return guesses_at(acceptance)
-    return profile.truth if isinstance(profile.truth, RecordedGuesses) else drawn(profile.truth)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedPair:
-    """A target and its drafter, apart from their devices.
-
-    Attributes:
-        law: Of the texts.
-    """
-
-    law: TextLaw
-    vocab_size: int
-    guesses: RecordedGuesses
-
-    def target(self, pace: Pace) -> SimulatedTarget:
-        """Makes the target model on a device."""
-        return SimulatedTarget(self.law, pace, self.vocab_size)
-
-    def draft(self, pace: Pace) -> SimulatedDraft:
-        """Makes the draft model on a device."""
-        return SimulatedDraft(self.law, pace, self.vocab_size, GuessTable.of(self.guesses, self.vocab_size))
-
-    def draft_engine(self, facts: DrafterFacts, pace: Pace, identity: ModelIdentity, *, num_blocks: int) -> DraftEngine:
-        """Makes an engine with the draft model.
-
-        Args:
-            facts: Of its device.
-            pace: Of the same.
-            identity: What it calls itself.
-        """
-        return DraftEngine(
-            decoder=self.draft(pace),
-            identity=identity,
-            num_blocks=num_blocks,
-            limits=facts.limits,
-            clock=pace.now_s,
-        )
+def draft_engine(
+    draft: SimulatedDraft, facts: DrafterFacts, pace: Pace, identity: ModelIdentity, *, num_blocks: int
+) -> DraftEngine:
+    """A drafter's engine on a device of these facts, at this pace."""
+    return DraftEngine(decoder=draft, identity=identity, num_blocks=num_blocks, limits=facts.limits, clock=pace.now_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +112,16 @@ class Simulation:
             arithmetic=SIMULATED,
         )
 
-    @cached_property
-    def _pair(self) -> SimulatedPair:
-        guesses = guesses_of(self.profile, self.acceptance)
-        return SimulatedPair(law=self._law, vocab_size=self._vocab_size, guesses=guesses)
-
     def target(self) -> SimulatedTarget:
-        return self._pair.target(Pace(self.profile.target))
+        return SimulatedTarget(self._law, Pace(self.profile.target), self._vocab_size)
+
+    def draft(self, pace: Pace) -> SimulatedDraft:
+        truth = self.profile.acceptance if self.acceptance is None else GuessLaw.at(self.acceptance)
+        return SimulatedDraft(self._law, pace, self._vocab_size, truth)
 
     def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int) -> DraftEngine:
-        """Makes an engine with the draft model, and runs its first steps; the arguments are those of the pair's."""
-        engine = self._pair.draft_engine(facts, Pace(facts), identity, num_blocks=num_blocks)
+        """Makes an engine with the draft model on a device, and runs its first steps."""
+        pace = Pace(facts)
+        engine = draft_engine(self.draft(pace), facts, pace, identity, num_blocks=num_blocks)
         engine.warm_up()
         return engine

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
@@ -19,12 +19,9 @@ from paceline.core.step_time import KNOTS, StepCost
 from paceline.core.target_events import TargetLimits
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.service.config import from_mapping, setting
-from paceline.simulated.guesses import DrawnGuesses, Guesses, RecordedGuesses, RecordedPlace
+from paceline.simulated.guesses import GuessLaw
 
 MEASURED, COMPUTED = "measured", "computed"
-SHIPPED = Path(__file__).with_name("profiles")
-
-DeviceT = TypeVar("DeviceT", bound="DeviceFacts")
 
 
 # Without slots, so that a property can be kept.
@@ -90,15 +87,19 @@ class DrafterFacts(DeviceFacts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What a profile's file holds beside devices and guesses."""
+class Profile:
+    """All facts of a pair of models on its hardware."""
 
     name: str = setting(help="What tables call it.")
     kind: str = setting(help="Whether it was measured or computed.", choices=(MEASURED, COMPUTED))
     origin: str = setting(help="Where the figures come from, in a sentence.")
+    target: DeviceFacts = setting(help="The target model.")
+    drafter: DrafterFacts = setting(help="The draft model on a device of its own.")
+    colocated: DrafterFacts = setting(help="The draft model on the target's devices.")
     colocated_kv_tokens: int = setting(
         help="Tokens of KV that a drafter on the target's devices leaves the target.", low=1
     )
+    acceptance: GuessLaw = setting(help="What the drafter guesses, and whether it is right.")
     drafting_overhead: float = setting(
         0.0, help="Share by which the target's steps take longer while drafters work.", low=0
     )
@@ -106,22 +107,17 @@ class Figures:
     door_s: float = setting(0.002, help="Seconds that a request and its first token spend outside the verifier.", low=0)
     most_nodes: int = setting(12, help="Most draft tokens of a session that a step verifies.", low=0, high=64)
 
+    def __post_init__(self) -> None:
+        """Checks the step costs of its devices.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile(Figures):
-    """All facts of a pair of models on its hardware.
-
-    Args:
-        target: The target model.
-        drafter: The draft model on a device of its own.
-        colocated: The draft model on the target's devices.
-        truth: What the drafter guesses, and whether it is right.
-    """
-
-    target: DeviceFacts
-    drafter: DrafterFacts
-    colocated: DrafterFacts
-    truth: Guesses
+        Raises:
+            ConfigError: The columns of one of them do not fit.
+        """
+        for name, facts in (("target", self.target), ("drafter", self.drafter), ("colocated", self.colocated)):
+            try:
+                _ = facts.cost
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
 
     def sharing(self) -> Profile:
         """Returns the same with the drafter on the target's devices, where it takes room that was the target's."""
@@ -143,74 +139,9 @@ def read_profile(path: Path) -> Profile:
 
 def profile_from(given: Mapping[str, Any]) -> Profile:
     """A profile from the object in its file; raises as `read_profile`, without the file's name."""
-    values = dict(given)
-    parts = {key: _object(values, key) for key in ("target", "drafter", "colocated", "acceptance")}
-    figures = from_mapping(Figures, values, "")
-    return Profile(
-        **_plain(figures),
-        target=_device(DeviceFacts, parts["target"], "target"),
-        drafter=_device(DrafterFacts, parts["drafter"], "drafter"),
-        colocated=_device(DrafterFacts, parts["colocated"], "colocated"),
-        truth=_guesses(parts["acceptance"]),
-    )
-
-
-def profile_object(profile: Profile) -> dict[str, Any]:
-    """What a profile's file holds."""
-    devices = {key: _plain(getattr(profile, key)) for key in ("target", "drafter", "colocated")}
-    figures = {each.name: getattr(profile, each.name) for each in fields(Figures)}
-    return figures | devices | {"acceptance": _guesses_object(profile.truth)}
+    return from_mapping(Profile, given, "")
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Writes a profile's file."""
-    path.write_text(json.dumps(profile_object(profile), indent=1) + "\n", encoding="utf-8")
-
-
-def _object(values: dict[str, Any], key: str) -> Mapping[str, Any]:
-    """Takes one of the objects out of a file."""
-    if key not in values:
-        raise ConfigError(f"{key} is missing")
-    given = values.pop(key)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{key} must be a JSON object, got {given!r}")
-    return given
-
-
-def _device(kind: type[DeviceT], given: Mapping[str, Any], key: str) -> DeviceT:
-    facts = from_mapping(kind, given, f"{key}.")
-    try:
-        _ = facts.cost
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
-    return facts
-
-
-def _guesses(given: Mapping[str, Any]) -> Guesses:
-    if "texts" not in given:
-        return from_mapping(DrawnGuesses, given, "acceptance.")
-    try:
-        texts = [[_place(entry) for entry in text] for text in given["texts"]]
-    except (TypeError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"acceptance.texts: needs lists of [rank, confidence, ...] for every token ({error})"
-        ) from None
-    return RecordedGuesses(texts)
-
-
-def _place(entry: list[float]) -> RecordedPlace:
-    rank = int(entry[0])
-    return RecordedPlace(rank=None if rank < 0 else rank, confidences=tuple(map(float, entry[1:])))
-
-
-def _guesses_object(truth: Guesses) -> dict[str, Any]:
-    if not isinstance(truth, RecordedGuesses):
-        return _plain(truth)
-    entries = [
-        [[-1 if place.rank is None else place.rank, *place.confidences] for place in text] for text in truth.texts
-    ]
-    return {"texts": entries}
-
-
-def _plain(facts: Any) -> dict[str, Any]:
-    return {each.name: getattr(facts, each.name) for each in fields(facts)}
+    path.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.simulated.guesses import DrawnGuesses
+from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.6
@@ -106,7 +106,7 @@ def computed_profile(name: str) -> Profile:
         drafter=_drafter(draft, small, 1),
         colocated=_drafter(draft, large, count),
         colocated_kv_tokens=_kv_tokens(target, large, count, beside=draft),
-        truth=DrawnGuesses(),
+        acceptance=GuessLaw(),
         drafting_overhead=OVERHEAD,
         link_s=LINK_S,
         door_s=DOOR_S,

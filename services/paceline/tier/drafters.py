@@ -99,12 +99,6 @@ class Drafters:
         if address and address != self._own:
             self._pairing.count(address, change)
 
-    @property
-    def round_trip_s(self) -> float | None:
-        """Seconds to the nearest drafter and back, without its work; None: that was not measured."""
-        measured = [link.round_trip_s for link in self._links.values() if link.round_trip_s is not None]
-        return min(measured, default=None)
-
     def say(self, address: str, messages: Sequence[ToDrafter]) -> None:
         """Sends messages of one step, if there is a stream."""
         if address in self._links:

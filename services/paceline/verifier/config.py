@@ -111,8 +111,7 @@ class VerifierConfig(ModelServiceConfig):
     )
     learned_dir: str = setting(
         "",
-        help="Folder that keeps what is learned of step times and drafts, so that a restart begins there, and the "
-        "profile that a rehearsal has measured, for paceline plan; empty: "
+        help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
         f"paceline/learned in the user's cache; {KEEP_NOTHING}: nothing is kept.",
     )
     engine_stall_s: float = 20.0

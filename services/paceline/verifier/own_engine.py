@@ -71,7 +71,6 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
         rehearsal=speculation.rehearsal(config.rehearse),
-        num_pages=config.num_pages,
         max_rows=config.max_num_batched_tokens,
     )
 

@@ -1,7 +1,6 @@
 """Who rehearses: one verifier of a kind does, and the others read what it has learned.
 
-That lies in the learned directory, and in the store for verifiers on other machines of the same kind. Beside it in the
-directory is a profile of what was measured, for `paceline plan` and simulated devices.
+That lies in the learned directory, and in the store for verifiers on other machines of the same kind.
 """
 
 from __future__ import annotations
@@ -10,26 +9,20 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from paceline import __version__
 from paceline.core.calibration import check
 from paceline.core.draft_policy import REHEARSED, Goodput
 from paceline.core.errors import UnavailableError
-from paceline.core.pages import BLOCK_SIZE
 from paceline.core.target_events import TargetEvent, Taught
-from paceline.engine.rehearsing import Take
 from paceline.service.learned import Learned
-from paceline.simulated.measured import measured_profile
-from paceline.simulated.profile import profile_object
 from paceline.store.base import FINAL, Document, Documents, Keeping, Store
 from paceline.verifier.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 
-# What the name of a profile ends with.
-PROFILE = ".profile.json"
 # Pause between two looks for what another verifier has learned.
 LOOK_S = 2.0
 # Longest time that `before-ready` delays readiness, as where no drafter comes.
@@ -70,7 +63,6 @@ class Rehearser:
         served: The engine, and where what it learns is kept.
         post: Hands the engine an event.
         learned: What the engine has learned up to now.
-        round_trip_s: Seconds to a drafter and back, if that is known.
 
     Attributes:
         done: Set once both modes are known, or nobody will find out.
@@ -82,12 +74,9 @@ class Rehearser:
         *,
         post: Callable[[TargetEvent], None],
         learned: Callable[[], Awaitable[Learned]],
-        round_trip_s: Callable[[], float | None],
     ) -> None:
         self._served, self._post, self._learned = served, post, learned
-        self._round_trip_s = round_trip_s
         self.done = asyncio.Event()
-        self._takes: Sequence[Take] = ()
         self._over = asyncio.Event()
         self._draft = ""
         self._linked = asyncio.Event()
@@ -99,9 +88,8 @@ class Rehearser:
         self._draft = self._draft or draft
         self._linked.set()
 
-    def rehearsed(self, takes: Sequence[Take]) -> None:
+    def rehearsed(self) -> None:
         """The engine has rehearsed."""
-        self._takes = takes
         self._over.set()
 
     async def run(self, store: Store) -> None:
@@ -133,24 +121,9 @@ class Rehearser:
         if is_taught(learned, self._draft):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})
             await shelf.put(learned)
-            await asyncio.to_thread(self._keep, learned, self._round_trip_s())
+            await asyncio.to_thread(self._served.learned.write, learned)
         else:
             logger.warning("has rehearsed to no end: the drafter did not answer, or the engine takes no such session")
-        self._takes = ()
-
-    def _keep(self, learned: Learned, round_trip_s: float | None) -> None:
-        served = self._served
-        served.learned.write(learned)
-        profile = measured_profile(
-            self._takes,
-            learned["calibrations"],
-            name=served.identity.name,
-            kv_tokens=served.num_pages * BLOCK_SIZE,
-            max_rows=served.max_rows,
-            round_trip_s=round_trip_s,
-        )
-        if profile is not None:
-            served.learned.write(profile_object(profile), PROFILE)
 
 
 class Shelf:

@@ -63,7 +63,6 @@ class ServedEngine:
         make: Loads the model; called in the device's thread.
         learned: Where the engine keeps what it learns.
         rehearsal: When it rehearses, as `--rehearse` says.
-        num_pages: Of KV; 0: not known.
         max_rows: Of a step; 0: not known.
         helper: Learns for the engine in another process, of a drafter that only it knows; None: the engine does.
     """
@@ -76,7 +75,6 @@ class ServedEngine:
     make: Callable[[], TargetStepper]
     learned: TunedState = NO_STATE
     rehearsal: str = NEVER
-    num_pages: int = 0
     max_rows: int = 0
     helper: Helper | None = None
 

@@ -84,7 +84,6 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         make=lambda: _make(pages, simulation, identity, speculation),
         learned=TunedState(None, repr((identity.weights_hash, config.acceptance, config.speculative_config))),
         rehearsal=speculation.rehearsal(config.rehearse),
-        num_pages=pages,
         max_rows=facts.max_rows,
     )
 

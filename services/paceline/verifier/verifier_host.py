@@ -148,9 +148,7 @@ class TargetHost:
         self._gateways: dict[GatewayLog, dict[int, _UnderWay]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
-        self._rehearser = Rehearser(
-            served, post=self._post, learned=self._learned_now, round_trip_s=lambda: self.drafters.round_trip_s
-        )
+        self._rehearser = Rehearser(served, post=self._post, learned=self._learned_now)
         self._draining = False
         # Why it takes no streams any more.
         self._over: PacelineError | None = None

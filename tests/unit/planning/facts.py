@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.step_time import StepCost
-from paceline.simulated.guesses import DrawnGuesses, Guesses, RecordedGuesses, RecordedPlace
+from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
 
 # A step of one row, and what every row more takes.
@@ -14,13 +14,13 @@ TARGET_COST = StepCost(rows=(1, 1025), seconds=(STEP_S, STEP_S + 1024 * ROW_S))
 DRAFT_COST = StepCost(rows=(1, 1025), seconds=(0.001, 0.001 + 1024 * 1e-5))
 
 
-def sure_guesses(*, right: bool) -> RecordedGuesses:
-    """A drafter that is sure of one guess, and always right or always wrong."""
-    return RecordedGuesses([[RecordedPlace(rank=0 if right else None, confidences=(0.95, 0.03))]])
+def sure_guesses(*, right: bool) -> GuessLaw:
+    """A drafter that is sure of its first guess, and always right or always wrong."""
+    return GuessLaw(slope=0.0, intercept=50.0 if right else -50.0, confidence_mean=3.0, confidence_spread=0.0)
 
 
 def profile(
-    truth: Guesses | None = None,
+    acceptance: GuessLaw | None = None,
     *,
     cost: StepCost = TARGET_COST,
     kv_tokens: int = 32_768,
@@ -43,7 +43,7 @@ def profile(
         drafter=drafter,
         colocated=drafter,
         colocated_kv_tokens=kv_tokens,
-        truth=DrawnGuesses() if truth is None else truth,
+        acceptance=acceptance or GuessLaw(),
         link_s=link_s,
     )
 

@@ -14,7 +14,7 @@ from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
 from paceline.engine.batch import Batch
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.simulated.device import DigestCache, Pace
-from paceline.simulated.guesses import guesses_at
+from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import Simulation, find_profile
 from paceline.simulated.roofline import computed_profile
 
@@ -117,7 +117,7 @@ def test_a_text_is_made_of_words_and_ends_by_its_length_law() -> None:
 @pytest.mark.parametrize("chance", [0.3, 0.8])
 def test_a_drafter_guesses_right_as_often_as_it_is_told_and_is_as_sure_as_that(chance: float) -> None:
     simulation = Simulation(profile=PROFILE, folder=DEMO_TARGET, acceptance=chance)
-    draft, law = simulation._pair.draft(Pace(PROFILE.drafter)), simulation._law
+    draft, law = simulation.draft(Pace(PROFILE.drafter)), simulation._law
     digests = np.arange(4_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     logits, truth = draft._guesses(digests), law.next_tokens(digests)
     best = logits.argmax(axis=1)
@@ -128,8 +128,8 @@ def test_a_drafter_guesses_right_as_often_as_it_is_told_and_is_as_sure_as_that(c
 
 
 def test_guesses_of_one_chance_have_it_on_average() -> None:
-    places = guesses_at(0.7).texts[0]
-    assert np.mean([place.rank == 0 for place in places]) == pytest.approx(0.7, abs=0.03)
+    ranks, _ = GuessLaw.at(0.7).drawn()
+    assert np.mean(ranks == 0) == pytest.approx(0.7, abs=0.03)
 
 
 def test_a_profile_is_found_by_file_or_name_and_refused_otherwise() -> None:
