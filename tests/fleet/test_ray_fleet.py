@@ -1,4 +1,4 @@
-"""A fleet on a Ray cluster of a head and three nodes: placed, scaled and moved while clients stream, no token lost.
+"""A fleet on a Ray cluster of a head and three nodes: placed and moved while clients stream, no token lost.
 
 All nodes are on this machine and each its own set of Ray's processes. The launcher is `paceline up --ray` itself; what
 it prints is all that is known of it.
@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,6 @@ SPEC: dict[str, Any] = {
         "drafter": {"cpus": 0.2, "resources": {"drafter-gpu": 1}},
     },
 }
-# Any lag is too much, at once; none is too little only after a new drafter had the time to start.
-SCALING = {"max_drafters": 2, "target_lag_tokens": 0.01, "upscale_delay_s": 0, "downscale_delay_s": 30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +106,6 @@ class Launcher:
     def until(self, holds: Callable[[], object]) -> None:
         with self._heard:
             assert self._heard.wait_for(holds, WAIT_S), "\n".join(self.lines)
-
-    def last_said_of(self, replica: str) -> str:
-        return [line for line in self.lines if line.startswith(f"{replica} ")][-1]
 
     def __enter__(self) -> Launcher:
         return self
@@ -237,18 +231,12 @@ def cluster() -> Iterator[Any]:
             cluster.shutdown()
 
 
-@contextmanager
-def launched(cluster: Any, folder: Path, scaling: dict[str, float]) -> Iterator[RayFleetOnTest]:
-    file = folder / "fleet.yaml"
-    file.write_text(yaml.safe_dump(SPEC | {"ray": SPEC["ray"] | {"scaling": scaling}}))
-    with Launcher(cluster.address, file) as launcher:
-        yield RayFleetOnTest(cluster, launcher)
-
-
 @pytest.fixture(scope="module")
 def fleet(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
-    with launched(cluster, tmp_path_factory.mktemp("ray"), {}) as fleet:
-        yield fleet
+    file = tmp_path_factory.mktemp("ray") / "fleet.yaml"
+    file.write_text(yaml.safe_dump(SPEC))
+    with Launcher(cluster.address, file) as launcher:
+        yield RayFleetOnTest(cluster, launcher)
 
 
 def undisturbed(fleet: RayFleetOnTest) -> list[History]:
@@ -267,16 +255,6 @@ def undisturbed(fleet: RayFleetOnTest) -> list[History]:
 @pytest.fixture(scope="module")
 def reference(fleet: RayFleetOnTest) -> list[History]:
     return undisturbed(fleet)
-
-
-def test_drafters_come_when_they_lag_under_streams_and_go_when_there_are_none(cluster: Any, tmp_path: Path) -> None:
-    with launched(cluster, tmp_path, SCALING) as fleet:
-        reference = undisturbed(fleet)
-        streams = fleet.stream_while(lambda: fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places))
-        assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
-        assert fleet.node_of("drafter-1") is fleet.cluster.head_node
-        fleet.launcher.until(lambda: fleet.launcher.last_said_of("drafter-1") == "drafter-1 is stopped")
-        assert left([fleet.launcher.places["drafter-1"].pid]) == []
 
 
 def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet: RayFleetOnTest) -> None:

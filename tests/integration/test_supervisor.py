@@ -165,7 +165,7 @@ async def test_of_a_process_that_takes_long_it_is_said_what_it_does(
     slow = replace(spec(tmp_path, "b", program), is_healthy=told)
     await supervisor.start([slow], timeout_s=30)
     assert said[-1].startswith("b still starts after ")
-    assert said[-1].endswith(" s: compiles kernels, once")
+    assert "compiles kernels, once" in said[-1]
 
 
 async def test_a_program_that_is_not_there_is_named(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from paceline.service.config import ENVIRONMENT_PREFIX, Given, from_mapping, nam
 from paceline.store.opening import require_server
 
 ROLES = (GATEWAY, VERIFIER, DRAFTER)
-RAY, SCALING = "ray", "scaling"
+RAY = "ray"
 # Where the file is, and where the fleet is to run, stands in no file.
 NAMES = tuple(each.name for each in fields(FleetSpec) if each.name not in ("fleet", RAY))
 # Settings that decide what each host of a cluster decides for itself.
@@ -49,34 +49,12 @@ class RayTier(TierSettings):
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """How the number of drafters follows their lag."""
-
-    max_drafters: int = setting(0, help="Most drafters, beginning with --num-drafters; 0: no scaling.", low=0)
-    target_lag_tokens: float = setting(8.0, help="Lag of a drafter that keeps up.", unit="tokens", low=0.01, high=1e6)
-    upscale_delay_s: float = setting(
-        10.0, help="How long it must lag before drafters are added.", unit="s", low=0, high=86_400
-    )
-    downscale_delay_s: float = setting(
-        60.0, help="How long fewer must be enough before one goes.", unit="s", low=0, high=86_400
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RaySettings:
-    """What a Ray cluster needs to know beside the settings of the fleet; tiers by role."""
-
-    tiers: Mapping[str, RayTier]
-    scaling: Scaling
-
-
 @dataclass(frozen=True, slots=True)
 class FleetFile:
-    """Settings of `FleetSpec` with their places, and the section `ray`."""
+    """Settings of `FleetSpec` with their places, and what replicas take of a Ray cluster, by role."""
 
     given: Mapping[str, Given]
-    ray: RaySettings
+    tiers: Mapping[str, RayTier]
 
 
 def read_fleet_file(path: Path) -> FleetFile:
@@ -97,37 +75,37 @@ def parse_fleet(document: Any, where: str) -> FleetFile:
         ConfigError: A key, or a value of the section, is wrong; names it and the limit.
     """
     values = dict(_mapping("the file", document))
-    ray = ray_settings(values.pop(RAY, {}))
+    tiers = ray_tiers(values.pop(RAY, {}))
     for name in values:
         if name not in NAMES:
             raise ConfigError(f"{name} is no setting; there are {', '.join((RAY, *NAMES))}")
     if isinstance(values.get("speculative_config"), dict):
         values["speculative_config"] = json.dumps(values["speculative_config"])
-    return FleetFile({name: Given(value, f"{where}: {name}") for name, value in values.items()}, ray)
+    return FleetFile({name: Given(value, f"{where}: {name}") for name, value in values.items()}, tiers)
 
 
-def ray_settings(section: Any) -> RaySettings:
-    """Reads the section `ray`.
+def ray_tiers(section: Any) -> Mapping[str, RayTier]:
+    """Reads the section `ray`, by role.
 
     Raises:
         ConfigError: A key or value is wrong; names key, value and limit.
     """
     sections = _mapping(RAY, section)
     for name in sections:
-        if name not in (*ROLES, SCALING):
-            raise ConfigError(f"{RAY}.{name} is no section; there are {', '.join((*ROLES, SCALING))}")
-    scaling = _mapping(f"{RAY}.{SCALING}", sections.get(SCALING, {}))
-    return RaySettings(
-        {role: _tier(f"{RAY}.{role}", sections.get(role, {})) for role in ROLES},
-        from_mapping(Scaling, scaling, f"{RAY}.{SCALING}."),
-    )
+        if name == "scaling":
+            raise ConfigError(
+                f"{RAY}.{name} has left: set num_drafters, or start more on any host with paceline drafter --redis-url"
+            )
+        if name not in ROLES:
+            raise ConfigError(f"{RAY}.{name} is no section; there are {', '.join(ROLES)}")
+    return {role: _tier(f"{RAY}.{role}", sections.get(role, {})) for role in ROLES}
 
 
-def check_for_ray(spec: FleetSpec, ray: RaySettings) -> None:
+def check_for_ray(spec: FleetSpec) -> None:
     """Refuses what a fleet on a Ray cluster would not do.
 
     Raises:
-        ConfigError: A setting of one machine is set, or drafters would scale below their first number.
+        ConfigError: A setting of one machine is set.
     """
     alone = FleetSpec()
     for name in OF_ONE_MACHINE:
@@ -135,9 +113,6 @@ def check_for_ray(spec: FleetSpec, ray: RaySettings) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --ray: its hosts decide that themselves")
     if spec.redis_url is not None:
         require_server(spec.redis_url)
-    most = ray.scaling.max_drafters
-    if spec.drafter and 0 < most < spec.num_drafters:
-        raise ConfigError(f"ray.scaling.max_drafters must be at least --num-drafters {spec.num_drafters}, got {most}")
 
 
 def _tier(name: str, section: Any) -> RayTier:

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, UnavailableError, shortened
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import EXIT_STATUS_CONFIG
 
 POLL_S = 0.1
-# After so long, and twice as long each time, it is said what a process that starts is doing.
+# After so long, and twice as long each time, the last line of the log of a process that starts is shown.
 PROGRESS_S = 3.0
 NUM_LOG_LINES_SHOWN = 5
-_MESSAGE = re.compile(r'\bmsg=(?:"([^"]*)"|(\S+))')
 # How `exit_with_error` writes it.
 _REFUSAL = re.compile(r"^[^=|]*\bpaceline\b[^=|]*?: error: (.+)")
 # What a process gets after the common deadline has passed, before it is killed.
@@ -86,7 +85,6 @@ class Child:
         self.num_restarts = 0
         self._say = say
         self._back_off = back_off
-        self._stopping = asyncio.Event()
         self._restarted = asyncio.Condition()
         self._spawn()
         self._keeper: asyncio.Task[None] | None = None
@@ -117,7 +115,7 @@ class Child:
                         raise ConfigError(self._exit_message(ended.result()))
                     await asyncio.wait([ended], timeout=POLL_S)
                     if time.monotonic() - started_s > pause_s:
-                        self._say(f"{self.spec.name} still starts after {pause_s:.0f} s{self._last_message()}")
+                        self._say(f"{self.spec.name} still starts after {pause_s:.0f} s{self._log_tail(1)}")
                         pause_s *= 2
         except TimeoutError:
             message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
@@ -137,9 +135,9 @@ class Child:
 
     async def stop(self, grace_s: float) -> None:
         """Asks the process to end, gives it `grace_s` seconds, then kills it."""
-        self._stopping.set()
         if self._keeper is not None:
-            await self._keeper
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
         done, _ = await asyncio.wait([self._ended], timeout=grace_s)
@@ -150,27 +148,18 @@ class Child:
 
     def kill(self) -> None:
         """Kills the process at once and does not wait; the last resort of a supervisor that is cancelled."""
-        self._stopping.set()
+        if self._keeper is not None:
+            self._keeper.cancel()
         self.send_signal(signal.SIGKILL)
 
     async def _keep(self) -> None:
         delay_s: float | None = None
         while True:
             started_s = time.monotonic()
-            stopping = asyncio.ensure_future(self._stopping.wait())
-            either: tuple[asyncio.Future[Any], ...] = (self._ended, stopping)
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if self._stopping.is_set():
-                return
+            ended = await self.until_ended()
             delay_s = self._back_off.delay_s(delay_s, time.monotonic() - started_s)
-            self._say(
-                f"{self.spec.name} {_describe(self._ended.result())}; restart {self.num_restarts + 1} in {delay_s:g} s"
-            )
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self._stopping.wait()
-                return
+            self._say(f"{ended}; restart {self.num_restarts + 1} in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
             try:
                 self._spawn()
             except OSError as error:
@@ -206,17 +195,9 @@ class Child:
             return f"{self.spec.name} cannot start: {said[1]} (log: {self.spec.log_path})"
         return f"{self.spec.name} {_describe(status)} before it was ready{self._log_tail()}"
 
-    def _log_tail(self) -> str:
-        lines = self._last_lines()
+    def _log_tail(self, most: int = NUM_LOG_LINES_SHOWN) -> str:
+        lines = self._last_lines()[-most:]
         return f": {' | '.join(lines)} (log: {self.spec.log_path})" if lines else ""
-
-    def _last_message(self) -> str:
-        """What its log said last, in our format or another."""
-        lines = self._last_lines()
-        if not lines:
-            return ""
-        found = _MESSAGE.search(lines[-1])
-        return f": {(found[1] or found[2]) if found else shortened(lines[-1], MAX_PROBLEM_CHARS)}"
 
     def _last_lines(self) -> list[str]:
         path = self.spec.log_path

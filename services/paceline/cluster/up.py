@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import paceline
 from paceline.cluster.checkpoints import Checkpoints, fetch_models
-from paceline.cluster.fleet_file import FleetFile, RaySettings, check_for_ray, parse_fleet, read_fleet_file
+from paceline.cluster.fleet_file import FleetFile, RayTier, check_for_ray, parse_fleet, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, say, table, until_ctrl_c
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint, FleetSpec, gateway_scheme
@@ -28,12 +28,12 @@ DESCRIPTION = (
 
 def main(argv: Sequence[str]) -> None:
     try:
-        spec, settings = fleet_settings(argv)
+        spec, tiers = fleet_settings(argv)
         if spec.ray:
-            check_for_ray(spec, settings)
+            check_for_ray(spec)
             # Ray reports usage by default.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            run(until_ctrl_c(partial(_run_on_ray, spec, settings), grace_s=spec.grace_s), prog=PROG)
+            run(until_ctrl_c(partial(_run_on_ray, spec, tiers), grace_s=spec.grace_s), prog=PROG)
             return
         # Before the event loop, so that Ctrl-C ends a download.
         spec = fetch_models(spec, say)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     run(until_ctrl_c(partial(_run_here, spec), grace_s=spec.grace_s), prog=PROG)
 
 
-def fleet_settings(argv: Sequence[str]) -> tuple[FleetSpec, RaySettings]:
+def fleet_settings(argv: Sequence[str]) -> tuple[FleetSpec, Mapping[str, RayTier]]:
     """Reads flags, environment and, below them, the fleet's file.
 
     Raises:
@@ -50,7 +50,7 @@ def fleet_settings(argv: Sequence[str]) -> tuple[FleetSpec, RaySettings]:
     """
     spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
     file: FleetFile = parse_fleet({}, "") if spec.fleet is None else read_fleet_file(spec.fleet)
-    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=file.given), file.ray
+    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=file.given), file.tiers
 
 
 async def _run_here(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event) -> None:
@@ -61,18 +61,19 @@ async def _run_here(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event
         await stop.wait()
 
 
-async def _run_on_ray(spec: FleetSpec, settings: RaySettings, started: asyncio.Event, stop: asyncio.Event) -> None:
+async def _run_on_ray(
+    spec: FleetSpec, tiers: Mapping[str, RayTier], started: asyncio.Event, stop: asyncio.Event
+) -> None:
     from paceline.cluster.ray.fleet import RayFleet
 
-    async with RayFleet(spec, settings, environ=os.environ, say=say) as fleet, asyncio.TaskGroup() as tasks:
+    async with RayFleet(spec, tiers, environ=os.environ, say=say) as fleet, asyncio.TaskGroup() as tasks:
         started.set()
         assert fleet.checkpoints is not None, "the fleet is started"
-        followers = [tasks.create_task(fleet.follow()), tasks.create_task(fleet.follow_lag())]
+        follower = tasks.create_task(fleet.follow())
         # Where each replica is has been said when it was well.
         say(describe(spec, fleet.checkpoints, fleet.endpoints(GATEWAY), []))
         await stop.wait()
-        for follower in followers:
-            follower.cancel()
+        follower.cancel()
 
 
 def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[Endpoint], places: Sequence[str]) -> str:

@@ -24,10 +24,9 @@ def written(folder: Path, document: Any) -> str:
 
 
 def test_without_a_file_a_tier_has_one_replica_of_one_cpu() -> None:
-    spec, ray = fleet_settings([])
+    spec, tiers = fleet_settings([])
     assert spec == FleetSpec()
-    assert [(tier.cpus, tier.gpus, tier.strategy) for tier in ray.tiers.values()] == [(1, 0, "SPREAD")] * 3
-    assert ray.scaling.max_drafters == 0
+    assert [(tier.cpus, tier.gpus, tier.strategy) for tier in tiers.values()] == [(1, 0, "SPREAD")] * 3
 
 
 def test_a_file_names_settings_as_flags_do_and_flags_win(tmp_path: Path) -> None:
@@ -39,11 +38,11 @@ def test_a_file_names_settings_as_flags_do_and_flags_win(tmp_path: Path) -> None
         "verifier_arg": ["--max-num-seqs=8"],
         "ray": {"verifier": {"env": {"OMP_PROC_BIND": 1}, "resources": {"verifier-gpu": 1}, "gpus": 0.5}},
     }
-    spec, ray = fleet_settings([written(tmp_path, document), "--num-verifiers=2"])
+    spec, tiers = fleet_settings([written(tmp_path, document), "--num-verifiers=2"])
     assert (spec.model, spec.num_verifiers, spec.drafter) == (Path("/models/large"), 2, False)
     assert json.loads(spec.speculative_config) == {"method": "ngram"}
     assert spec.verifier_arg == ("--max-num-seqs=8",)
-    verifier = ray.tiers["verifier"]
+    verifier = tiers["verifier"]
     assert (verifier.env, verifier.resources, verifier.gpus) == ({"OMP_PROC_BIND": "1"}, {"verifier-gpu": 1.0}, 0.5)
 
 
@@ -54,7 +53,7 @@ def test_a_file_names_settings_as_flags_do_and_flags_win(tmp_path: Path) -> None
         ({"modell": "x"}, "modell is no setting; there are ray, model"),
         ({"fleet": "x"}, "fleet is no setting"),
         ({"ray": "auto"}, "ray must be a mapping of names to values, got 'auto'"),
-        ({"ray": {"drafters": {}}}, "ray.drafters is no section; there are gateway, verifier, drafter, scaling"),
+        ({"ray": {"drafters": {}}}, "ray.drafters is no section; there are gateway, verifier, drafter"),
         ({"ray": {"verifier": None}}, "ray.verifier must be a mapping of names to values, got None"),
         ({"ray": {"verifier": {"replica": 2}}}, "ray.verifier.replica is no setting; there are cpus"),
         ({"ray": {"drafter": {"cpus": 0}}}, "ray.drafter.cpus must be a number from 0.01 to 4096, got '0'"),
@@ -66,7 +65,7 @@ def test_a_file_names_settings_as_flags_do_and_flags_win(tmp_path: Path) -> None
         ({"ray": {"verifier": {"resources": {"big": 0}}}}, "ray.verifier.resources.big must be a number above 0"),
         ({"ray": {"verifier": {"env": {"PACELINE_PORT": 1}}}}, "ray.verifier.env.PACELINE_PORT: settings of a service"),
         ({"ray": {"verifier": {"env": {"A": None}}}}, "ray.verifier.env.A must be text or a number, got None"),
-        ({"ray": {"scaling": {"max_drafters": -1}}}, "ray.scaling.max_drafters must be a whole number of at least 0"),
+        ({"ray": {"scaling": {"max_drafters": 3}}}, "ray.scaling has left: set num_drafters, or start more on"),
     ],
 )  # fmt: skip
 def test_a_bad_key_or_value_is_refused_with_its_name_and_limit(document: Any, message: str) -> None:
@@ -98,12 +97,11 @@ def test_a_file_is_named_when_it_is_refused(tmp_path: Path, capsys: pytest.Captu
     [
         ({"host": "0.0.0.0"}, "--host has no meaning with --ray"),
         ({"pin": False}, "--pin has no meaning with --ray"),
-        ({"num_drafters": 3, "ray": {"scaling": {"max_drafters": 2}}}, "ray.scaling.max_drafters must be at least"),
     ],
 )
 def test_what_a_cluster_would_not_do_is_refused_on_ray_alone(tmp_path: Path, document: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_for_ray(*fleet_settings([written(tmp_path, document)]))
+        check_for_ray(fleet_settings([written(tmp_path, document)])[0])
     assert str(caught.value).startswith(message)
 
 
@@ -117,7 +115,7 @@ def test_rays_client_protocol_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_read(path: Path) -> None:
-    spec, ray = fleet_settings([f"--fleet={path}"])
-    check_for_ray(spec, ray)
+    spec, tiers = fleet_settings([f"--fleet={path}"])
+    check_for_ray(spec)
     if spec.verifier_engine == "vllm":
-        assert f"--vllm-arg=--tensor-parallel-size={ray.tiers['verifier'].gpus:g}" in spec.verifier_arg
+        assert f"--vllm-arg=--tensor-parallel-size={tiers['verifier'].gpus:g}" in spec.verifier_arg

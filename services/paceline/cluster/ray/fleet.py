@@ -1,25 +1,22 @@
 """The launcher: a whole fleet on a Ray cluster; `paceline up --ray` runs it.
 
-It places, follows, scales and stops. Requests never pass through it, and the fleet serves on while Ray is away.
+It places, follows and stops. Requests never pass through it, and the fleet serves on while Ray is away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import ray
-from prometheus_client.samples import Sample
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -27,8 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
-from paceline.cluster.drain import DrainConfig, drain
-from paceline.cluster.fleet_file import RaySettings, RayTier, Scaling, check_for_ray
+from paceline.cluster.fleet_file import RayTier, check_for_ray
 from paceline.cluster.health import store_health
 from paceline.cluster.ray.host import Order, Report, ServiceHost, own_address
 from paceline.cluster.spec import PORT_STRIDE, Endpoint, FleetSpec, Ports, plan_store_port, store_child
@@ -37,75 +33,9 @@ from paceline.cluster.valkey import find_server
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.obs.metrics import read_samples
 from paceline.service.config import public_url
 
-SCRAPE_TIMEOUT_S = 2.0
-LAG = "paceline:drafter_lag_tokens"
-SESSIONS = "paceline:drafter_sessions"
-# Within this share of the target nothing changes.
-TOLERANCE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """Since when more (1) or fewer (-1) drafters have been wanted without a break."""
-
-    direction: int = 0
-    since_s: float = 0.0
-
-
-def scale(
-    scaling: Scaling, trend: Trend, lag_tokens: float, *, fewest: int, count: int, num_starting: int, now_s: float
-) -> tuple[Trend, int]:
-    """Returns the next trend and how many drafters there shall be now.
-
-    `ceil(count * lag / target)` would bring the lag to its target. It at most doubles, so that one wild reading does
-    not fill the cluster, and does not grow while a drafter is still on its way. More come when more were wanted for
-    `upscale_delay_s` without a break, one goes when fewer were wanted for `downscale_delay_s`. Either restarts the
-    wait, so that a change shows its effect before the next one.
-    """
-    ratio = lag_tokens / scaling.target_lag_tokens
-    wanted = count if abs(ratio - 1.0) <= TOLERANCE else min(math.ceil(count * ratio), 2 * count)
-    if num_starting:
-        wanted = min(wanted, count)
-    wanted = max(fewest, min(scaling.max_drafters, wanted))
-    direction = (wanted > count) - (wanted < count)
-    if direction != trend.direction:
-        trend = Trend(direction, now_s)
-    delay_s = scaling.upscale_delay_s if direction > 0 else scaling.downscale_delay_s
-    if not direction or now_s - trend.since_s < delay_s:
-        return trend, count
-    return Trend(), wanted if direction > 0 else count - 1
-
-
-async def read_lag(addresses: Sequence[str]) -> float:
-    """Returns how many committed tokens drafters lag behind, by their metrics at `host:port`.
-
-    A drafter's lag is that of the session furthest behind in its last step. One that does not answer is left out.
-    """
-    # Loading certificates, which are not needed here, would take longer than the requests.
-    async with httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False, verify=False) as client:
-        return mean_lag(await asyncio.gather(*(_samples(client, address) for address in addresses)))
-
-
-def mean_lag(pages: Sequence[Sequence[Sample]]) -> float:
-    """Returns the mean lag of the drafters that have sessions, by the samples of their pages; 0 if none has."""
-    values = [{sample.name: sample.value for sample in samples} for samples in pages]
-    lags = [each[LAG] for each in values if each.get(SESSIONS)]
-    return sum(lags) / len(lags) if lags else 0.0
-
-
-async def _samples(client: httpx.AsyncClient, address: str) -> Sequence[Sample]:
-    with suppress(httpx.HTTPError, TimeoutError, ValueError):
-        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            return await read_samples(client, address, (LAG, SESSIONS))
-    return ()
-
-
 LOOK_S = 0.5
-OBSERVE_S = 1.0
-DRAIN_TIMEOUT_S = 300.0
 # An actor that does not answer for this long counts as lost.
 ANSWER_S = 10.0
 # Time beyond the service's own for an actor to report that it has stopped.
@@ -123,7 +53,6 @@ class Replica:
     role: str
     actor: Any
     group: Any
-    leaving: bool = False
     report: Report | None = None
     has_answered: bool = False
     said: str = ""
@@ -163,7 +92,6 @@ class Replica:
 
     async def stop(self, grace_s: float) -> None:
         """Ends its process, which gets `grace_s` seconds to finish, and its actor."""
-        self.leaving = True
         if self._answer is not None:
             self._answer.cancel()
         if self.has_answered:
@@ -190,19 +118,19 @@ class RayFleet:
 
     Args:
         spec: Settings; `spec.ray` is the address of the cluster.
-        settings: What only a cluster needs to know.
+        tiers: What replicas take of the cluster, by role.
         environ: Environment of the store, if one is started here.
         say: Gets a line for whatever a user should know.
     """
 
     def __init__(
-        self, spec: FleetSpec, settings: RaySettings, *, environ: Mapping[str, str], say: Callable[[str], None]
+        self, spec: FleetSpec, tiers: Mapping[str, RayTier], *, environ: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
-        check_for_ray(spec, settings)
+        check_for_ray(spec)
         self.spec = spec
         self.redis_url = ""
         self.checkpoints: Checkpoints | None = None
-        self._settings = settings
+        self._tiers = tiers
         self._environ = environ
         self._say = say
         self._replicas: list[Replica] = []
@@ -228,34 +156,12 @@ class RayFleet:
 
     def endpoints(self, role: str) -> list[Endpoint]:
         """Returns where the replicas of a role listen that are well."""
-        return [each.endpoint for each in self._present(role) if each.endpoint is not None]
+        return [each.endpoint for each in self._replicas if each.role == role and each.endpoint is not None]
 
     async def follow(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             await self._look()
-
-    async def follow_lag(self) -> None:
-        """Keeps the number of drafters at what their lag calls for, until it is cancelled."""
-        scaling, trend = self._settings.scaling, Trend()
-        while scaling.max_drafters and self.spec.drafter:
-            await asyncio.sleep(OBSERVE_S)
-            drafters, well = self._present(DRAFTER), self.endpoints(DRAFTER)
-            lag_tokens = await read_lag([endpoint.second_address for endpoint in well])
-            trend, count = scale(
-                scaling,
-                trend,
-                lag_tokens,
-                fewest=self.spec.num_drafters,
-                count=len(drafters),
-                num_starting=len(drafters) - len(well),
-                now_s=time.monotonic(),
-            )
-            if count != len(drafters):
-                self._say(f"drafters lag {lag_tokens:g} tokens behind: {len(drafters)} -> {count}")
-            self._add(DRAFTER, max(0, count - len(drafters)))
-            for replica in drafters[count:]:
-                await self._retire(replica)
 
     async def stop(self) -> None:
         """Stops everything, gateways first, and leaves the Ray cluster as it was."""
@@ -277,9 +183,9 @@ class RayFleet:
         self._exits.push_async_callback(asyncio.to_thread, ray.shutdown)
         self._log_dir = spec.log_dir or Path(tempfile.gettempdir()) / f"paceline-{secrets.token_hex(4)}"
         self.redis_url = await self._exits.enter_async_context(shared_store(spec, self._environ, self._say))
-        self._add(GATEWAY, spec.num_gateways)
-        self._add(VERIFIER, spec.num_verifiers)
-        self._add(DRAFTER, spec.num_drafters if spec.drafter else 0)
+        self._place(GATEWAY, spec.num_gateways)
+        self._place(VERIFIER, spec.num_verifiers)
+        self._place(DRAFTER, spec.num_drafters if spec.drafter else 0)
         await self._until_well(spec.start_timeout_s)
 
     async def _until_well(self, timeout_s: float) -> None:
@@ -294,24 +200,19 @@ class RayFleet:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> None:
-        staying = [each for each in self._replicas if not each.leaving]
-        await asyncio.gather(*(each.look() for each in staying))
-        for line in filter(None, (each.news() for each in staying)):
+        await asyncio.gather(*(each.look() for each in self._replicas))
+        for line in filter(None, (each.news() for each in self._replicas)):
             self._say(line)
 
-    def _present(self, role: str) -> list[Replica]:
-        return [each for each in self._replicas if each.role == role and not each.leaving]
-
-    def _add(self, role: str, count: int) -> None:
-        """Places `count` more replicas, spread by one group; Ray starts them when there is room."""
+    def _place(self, role: str, count: int) -> None:
+        """Places the replicas of a role, spread by one group; Ray starts them when there is room."""
         if not count:
             return
-        tier = self._settings.tiers[role]
+        tier = self._tiers[role]
         group = placement_group([bundle_of(tier)] * count, strategy=tier.strategy)
-        first = len(self._present(role))
-        for bundle in range(count):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            order = self._order(role, first + bundle)
+        for number in range(count):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            order = self._order(role, number)
             host: Any = ray.remote(ServiceHost)
             actor = host.options(
                 num_cpus=tier.cpus,
@@ -322,23 +223,9 @@ class RayFleet:
             ).remote(order)
             self._replicas.append(Replica(name=order.name, role=role, actor=actor, group=group))
 
-    async def _retire(self, replica: Replica) -> None:
-        """Takes the sessions off a replica, and then the replica away."""
-        replica.leaving = True
-        try:
-            await drain(DrainConfig(replica=replica.name, redis_url=self.redis_url, timeout_s=DRAIN_TIMEOUT_S))
-        except (ConfigError, UnavailableError) as error:
-            # It has no sessions if it is not known; any session that is left goes on elsewhere when it ends.
-            self._say(str(error))
-        await replica.stop(self.spec.grace_s)
-        self._replicas.remove(replica)
-        if all(each.group is not replica.group for each in self._replicas):
-            remove_placement_group(replica.group)
-        self._say(f"{replica.name} is stopped")
-
     def _order(self, role: str, number: int) -> Order:
         assert self.checkpoints is not None, "the fleet is not started"
-        spec, tier, checkpoint = self.spec, self._settings.tiers[role], self.checkpoints.target
+        spec, tier, checkpoint = self.spec, self._tiers[role], self.checkpoints.target
         if role == DRAFTER:
             checkpoint = self.checkpoints.draft_of(number)
         ports = (spec.gateway_port, spec.gateway_grpc_port) if role == GATEWAY else (0, 0)
