@@ -1,7 +1,7 @@
 """Families of models: which engine serves which, and what stands in the way. Needs nothing but the standard library.
 
-One table serves our engine's refusals, `paceline models check` and `docs/models.md`. Other contents of config.json,
-such as a quantisation, are judged here as well.
+One table serves our engine's refusals, `paceline models check` and `docs/models.md`. A quantisation and code of a
+checkpoint's own are judged here as well; the types of other fields are transformers' affair.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.checkpoints.json_files import (
-    CONFIG,
-    decoder_problem,
-    description_problem,
-    eagle3_problem,
-    lean_problem,
-    read_object,
-)
+from paceline.checkpoints.json_files import CONFIG, number, read_object, shown, whole
+from paceline.core.errors import ConfigError
 
 Config = Mapping[str, Any]
 
@@ -31,6 +25,11 @@ SERVED_SCALINGS: Final = frozenset({"default", "linear", "llama3", "yarn"})
 EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
 SPECULATORS_TYPE: Final = "eagle3"
 
+# Whole numbers of a head's layer, and those that must be there.
+EAGLE3_NEEDS: Final = ("hidden_size", "intermediate_size", "num_attention_heads")
+EAGLE3_SIZES: Final = (*EAGLE3_NEEDS, "num_key_value_heads", "head_dim", "vocab_size")
+# What norms add to a variance, from and to.
+NORM_EPS: Final = (1e-12, 0.1)
 # Options of some heads that change what is computed.
 _UNSERVED_IN_EAGLE3: Final = ("norm_before_fc", "norm_output", "fc_norm")
 
@@ -54,8 +53,6 @@ class Family:
         decoder: Of our engine; empty: our engine does not serve it.
         why: Why it does not.
         vllm: Whether vLLM serves it.
-        gated: Whether an MLP has a gate beside its two matrices.
-        tied: Whether the head is the embedding, unless config.json says otherwise.
     """
 
     name: str
@@ -64,8 +61,6 @@ class Family:
     decoder: str = ""
     why: str = ""
     vllm: bool = True
-    gated: bool = True
-    tied: bool = False
 
 
 def _lean(name: str, architecture: str, example: str, **more: Any) -> Family:
@@ -85,42 +80,42 @@ FAMILIES: Final = (
     _lean("Mistral", "MistralForCausalLM", "mistralai/Mistral-7B-Instruct-v0.3"),
     _lean("Qwen2, 2.5", "Qwen2ForCausalLM", "Qwen/Qwen2.5-7B-Instruct"),
     _lean("Qwen3", "Qwen3ForCausalLM", "Qwen/Qwen3-8B"),
-    _generic("Arcee", "ArceeForCausalLM", "arcee-ai/AFM-4.5B", gated=False),
-    _generic("Cohere", "CohereForCausalLM", "CohereForAI/c4ai-command-r-v01", tied=True),
-    _generic("Cohere 2", "Cohere2ForCausalLM", "CohereForAI/c4ai-command-r7b-12-2024", tied=True),
-    _generic("ERNIE 4.5", "Ernie4_5ForCausalLM", "baidu/ERNIE-4.5-0.3B-PT", tied=True),
+    _generic("Arcee", "ArceeForCausalLM", "arcee-ai/AFM-4.5B"),
+    _generic("Cohere", "CohereForCausalLM", "CohereForAI/c4ai-command-r-v01"),
+    _generic("Cohere 2", "Cohere2ForCausalLM", "CohereForAI/c4ai-command-r7b-12-2024"),
+    _generic("ERNIE 4.5", "Ernie4_5ForCausalLM", "baidu/ERNIE-4.5-0.3B-PT"),
     _generic("EXAONE 4", "Exaone4ForCausalLM", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
-    _generic("Gemma", "GemmaForCausalLM", "google/gemma-7b", tied=True),
-    _generic("Gemma 3, text", "Gemma3ForCausalLM", "google/gemma-3-1b-it", tied=True),
+    _generic("Gemma", "GemmaForCausalLM", "google/gemma-7b"),
+    _generic("Gemma 3, text", "Gemma3ForCausalLM", "google/gemma-3-1b-it"),
     _generic("GLM 4", "GlmForCausalLM", "zai-org/glm-4-9b-hf"),
     _generic("GLM 4, 0414", "Glm4ForCausalLM", "zai-org/GLM-4-9B-0414"),
-    _generic("GPT-2", "GPT2LMHeadModel", "openai-community/gpt2", gated=False, tied=True),
-    _generic("GPT-BigCode", "GPTBigCodeForCausalLM", "bigcode/starcoder", gated=False, tied=True),
-    _generic("GPT-NeoX, Pythia", "GPTNeoXForCausalLM", "EleutherAI/pythia-6.9b", gated=False),
-    _generic("Granite", "GraniteForCausalLM", "ibm-granite/granite-3.3-8b-instruct", tied=True),
-    _generic("Hunyuan", "HunYuanDenseV1ForCausalLM", "tencent/Hunyuan-7B-Instruct", tied=True),
-    _generic("Nemotron", "NemotronForCausalLM", "nvidia/Minitron-8B-Base", gated=False),
+    _generic("GPT-2", "GPT2LMHeadModel", "openai-community/gpt2"),
+    _generic("GPT-BigCode", "GPTBigCodeForCausalLM", "bigcode/starcoder"),
+    _generic("GPT-NeoX, Pythia", "GPTNeoXForCausalLM", "EleutherAI/pythia-6.9b"),
+    _generic("Granite", "GraniteForCausalLM", "ibm-granite/granite-3.3-8b-instruct"),
+    _generic("Hunyuan", "HunYuanDenseV1ForCausalLM", "tencent/Hunyuan-7B-Instruct"),
+    _generic("Nemotron", "NemotronForCausalLM", "nvidia/Minitron-8B-Base"),
     _generic("OLMo", "OlmoForCausalLM", "allenai/OLMo-7B-hf"),
     _generic("OLMo 2", "Olmo2ForCausalLM", "allenai/OLMo-2-1124-7B"),
     _generic("OLMo 3", "Olmo3ForCausalLM", "allenai/Olmo-3-7B-Instruct"),
-    _generic("OPT", "OPTForCausalLM", "facebook/opt-1.3b", gated=False, tied=True),
-    _generic("Phi 1, 2", "PhiForCausalLM", "microsoft/phi-2", gated=False),
+    _generic("OPT", "OPTForCausalLM", "facebook/opt-1.3b"),
+    _generic("Phi 1, 2", "PhiForCausalLM", "microsoft/phi-2"),
     _generic("Phi 3, 4", "Phi3ForCausalLM", "microsoft/Phi-3-mini-4k-instruct"),
     _generic("Seed-OSS", "SeedOssForCausalLM", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
-    _generic("SmolLM3", "SmolLM3ForCausalLM", "HuggingFaceTB/SmolLM3-3B", tied=True),
+    _generic("SmolLM3", "SmolLM3ForCausalLM", "HuggingFaceTB/SmolLM3-3B"),
     _generic("StableLM", "StableLmForCausalLM", "stabilityai/stablelm-2-1_6b"),
-    _generic("StarCoder 2", "Starcoder2ForCausalLM", "bigcode/starcoder2-7b", gated=False, tied=True),
+    _generic("StarCoder 2", "Starcoder2ForCausalLM", "bigcode/starcoder2-7b"),
     _generic("Mixtral", "MixtralForCausalLM", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
     _generic("Qwen2 MoE", "Qwen2MoeForCausalLM", "Qwen/Qwen1.5-MoE-A2.7B"),
     _generic("Qwen3 MoE", "Qwen3MoeForCausalLM", "Qwen/Qwen3-30B-A3B"),
     _generic("OLMoE", "OlmoeForCausalLM", "allenai/OLMoE-1B-7B-0924"),
     _generic("GLM 4.5", "Glm4MoeForCausalLM", "zai-org/GLM-4.5-Air"),
-    _vllm_only("Gemma 2", "Gemma2ForCausalLM", "google/gemma-2-9b-it", _SOFTCAP, tied=True),
+    _vllm_only("Gemma 2", "Gemma2ForCausalLM", "google/gemma-2-9b-it", _SOFTCAP),
     _vllm_only("gpt-oss", "GptOssForCausalLM", "openai/gpt-oss-20b", _SINKS),
-    _vllm_only("GPT-J", "GPTJForCausalLM", "EleutherAI/gpt-j-6b", _OWN_LOOP, gated=False),
-    _vllm_only("Falcon", "FalconForCausalLM", "tiiuae/falcon-7b", _OWN_LOOP, gated=False, tied=True),
-    _vllm_only("BLOOM", "BloomForCausalLM", "bigscience/bloom-7b1", _ALIBI, gated=False, tied=True),
-    _vllm_only("MPT", "MPTForCausalLM MptForCausalLM", "mosaicml/mpt-7b", _ALIBI, gated=False, tied=True),
+    _vllm_only("GPT-J", "GPTJForCausalLM", "EleutherAI/gpt-j-6b", _OWN_LOOP),
+    _vllm_only("Falcon", "FalconForCausalLM", "tiiuae/falcon-7b", _OWN_LOOP),
+    _vllm_only("BLOOM", "BloomForCausalLM", "bigscience/bloom-7b1", _ALIBI),
+    _vllm_only("MPT", "MPTForCausalLM MptForCausalLM", "mosaicml/mpt-7b", _ALIBI),
     _vllm_only("DeepSeek V2", "DeepseekV2ForCausalLM", "deepseek-ai/DeepSeek-V2-Lite", _MLA),
     _vllm_only("DeepSeek V3, R1, Kimi K2", "DeepseekV3ForCausalLM", "deepseek-ai/DeepSeek-V3", _MLA),
     _vllm_only("Mamba", "MambaForCausalLM Mamba2ForCausalLM", "state-spaces/mamba-2.8b-hf", _STATE),
@@ -130,7 +125,7 @@ FAMILIES: Final = (
     _vllm_only("Granite 4", "GraniteMoeHybridForCausalLM", "ibm-granite/granite-4.0-h-tiny", _STATE),
     _vllm_only("LFM2", "Lfm2ForCausalLM Lfm2MoeForCausalLM", "LiquidAI/LFM2-1.2B", _STATE),
     _vllm_only("Nemotron-H", "NemotronHForCausalLM", "nvidia/Nemotron-H-8B-Base-8K", _STATE),
-    _vllm_only("Gemma 3", "Gemma3ForConditionalGeneration", "google/gemma-3-12b-it", _IMAGES, tied=True),
+    _vllm_only("Gemma 3", "Gemma3ForConditionalGeneration", "google/gemma-3-12b-it", _IMAGES),
     _vllm_only("Llama 4", "Llama4ForConditionalGeneration", "meta-llama/Llama-4-Scout-17B-16E-Instruct", _IMAGES),
     _vllm_only("Mistral 3", "Mistral3ForConditionalGeneration", "mistralai/Mistral-Small-3.1-24B-Base-2503", _IMAGES),
     _vllm_only(
@@ -153,8 +148,6 @@ def family_of(config: Config) -> Family | None:
 
 def refusal(config: Config) -> str:
     """Why our engine does not serve a model, by its config.json, and what to use instead; empty: it serves or tries."""
-    if wrong := description_problem(config):
-        return wrong
     family, own_code = family_of(config), config.get("auto_map")
     if family is None and not is_causal(config):
         return f"architectures: must name one causal language model, got {_named(config)}"
@@ -177,13 +170,11 @@ def refusal(config: Config) -> str:
             f"rope_scaling: {sorted(scaled)[0]!r} is not served by our engine, since it depends on the longest "
             "sequence of a batch: use --engine vllm"
         )
-    wrong = decoder_problem(config)
-    lean = family is not None and family.decoder == LEAN
-    unknown = rope_types(config) - SERVED_SCALINGS if lean else frozenset()
-    if not wrong and unknown:
+    unknown = rope_types(config) - SERVED_SCALINGS
+    if unknown and family is not None and family.decoder == LEAN:
         served = sorted(SERVED_SCALINGS)
         return f"{CONFIG}: rope_parameters.rope_type: {sorted(unknown)[0]!r} is not served, one of {served} is"
-    return wrong or (lean_problem(config) if lean else "")
+    return ""
 
 
 def eagle3_refusal(config: Config, where: object = CONFIG) -> str:
@@ -191,7 +182,33 @@ def eagle3_refusal(config: Config, where: object = CONFIG) -> str:
     unserved = [name for name in _UNSERVED_IN_EAGLE3 if config.get(name)]
     if unserved:
         return f"{where}: {unserved[0]}: EAGLE-3 heads with this option are not served"
-    return eagle3_problem(config, where)
+    try:
+        _check_eagle3(config, where)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _check_eagle3(config: Config, where: object) -> None:
+    sizes, options = config.get("transformer_layer_config", config), config.get("eagle_config") or {}
+    for name, part in (("transformer_layer_config", sizes), ("eagle_config", options)):
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"{where}: {name} must be an object, got {shown(part)}")
+    place = f"{where}: " if sizes is config else f"{where}: transformer_layer_config: "
+    for name in EAGLE3_SIZES:
+        if name in EAGLE3_NEEDS or sizes.get(name) is not None:
+            whole(sizes.get(name), f"{place}{name}")
+    number(sizes.get("rms_norm_eps"), f"{place}rms_norm_eps", *NORM_EPS)
+    if config.get("draft_vocab_size") is not None:
+        whole(config["draft_vocab_size"], f"{where}: draft_vocab_size")
+    if not isinstance(config.get("norm_before_residual"), bool | None):
+        raise ConfigError(
+            f"{where}: norm_before_residual must be true or false, got {shown(config['norm_before_residual'])}"
+        )
+    for part in (config, options):
+        ids = part.get("eagle_aux_hidden_state_layer_ids")
+        if not (ids is None or (isinstance(ids, list) and all(type(each) is int for each in ids))):
+            raise ConfigError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of layers, got {shown(ids)}")
 
 
 def vllm_refusal(config: Config) -> str:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from paceline.checkpoints.json_files import (
     CONFIG,
-    END_TOKENS,
     GENERATION,
-    SPELLING,
+    MOST_LENGTH,
     TOKENIZER,
-    check,
     read_object,
+    shown,
     tokenizer_settings,
+    whole,
 )
 from paceline.core.errors import ConfigError
 
@@ -110,9 +110,8 @@ def end_tokens(folder: Path, found: object, vocab_size: int) -> EndTokens:
         generation = read_object(path)
         if generation.get("eos_token_id") is not None:
             found, source = generation["eos_token_id"], path
-    found = list(found) if isinstance(found, tuple) else found
-    check({"eos_token_id": found}, END_TOKENS, source)
-    named: list[int] = found if isinstance(found, list) else [found] if isinstance(found, int) else []
+    given = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    named = [whole(each, f"{source}: each of eos_token_id", 0, MOST_LENGTH) for each in given]
     unique = dict.fromkeys((*named, *_tokenizers_own(folder)))
     return EndTokens(
         ids=tuple(token_id for token_id in unique if token_id < vocab_size),
@@ -140,10 +139,10 @@ def _warn(line: str) -> None:
 
 def _tokenizers_own(folder: Path) -> tuple[int, ...]:
     tokenizer = folder / "tokenizer.json"
-    settings = tokenizer_settings(folder)
-    check(settings, SPELLING, folder / TOKENIZER)
-    spelled = settings.get("eos_token")
-    spelled = spelled["content"] if isinstance(spelled, dict) else spelled
+    given = tokenizer_settings(folder).get("eos_token")
+    spelled = given.get("content") if isinstance(given, dict) else given
+    if not isinstance(spelled, str) and given is not None:
+        raise ConfigError(f"{folder / TOKENIZER}: eos_token must be text or an object with content, got {shown(given)}")
     if spelled is None or not tokenizer.is_file():
         return ()
     found = tuple(token_id for token_id, token in _tokens(tokenizer).items() if token == spelled)

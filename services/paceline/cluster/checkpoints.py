@@ -34,6 +34,7 @@ from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, u
 from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
+from paceline.service.config import reason
 from paceline.user_cache import NothingWritableError, user_cache
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
@@ -104,7 +105,9 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
         except OSError as error:
             # Another fleet may have made it at the same time.
             if not (out / "config.json").is_file():
-                raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
+                raise ConfigError(
+                    f"cannot write to {out.parent}: {reason(error, out.parent)}; set XDG_CACHE_HOME"
+                ) from error
     return out
 
 
@@ -126,14 +129,8 @@ def num_parameters(path: Path) -> int:
         try:
             total += _num_parameters(file)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-            raise ConfigError(f"{file} cannot be read as safetensors: {_reason(error)}") from error
+            raise ConfigError(f"{file} cannot be read as safetensors: {reason(error, file)}") from error
     return total
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def _num_parameters(file: Path) -> int:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from paceline.checkpoints.families import context_lens, refusal
+from paceline.checkpoints.families import NORM_EPS, context_lens, refusal, text_config
 from paceline.checkpoints.identity import eos_token_ids
-from paceline.checkpoints.json_files import read_object
+from paceline.checkpoints.json_files import CONFIG, MOST_LENGTH, MOST_SIZE, number, read_object, whole
 from paceline.core.errors import ConfigError
 from paceline.engine.layers import RopeFrequencies, rope_frequencies
+
+MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,6 @@ class DecoderConfig:
         """Takes what is needed from a config that transformers has read."""
         num_heads, vocab_size = _size(config, "num_attention_heads"), _size(config, "vocab_size")
         context_len, longest = _context_lens(config)
-        head_dim = getattr(config, "head_dim", None) or _size(config, "hidden_size") // num_heads
         return cls(
             model_type=config.model_type,
             architecture=next(iter(config.architectures or ()), "unknown"),
@@ -65,10 +66,12 @@ class DecoderConfig:
             context_len=context_len,
             longest_context_len=longest,
             eos_token_ids=eos_token_ids(folder, config.eos_token_id, vocab_size),
-            num_layers=_size(config, "num_hidden_layers"),
+            num_layers=_size(config, "num_hidden_layers", MOST_LAYERS),
             num_heads=num_heads,
-            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
-            head_dim=int(head_dim),
+            num_kv_heads=_size(config, "num_key_value_heads") if _has(config, "num_key_value_heads") else num_heads,
+            head_dim=_size(config, "head_dim")
+            if _has(config, "head_dim")
+            else whole(_size(config, "hidden_size") // num_heads, f"{CONFIG}: hidden_size by num_attention_heads"),
         )
 
 
@@ -89,11 +92,13 @@ class LlamaShape:
         Raises:
             ConfigError: An option that the lean decoder does not compute; names the field.
         """
-        if config.num_attention_heads % config.num_key_value_heads:
+        if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(
-                f"config.json: num_key_value_heads must divide the {config.num_attention_heads} heads, got "
-                f"{config.num_key_value_heads}"
+                f"config.json: hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}"
             )
+        heads, kv_heads = _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
+        if heads % kv_heads:
+            raise ConfigError(f"{CONFIG}: num_key_value_heads must divide the {heads} heads, got {kv_heads}")
         rope = rope_frequencies(config, head_dim)
         if 2 * len(rope.inverse) != head_dim:
             raise ConfigError(
@@ -101,9 +106,9 @@ class LlamaShape:
                 f"num_attention_heads, partial_rotary_factor), got {head_dim}, of which {2 * len(rope.inverse)} turn"
             )
         return cls(
-            hidden_size=int(config.hidden_size),
-            intermediate_size=int(config.intermediate_size),
-            rms_norm_eps=float(config.rms_norm_eps),
+            hidden_size=_size(config, "hidden_size"),
+            intermediate_size=_size(config, "intermediate_size"),
+            rms_norm_eps=number(config.rms_norm_eps, f"{CONFIG}: rms_norm_eps", *NORM_EPS),
             tied_head=bool(config.tie_word_embeddings),
             rope=rope,
         )
@@ -117,30 +122,41 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give a folder in the Hugging Face checkpoint format")
-    if refused := refusal(read_object(folder / "config.json")):
+    given = read_object(folder / "config.json")
+    if refused := refusal(given):
         raise ConfigError(f"{refused} ({folder})")
+    # Some families list their layers as they are read: 2**40 took all memory.
+    if isinstance(layers := text_config(given).get("num_hidden_layers"), int):
+        whole(layers, f"{CONFIG}: num_hidden_layers", 1, MOST_LAYERS)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Each family has checks of its own, which raise what they like.
     except Exception as error:
-        raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {said}") from error
     return config
 
 
-def _size(config: PretrainedConfig, name: str) -> int:
-    size = getattr(config, name, None)
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{name}: config.json of a {config.model_type} must give it as a positive number, got {size}")
-    return size
+def _has(config: PretrainedConfig, name: str) -> bool:
+    return bool(getattr(config, name, None))
+
+
+def _size(config: PretrainedConfig, name: str, most: int = MOST_SIZE) -> int:
+    return whole(getattr(config, name, None), f"{CONFIG}: {name}", 1, most)
 
 
 def _context_lens(config: PretrainedConfig) -> tuple[int, int]:
     """How far the model reads, and how far at most."""
-    limit = _size(config, "max_position_embeddings")
+    limit = _size(config, "max_position_embeddings", MOST_LENGTH)
     scaling = getattr(config, "rope_parameters", None) or {}
-    lens = context_lens(limit, config.model_type, scaling)
-    window = getattr(config, "sliding_window", None)
+    try:
+        lens = [
+            whole(each, "a scaled context", 1, MOST_LENGTH) for each in context_lens(limit, config.model_type, scaling)
+        ]
+    except (ArithmeticError, TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"{CONFIG}: rope_parameters: {scaling} cannot be computed: {error}") from error
     layer_types = getattr(config, "layer_types", None)
-    if window and (layer_types is None or "sliding_attention" in layer_types):
-        return min(lens[0], int(window)), min(lens[1], int(window))
-    return lens
+    if _has(config, "sliding_window") and (layer_types is None or "sliding_attention" in layer_types):
+        window = _size(config, "sliding_window", MOST_LENGTH)
+        return min(lens[0], window), min(lens[1], window)
+    return lens[0], lens[1]

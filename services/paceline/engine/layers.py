@@ -90,16 +90,18 @@ def rope_frequencies(config: PretrainedConfig, head_dim: int) -> RopeFrequencies
     """
     parameters: dict[str, Any] = dict(config.rope_parameters or {})
     kind = parameters.get("rope_type") or "default"
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        inverse = 1.0 / (float(parameters["rope_theta"]) ** exponents)
-        return RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=1.0)
     if kind not in SERVED_SCALINGS:
         served = sorted(SERVED_SCALINGS)
         raise ConfigError(f"config.json: rope_parameters.rope_type: {kind!r} is not served, one of {served} is")
     try:
-        inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            inverse, scaling = 1.0 / (float(parameters["rope_theta"]) ** exponents), 1.0
+        else:
+            inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        if not (bool(torch.isfinite(inverse).all()) and bool((inverse > 0).all()) and 0 < scaling < math.inf):
+            raise ValueError("its frequencies are no positive numbers")
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"config.json: rope_parameters: {parameters} cannot be computed: {error!r}") from error
     return RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=float(scaling))
 

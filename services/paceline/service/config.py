@@ -170,19 +170,20 @@ def named(flag: str, value: object) -> Iterator[None]:
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        said = _said(error, value)
+        said = reason(error, value)
         if isinstance(error, PacelineError) and "--" in said:
             raise
         raise ConfigError(f"{flag} {shortened(str(value), MAX_PROBLEM_CHARS)}: {said}") from error
 
 
-def _said(error: Exception, value: object) -> str:
+def reason(error: Exception, value: object = None) -> str:
+    """What went wrong in one line, of the system's errors without the path that the caller names as `value`."""
     if isinstance(error, PacelineError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(value) else ""
         return f"{where}{error.strerror}"
-    return f"{error} ({type(error).__name__})"
+    return f"{' '.join(str(error).split())} ({type(error).__name__})"
 
 
 def parse_cpus(name: str, text: str) -> frozenset[int]:

@@ -14,9 +14,6 @@ from paceline.simulated.text import Ints
 
 # Places drawn from a law, and guesses at each.
 NUM_DRAWN, NUM_GUESSES = 7680, 2
-# The second guess has this share of what the first one leaves, from and to, and of the first one at most so much.
-SECOND = (0.3, 0.9)
-MOST_OF_FIRST = 0.9
 # A guess without any confidence, for its logarithm.
 LEAST = 1e-12
 
@@ -32,18 +29,28 @@ class GuessLaw:
     intercept: float = setting(-0.2, help="True log odds of a match at even confidence.")
     confidence_mean: float = setting(1.6, help="Mean log odds that the drafter gives its first guess.")
     confidence_spread: float = setting(1.8, help="Their standard deviation.", low=0)
+    second_low: float = setting(0.3, help="Least share of the rest that the second guess gets.", low=0, high=1)
+    second_high: float = setting(0.9, help="Its largest share.", low=0, high=1)
     seed: int = setting(0, help="Of everything.")
 
     @classmethod
     def at(cls, chance: float) -> GuessLaw:
-        """The first guess is right with one chance everywhere, and as confident as that."""
-        return cls(slope=1.0, intercept=0.0, confidence_mean=margin(chance), confidence_spread=0.0)
+        """The first guess is right with one chance everywhere, and as confident as that; the second is less likely."""
+        share = 0.5 * min(1.0, chance / max(1.0 - chance, LEAST))
+        return cls(
+            slope=1.0,
+            intercept=0.0,
+            confidence_mean=margin(chance),
+            confidence_spread=0.0,
+            second_low=share,
+            second_high=share,
+        )
 
     def drawn(self) -> tuple[Ints, Floats]:
         """Which guess is right, int64 [places], -1: none; confidences, best first, float64 [places, guesses]."""
         random = np.random.default_rng(self.seed)
         first = _sigmoid(random.normal(self.confidence_mean, self.confidence_spread, NUM_DRAWN))
-        second = np.minimum((1.0 - first) * random.uniform(*SECOND, NUM_DRAWN), MOST_OF_FIRST * first)
+        second = (1.0 - first) * random.uniform(self.second_low, self.second_high, NUM_DRAWN)
         draws = random.random(NUM_DRAWN)
         right_first = self._chances(first)
         right_second = np.minimum(1.0 - right_first, self._chances(second))

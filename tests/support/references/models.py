@@ -8,8 +8,8 @@ from tests.support.references.tables import WRITTEN_BY, code, table
 HEAD = f"""# Models
 
 Which engine serves which family of models. {WRITTEN_BY}
-Our engine refuses models by the same table. `paceline models check NAME` shows the answer for one model, with the
-memory that it takes. [How to name a model of your own](bring-your-own-model.md).
+Our engine refuses models by the same table. `paceline models check NAME` shows the answer for one
+model. [How to name a model of your own](bring-your-own-model.md).
 
 Our engine computes what transformers computes, on a CPU or one GPU. It has two decoders:
 
@@ -73,7 +73,7 @@ RULES = (
     ),
     (
         "a field that is null, of another type or out of range",
-        "refuses it with the file, the field and the value",
+        "refuses it in one line, in transformers' words or its own",
         "correct the file, or copy the original's",
     ),
     (

@@ -67,7 +67,7 @@ def test_end_tokens_of_generation_config_go_before_those_of_config(tmp_path, giv
 def test_end_tokens_that_are_no_ids_are_named_with_their_file(tmp_path, given):
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be a token id"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: each of eos_token_id must be a whole number"):
         DecoderConfig.from_folder(tmp_path)
 
 

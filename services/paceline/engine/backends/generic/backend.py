@@ -30,6 +30,7 @@ from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.layers import Head, Linear
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
+from paceline.service.config import reason
 
 # What models may hand to an attention function without changing what it computes. A sliding window changes
 # nothing, because DecoderConfig.context_len never exceeds it.
@@ -251,8 +252,9 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"{folder} cannot be loaded by transformers: {error}") from error
+    # Each family raises what it likes.
+    except Exception as error:
+        raise ConfigError(f"{folder} cannot be loaded by transformers: {reason(error)}") from error
     model.train(False)
     return model
 
