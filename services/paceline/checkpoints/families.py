@@ -28,7 +28,7 @@ SPECULATORS_TYPE: Final = "eagle3"
 # Whole numbers of a head's layer, and those that must be there.
 EAGLE3_NEEDS: Final = ("hidden_size", "intermediate_size", "num_attention_heads")
 EAGLE3_SIZES: Final = (*EAGLE3_NEEDS, "num_key_value_heads", "head_dim", "vocab_size")
-# What norms add to a variance, from and to.
+# Epsilon of norms, from and to.
 NORM_EPS: Final = (1e-12, 0.1)
 # Options of some heads that change what is computed.
 _UNSERVED_IN_EAGLE3: Final = ("norm_before_fc", "norm_output", "fc_norm")

@@ -33,7 +33,7 @@ NAMED_RESOURCES = {"CPU": "cpus", "GPU": "gpus"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """What each replica of a tier takes of a Ray cluster."""
+    """Resources of a Ray cluster that each replica of a tier takes."""
 
     cpus: float = setting(1.0, help="CPUs; whole ones are its threads where no flag sets them.", low=0.01, high=4096)
     gpus: float = setting(0.0, help="GPUs.", low=0, high=64)

@@ -29,7 +29,7 @@ PROGRESS_S = 3.0
 NUM_LOG_LINES_SHOWN = 5
 # How `exit_with_error` writes it.
 _REFUSAL = re.compile(r"^[^=|]*\bpaceline\b[^=|]*?: error: (.+)")
-# What a process gets after the common deadline has passed, before it is killed.
+# Grace of a process after the common deadline has passed, before it is killed.
 LEAST_GRACE_S = 1.0
 # The settings that a child inherits; see `child_environment`.
 KEPT = "PACELINE_LEARNED_DIR", "PACELINE_REHEARSE"
@@ -40,7 +40,7 @@ THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """One process to keep running.
+    """A process to keep running.
 
     Attributes:
         name: Unique in its supervisor.
@@ -78,7 +78,7 @@ class BackOff:
 
 
 class Child:
-    """One supervised process with its restarts."""
+    """A supervised process with its restarts."""
 
     def __init__(self, spec: ChildSpec, say: Callable[[str], None], back_off: BackOff) -> None:
         self.spec = spec
@@ -201,7 +201,7 @@ class Child:
 
     def _last_lines(self) -> list[str]:
         path = self.spec.log_path
-        # What is no regular file, such as a device, may have no end.
+        # A device, for instance, may have no end.
         if path is None or not path.is_file():
             return []
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES_SHOWN:]

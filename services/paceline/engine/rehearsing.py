@@ -102,7 +102,7 @@ class RehearsingEngine:
         # In the order in which they were reached; the first one drafts.
         self._drafters = dict.fromkeys([drafter] if drafter else ())
         loads = [2**power for power in range(max_sessions.bit_length())]
-        # What is left, the next one last, and whether drafters have answered.
+        # Measurements to come, the next one last, and whether drafters have answered.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
         self._answered = False
         # The draft model with which it is to rehearse; empty: nobody has told it to.

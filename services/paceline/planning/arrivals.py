@@ -32,7 +32,7 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: seconds after the first one of its trace, and its lengths."""
+    """A request: seconds after the first one of its trace, and its lengths."""
 
     at_s: float
     num_prompt_tokens: int

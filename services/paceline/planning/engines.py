@@ -154,7 +154,7 @@ async def _run(engine: EngineLoop[Any, Any]) -> None:
 
 
 class Link(Generic[_Messages]):
-    """One direction of a stream between a verifier and a drafter: what is sent arrives later, in its order."""
+    """A direction of a stream between a verifier and a drafter: messages arrive later, in their order."""
 
     def __init__(self, loop: JumpingLoop, delay_s: float, receive: Callable[[_Messages], None]) -> None:
         self._loop, self._delay_s, self._receive = loop, delay_s, receive

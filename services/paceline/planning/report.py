@@ -1,4 +1,4 @@
-"""What `paceline plan` prints: tokens a second of a profile at several loads, and fleets beside one another."""
+"""The output of `paceline plan`: tokens a second of a profile at several loads, and fleets beside one another."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _promise_row(streams: int, rates: Mapping[Way, float]) -> tuple[str, ...]:
 
 
 def paces(profile: Profile) -> str:
-    """What steps take, and whether the drafter is fast enough."""
+    """Step times, and whether the drafter is fast enough."""
     step_s, draft_s, inside_s = (
         each.step_s(1, num_sessions=1) for each in (profile.target, profile.drafter, profile.colocated)
     )
@@ -96,7 +96,7 @@ def paces(profile: Profile) -> str:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """What is expected of a plan, as numbers; latencies by percentile."""
+    """Figures of a plan; latencies by percentile."""
     outcome, rate = plan.outcome, plan.tokens_per_s
     price = plan.fleet.price_per_hour(plan.profile)
     latencies = {"ttft_ms": outcome.ttft_s(), "itl_ms": outcome.itl_s(), "e2e_ms": outcome.e2e_s()}

@@ -1,4 +1,4 @@
-"""A fleet at work on a load, and what clients see of it."""
+"""A fleet at work on a load, and the latencies of its clients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What clients of a fleet saw.
+    """Requests of a fleet's clients, and their latencies.
 
     Args:
         requests: All of them, in order of arrival.
@@ -182,7 +182,7 @@ def run_open(
     give_up_s: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """What a cell does under a load that comes as it comes.
+    """Runs a cell under an open load: requests arrive whether earlier ones have ended or not.
 
     Args:
         arrivals: The load, in order.
@@ -223,7 +223,7 @@ def run_closed(
     until_s: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """What a cell does for streams that send one request after the other.
+    """Runs a cell under a closed load: streams that send one request after the other.
 
     Args:
         lengths: Prompt and output tokens of the requests in their order; may be without end where `until_s` is given.

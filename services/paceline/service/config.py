@@ -177,7 +177,7 @@ def named(flag: str, value: object) -> Iterator[None]:
 
 
 def reason(error: Exception, value: object = None) -> str:
-    """What went wrong in one line, of the system's errors without the path that the caller names as `value`."""
+    """An error in one line; a system error without the path that the caller names as `value`."""
     if isinstance(error, PacelineError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

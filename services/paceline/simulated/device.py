@@ -29,7 +29,7 @@ LEAST, MOST, NUM_TABLES = -24.0, -20.0, 64
 
 
 class DigestCache:
-    """What a simulated model keeps by physical slot: digests of the texts up to there, and what each token added."""
+    """The KV cache of a simulated model by physical slot: digests of the texts up to there, and each token's part."""
 
     def __init__(self, num_blocks: int) -> None:
         self.digests: Digests = np.zeros(num_blocks * BLOCK_SIZE, np.uint64)

@@ -1,4 +1,4 @@
-"""What a drafter guesses and whether it is right: drawn from a law."""
+"""Guesses of a simulated drafter, and whether they are right: drawn from a law."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class GuessTable:
     def of(cls, law: GuessLaw, vocab_size: int) -> GuessTable:
         """Makes a table of the places drawn from a law."""
         ranks, confidences = law.drawn()
-        # What `confidences` sharpens and sums up: the likeliest tokens, and a good many of the rest.
+        # `confidences` sharpens and sums up the likeliest tokens, and a good many of the rest.
         beside = max(1, min(vocab_size, NUM_RANKED) - NUM_GUESSES)
         rest = np.maximum(1.0 - confidences.sum(axis=1), 1e-9) / beside
         logits, others = (

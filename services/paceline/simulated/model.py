@@ -60,7 +60,7 @@ def draft_engine(
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What both services have to agree on.
+    """Facts that verifier and drafter share.
 
     Attributes:
         profile: Facts of the devices.
@@ -96,7 +96,7 @@ class Simulation:
         )
 
     def identity(self, name: str) -> ModelIdentity:
-        """What a service of this model announces, if its pages hold as much.
+        """The identity that a service of this model announces, if its pages hold as much.
 
         Args:
             name: Name for users; empty: the folder's.

@@ -27,7 +27,7 @@ MEASURED, COMPUTED = "measured", "computed"
 # Without slots, so that a property can be kept.
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """One replica of a model on its device."""
+    """A replica of a model on its device."""
 
     name: str = setting(help="Of the device, as in H100.")
     rows: tuple[int, ...] = setting(help="Rows of the steps that `seconds` are of.")
@@ -53,7 +53,7 @@ class DeviceFacts:
         return self.cost.at(rows) + self.session_s * num_sessions + self.kv_token_s * kv_tokens
 
     def starting_cost(self) -> StepCost:
-        """What measuring steps at start-up would find: steps with one row a session, and no KV."""
+        """Step costs as a measurement at start-up would find them: one row a session, and no KV."""
         rows = tuple(count for count in KNOTS if count <= max(4, self.max_rows))
         return StepCost(rows=rows, seconds=tuple(self.step_s(count, num_sessions=1) for count in rows))
 

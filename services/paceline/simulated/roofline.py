@@ -26,7 +26,7 @@ LAUNCH_S, ALL_REDUCE_S, SESSION_S = 5e-4, 1e-5, 1e-5
 USED_MEMORY, RESERVE_BYTES = 0.9, 2e9
 TABLE_ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048)
 MOST_DEVICES = 8
-# One host beside the other, and a gateway in front.
+# A host beside the other, and a gateway in front.
 LINK_S, DOOR_S = 2e-4, 3e-3
 NOISE, OVERHEAD = 0.05, 0.02
 # Bytes of a weight, by what stands behind a model's size.

@@ -42,7 +42,7 @@ def uniform(values: Digests, stream: int) -> npt.NDArray[np.float64]:
 
 
 def contributions(token_ids: Ints, positions: Ints, key: int) -> Digests:
-    """What each token adds to the digest of its text; sums of them, modulo 2**64, are digests."""
+    """Parts of tokens in the digest of their text; sums of them, modulo 2**64, are digests."""
     with np.errstate(over="ignore"):
         places = positions.astype(np.uint64) * np.uint64(_STEP) + np.uint64(key)
         return mixed(mixed(places) ^ token_ids.astype(np.uint64))

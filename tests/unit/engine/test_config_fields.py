@@ -29,12 +29,10 @@ FIELDS = (
     "rope_parameters", "dtype", "eos_token_id", "intermediate_size",
 )  # fmt: skip
 ROPE = ("rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "beta_fast", "rope_theta")
-VALUES: list[Any] = [ABSENT, None, "x", "257", 1.5, -1, 0, 2**40, [], [None], {}, {"x": None}, True, math.nan, math.inf]
+VALUES: list[Any] = [ABSENT, None, "257", 1.5, -1, 0, 2**40, [None], {"x": None}, True, math.nan]
 FAMILIES = {
     "llama": LLAMA,
-    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64},
     "qwen2": {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
     "gpt_neox": {
         **LLAMA,
         "architectures": ["GPTNeoXForCausalLM"],

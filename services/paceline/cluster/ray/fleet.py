@@ -47,7 +47,7 @@ ACCELERATOR_SHARE = 0.001
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Replica:
-    """What the launcher knows of a replica: its actor, and that actor's last report."""
+    """A replica as the launcher knows it: its actor, and that actor's last report."""
 
     name: str
     role: str

@@ -23,13 +23,13 @@ from paceline.cluster.supervisor import BackOff, Child, ChildSpec
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import GATEWAY
 
-# What a process that never got well is given to end.
+# Grace of a process that never got well.
 FAILED_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What an actor is to run.
+    """A replica that an actor is to run.
 
     Attributes:
         name: Of the replica, in the registry too.
@@ -70,7 +70,7 @@ class Order:
 
 
 def _anywhere(checkpoint: Path) -> Path | Repository:
-    """What names a checkpoint on every node: a repository of the Hub, or a folder that is on all of them."""
+    """The name of a checkpoint on every node: a repository of the Hub, or a folder that is on all of them."""
     return repository_of(checkpoint) or checkpoint
 
 
