@@ -52,7 +52,6 @@ class Family:
         example: A repository of the Hub.
         decoder: Of our engine; empty: our engine does not serve it.
         why: Why it does not.
-        vllm: Whether vLLM serves it.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Family:
     example: str
     decoder: str = ""
     why: str = ""
-    vllm: bool = True
 
 
 def _lean(name: str, architecture: str, example: str, **more: Any) -> Family:
@@ -213,10 +211,7 @@ def _check_eagle3(config: Config, where: object) -> None:
 
 def vllm_refusal(config: Config) -> str:
     """Why vLLM does not serve a model behind a gateway; empty: it does, or tries."""
-    family = family_of(config)
-    if family is None and not is_causal(config):
-        return f"{_NO_DECODER} ({_named(config)})"
-    return "" if family is None or family.vllm else "vLLM knows no such architecture"
+    return "" if family_of(config) or is_causal(config) else f"{_NO_DECODER} ({_named(config)})"
 
 
 def is_causal(config: Config) -> bool:

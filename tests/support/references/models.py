@@ -37,6 +37,8 @@ and 200 texts. [Speed by CPU](benchmarks.md).
 
 ## Families
 
+vLLM serves all of these.
+
 """
 BESIDE = "\n## Limits within a family\n\n"
 # An entry of config.json, what our engine does then, and what a user can do.
@@ -96,9 +98,9 @@ DECODERS = {LEAN: "fast", GENERIC: "generic"}
 def page() -> str:
     """The whole page."""
     families = table(
-        ("family", "architectures", "our engine", "vLLM", "such as"),
+        ("family", "architectures", "our engine", "such as"),
         (
-            (family.name, ", ".join(map(code, family.architectures)), _ours(family), _vllm(family), family.example)
+            (family.name, ", ".join(map(code, family.architectures)), _ours(family), family.example)
             for family in FAMILIES
         ),
     )
@@ -107,7 +109,3 @@ def page() -> str:
 
 def _ours(family: Family) -> str:
     return DECODERS[family.decoder] if family.decoder else f"no: {family.why}"
-
-
-def _vllm(family: Family) -> str:
-    return "yes" if family.vllm else "no"
