@@ -13,13 +13,15 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from paceline.client.rehearse import listening
+from paceline.cluster.valkey import free_port
 from paceline.core.draft_policy import REHEARSED
 from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.vllm import tier_client
-from paceline.vllm.places import helper_socket, metrics_socket, mode_socket
+from paceline.vllm.places import helper_socket, mode_socket
 from paceline.vllm.proposer import Proposer
 from tests.integration.conftest import running_drafter
 from tests.support.fuzzing import until
@@ -45,16 +47,24 @@ class Engine:
     def __init__(self, model: Path, address: str) -> None:
         self.batch = VllmBatch(max_model_len=MAX_LEN)
         config = vllm_config(str(model), vocab_size=VOCAB, max_model_len=MAX_LEN)
-        config.additional_config["paceline"] = {"drafters": [address], "learned_dir": "none"}
+        config.additional_config["paceline"] = {
+            "drafters": [address],
+            "learned_dir": "none",
+            "metrics_address": (metrics := f"127.0.0.1:{free_port('127.0.0.1')}"),
+        }
+        self._metrics_url = f"http://{metrics}/metrics"
         self.instance_id = config.instance_id
         self.proposer = Proposer(config)
         self.proposer.load_model("target")
         self._guesses: dict[str, list[int]] = {}
 
+    def metrics(self) -> str:
+        return httpx.get(self._metrics_url, trust_env=False).text
+
     def until(self, done: Callable[[list[list[int]]], object]) -> list[list[int]]:
         end_s = time.monotonic() + PATIENCE_S
         # Texts must not outgrow the drafter's context, of 512 tokens, before there is a helper.
-        while not metrics_socket(self.instance_id, 0).exists():
+        while not mode_socket(self.instance_id, 0).exists():
             time.sleep(STEP_S)
             assert time.monotonic() < end_s
         while True:
@@ -97,7 +107,7 @@ async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines,
         engine.batch.remove("a")
         # One of them is over; it is closed once it has not been seen for a while.
         await asyncio.to_thread(engine.until, lambda _: host.num_sessions == 1)
-        shown = await asyncio.to_thread(_metrics, metrics_socket(engine.instance_id, 0))
+        shown = await asyncio.to_thread(engine.metrics)
         assert "paceline:gamma_bucket" in shown
         assert 'paceline:draft_nodes_total{fate="accepted",source="draft_model"}' in shown
         engine.proposer.client.close()
@@ -112,7 +122,7 @@ async def test_a_rehearsal_decides_whether_vllm_waits_for_drafts(tiny_pair, engi
         engines.append(engine)
         engine.batch.admit("a", [1, 2, 3])
         helper_process = engine.proposer.client._helper
-        await until(mode_socket(metrics_socket(engine.instance_id, 0)).exists)
+        await until(mode_socket(engine.instance_id, 0).exists)
         # A moment passes from the socket to its server.
         await asyncio.sleep(0.5)
         async with listening([]) as (helper,):
@@ -139,7 +149,7 @@ async def test_a_verifier_around_vllm_tells_its_helper_what_to_do_and_is_told_wh
         for drafts in (True, False, True):
             line.rehearse(drafts)
             await asyncio.to_thread(engine.until, lambda _, drafts=drafts: helper_process.awaits is drafts)
-        counted = await asyncio.to_thread(_metrics, metrics_socket(engine.instance_id, 0))
+        counted = await asyncio.to_thread(engine.metrics)
         assert "paceline:gamma_count 0.0" in counted, "nobody has asked for these steps"
         line.rehearse(None, over=True)
         learned = await line.learned()
@@ -171,9 +181,3 @@ async def test_without_drafters_vllm_goes_on_and_they_are_found_when_they_come(t
     end = len(engine.batch.texts["a"]) + 40
     guesses = await asyncio.to_thread(engine.until, lambda _: len(engine.batch.texts["a"]) > end)
     assert guesses == [[]]
-
-
-def _metrics(path: Path) -> str:
-    with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(str(path))
-        return b"".join(iter(lambda: stream.recv(1 << 16), b"")).decode()

@@ -8,31 +8,34 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 from paceline.forest import ROOT
 from paceline.vllm.board import BOARD_BYTES, BoardTree, TreeBoard
-from paceline.vllm.step_message import ChainsMessage, Frames, StepMessage, chains_bytes, step_from
+from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 from tests.support.vllm_batch import HeldSessions
 
 VARIABLE = "SCRIPTED_HELPER"
 NUM_GUESSES = 9
+Stream: TypeAlias = "Connection[ChainsMessage, StepMessage]"
 
 
-def _steps(stream: socket.socket) -> Iterator[StepMessage]:
-    frames = Frames()
-    while received := stream.recv(1 << 20):
-        yield from map(step_from, frames.feed(received))
+def _steps(stream: Stream) -> Iterator[StepMessage]:
+    with suppress(EOFError):
+        while True:
+            yield stream.recv()
 
 
-def _tells(stream: socket.socket, step: int, *chains: list[int]) -> None:
-    stream.sendall(chains_bytes(ChainsMessage(step, True, chains)))
+def _tells(stream: Stream, step: int, *chains: list[int]) -> None:
+    stream.send(ChainsMessage(step, True, chains))
 
 
-def answers(stream: socket.socket, delay_s: float = 0.0, first: int = 0) -> None:
+def answers(stream: Stream, delay_s: float = 0.0, first: int = 0) -> None:
     """Guesses that each token is one more than the one before; ends at what does not fit what it holds."""
     held = HeldSessions()
     for step in _steps(stream):
@@ -45,7 +48,7 @@ def answers(stream: socket.socket, delay_s: float = 0.0, first: int = 0) -> None
         _tells(stream, step.step, *([last + guess for guess in range(1, NUM_GUESSES + 1)] for last in lasts))
 
 
-def shows_trees(stream: socket.socket, board: TreeBoard) -> None:
+def shows_trees(stream: Stream, board: TreeBoard) -> None:
     """The same guesses as `answers`, on the board; answers when it is asked nevertheless."""
     held = HeldSessions()
     for step in _steps(stream):
@@ -69,61 +72,61 @@ def shows_trees(stream: socket.socket, board: TreeBoard) -> None:
             )
 
 
-def scribbles(stream: socket.socket, board: TreeBoard) -> None:
+def scribbles(stream: Stream, board: TreeBoard) -> None:
     """Answers, and fills the board with what is no tree."""
     board._memory[:] = bytes([0xA5]) * BOARD_BYTES
     answers(stream)
 
 
-def rests(stream: socket.socket) -> None:
+def rests(stream: Stream) -> None:
     """Reads all, and says nothing: drafters are at rest."""
     for _ in _steps(stream):
         pass
 
 
-def is_slow(stream: socket.socket) -> None:
+def is_slow(stream: Stream) -> None:
     """Answers, but later than anybody waits."""
     answers(stream, delay_s=0.4)
 
 
-def leaves_the_vocabulary(stream: socket.socket) -> None:
+def leaves_the_vocabulary(stream: Stream) -> None:
     """Answers with ids that no model has."""
     answers(stream, first=1 << 40)
 
 
-def forgets_rows(stream: socket.socket) -> None:
+def forgets_rows(stream: Stream) -> None:
     """Answers with one chain too few."""
     for step in _steps(stream):
         _tells(stream, step.step, *([1] for _ in range(len(step.rows) + 1 if step.awaited else 0)))
 
 
-def is_silent(stream: socket.socket) -> None:
+def is_silent(stream: Stream) -> None:
     """Wants to be waited for, and then says nothing."""
     for count, step in enumerate(_steps(stream)):
         if not count:
             _tells(stream, step.step)
 
 
-def reads_nothing(stream: socket.socket) -> None:
-    """Freezes before its first message."""
+def reads_nothing(stream: Stream) -> None:
+    """Freezes once it is ready."""
     time.sleep(600)
 
 
-def sends_rubbish(stream: socket.socket) -> None:
+def sends_rubbish(stream: Stream) -> None:
     """Sends bytes that are no message."""
     next(_steps(stream))
-    stream.sendall(b"\xff" * 4096)
+    os.write(stream.fileno(), b"\xff" * 4096)
     time.sleep(600)
 
 
-def floods(stream: socket.socket) -> None:
+def floods(stream: Stream) -> None:
     """Sends messages of no use, without an end."""
     _tells(stream, 0)
     while True:
-        stream.sendall(chains_bytes(ChainsMessage(-1, True)) * 4096)
+        _tells(stream, NO_STEP)
 
 
-def dies(stream: socket.socket) -> None:
+def dies(stream: Stream) -> None:
     """Answers a few steps, then dies."""
     for count, step in enumerate(_steps(stream)):
         if count == 5:
@@ -131,7 +134,7 @@ def dies(stream: socket.socket) -> None:
         _tells(stream, step.step, *([1] for _ in step.rows if step.awaited))
 
 
-SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
+SCRIPTS: dict[str, Callable[[Stream], None]] = {
     script.__name__: script
     for script in (
         answers,
@@ -155,7 +158,8 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--board", type=int, required=True)
     arguments = parser.parse_args()
-    stream, script = socket.socket(fileno=arguments.fd), os.environ[VARIABLE]
+    stream, script = Connection(arguments.fd), os.environ[VARIABLE]
+    stream.send(ChainsMessage(NO_STEP, False))
     try:
         if script in BOARD_SCRIPTS:
             BOARD_SCRIPTS[script](stream, TreeBoard(arguments.board))

@@ -156,6 +156,9 @@ class Vllm:
         drafter: Address of a drafter.
         proposer: The class that vLLM asks for guesses.
         more: Further arguments of vLLM.
+
+    Attributes:
+        helper_url: Where its helper shows metrics.
     """
 
     def __init__(
@@ -166,7 +169,8 @@ class Vllm:
         proposer: str = PROPOSER,
         more: Sequence[str] = (),
     ) -> None:
-        self.port = free_port(HOST)
+        self.port, metrics_port = free_port(HOST), free_port(HOST)
+        self.helper_url = f"http://{HOST}:{metrics_port}"
         # As `vllm serve` starts it, whose command line does not know its own version in the CPU build.
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
         argv += ["--host", HOST, "--port", str(self.port), "--served-model-name", "target", "--dtype", "float32"]
@@ -175,6 +179,7 @@ class Vllm:
         if drafter is not None:
             speculation = {"method": "custom_class", "model": proposer, "num_speculative_tokens": MAX_CHAIN}
             tier = {"drafters": [drafter], "cpus": ",".join(map(str, TIER_CPUS)), "learned_dir": "none"}
+            tier["metrics_address"] = f"{HOST}:{metrics_port}"
             argv += ["--speculative-config", json.dumps(speculation)]
             argv += ["--additional-config", json.dumps({"paceline": tier})]
         self._process = Process(argv, _vllm_environ(), VLLM_CPUS, folder / f"vllm-{self.port}.log")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline.client import rehearse
-from paceline.vllm.places import mode_socket
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
 from tests.support.fuzzing import until
 
@@ -22,7 +21,7 @@ def helper_of(pid: int) -> Path:
     """The socket at which a helper process is told the mode."""
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     (job,) = [each for each in map(os.fsdecode, environ) if each.startswith(JOB_VARIABLE)]
-    return mode_socket(HelperJob.from_json(job.partition("=")[2]).metrics_socket)
+    return HelperJob.from_json(job.partition("=")[2]).mode_socket
 
 
 async def test_a_rehearsal_shows_both_modes_at_each_load(tiered, capsys) -> None:

@@ -467,7 +467,7 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host_port(host, port)} ({error.strerror}); choose another with --host or "
-            "--metrics-port"
+            "--metrics-port, under vLLM with metrics_address"
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()

@@ -13,14 +13,15 @@ import contextlib
 import logging
 import math
 import os
-import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from paceline.checkpoints.identity import vocab_hash
 from paceline.core.addresses import is_local
@@ -29,7 +30,7 @@ from paceline.core.messages import VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import VerifierMetrics, service_registry
+from paceline.obs.metrics import VerifierMetrics, metrics_server, service_registry
 from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import TunedState, kept_in
@@ -40,10 +41,9 @@ from paceline.store.opening import open_store
 from paceline.tier.drafters import Drafters
 from paceline.vllm.board import TreeBoard
 from paceline.vllm.chain_scheduler import ChainScheduler
-from paceline.vllm.places import mode_socket
 from paceline.vllm.rehearsal import LINE_BYTES, Rehearsal
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
-from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
+from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,8 @@ PROG = "paceline vllm helper"
 # Drafters that share this host's cores are tried at once with up to so many sessions. A trial with 8 gave 1.8 times the
 # speed in its first 128 steps, and one with 32 cost nothing that could be measured (two cores, 98 M target).
 MAX_EAGER_BATCH = 32
-# Bytes read from the proposer at once.
-READ_BYTES = 1 << 20
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ToProposer: TypeAlias = "Connection[ChainsMessage, StepMessage]"
 
 
 class Helper:
@@ -62,7 +60,7 @@ class Helper:
 
     Args:
         job: Settings and target.
-        to_proposer: The helper's end of the socket pair, not blocking.
+        to_proposer: The helper's end of the connection.
         board: Where the proposer finds guesses by itself.
         registry: Of its metrics.
 
@@ -70,13 +68,10 @@ class Helper:
         rehearsal: For `paceline rehearse`, and a verifier around vLLM.
     """
 
-    def __init__(
-        self, job: HelperJob, to_proposer: socket.socket, board: TreeBoard, registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, job: HelperJob, to_proposer: ToProposer, board: TreeBoard, registry: CollectorRegistry) -> None:
         self._job = job
-        self._socket = to_proposer
+        self._proposer = to_proposer
         self._board = board
-        self._frames = Frames()
         identity = _identity(job)
         self._metrics = VerifierMetrics(registry, identity.name)
         tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
@@ -110,16 +105,16 @@ class Helper:
         self._timer: asyncio.TimerHandle | None = None
         # What the proposer was last sent as `ChainsMessage.awaits`.
         self._awaits = False
-        self._unsent = bytearray()
         self.ended = asyncio.Event()
 
     def begin(self) -> None:
-        """Reads from the proposer from now on."""
-        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        """Reads from the proposer from now on, and says so."""
+        asyncio.get_running_loop().add_reader(self._proposer.fileno(), self._read)
+        self._send(ChainsMessage(NO_STEP, self._awaits))
 
     async def close(self) -> None:
         """Ends the streams to drafters."""
-        asyncio.get_running_loop().remove_reader(self._socket)
+        asyncio.get_running_loop().remove_reader(self._proposer.fileno())
         await self._drafters.close()
 
     def background(self, store: Store | None) -> Mapping[str, Work]:
@@ -136,26 +131,21 @@ class Helper:
 
     def _read(self) -> None:
         with self._ends_if_lost():
-            try:
-                received = self._socket.recv(READ_BYTES)
-            except BlockingIOError:
-                return
-            for content in self._frames.feed(received):
-                self._step_ended(step_from(content))
-            if not received:
-                self.ended.set()
+            self._step_ended(self._proposer.recv())
 
     @contextlib.contextmanager
     def _ends_if_lost(self) -> Iterator[None]:
         """Ends this helper where a block does not understand the proposer: a new one starts from a clean state."""
         try:
             yield
-        except (OSError, BrokenMessageError, KeyError, ValueError) as error:
+        except (EOFError, ConnectionError):
+            self.ended.set()
+        except (OSError, KeyError, ValueError) as error:
             logger.error("the proposer is not understood; this helper ends", extra={"error": repr(error)})
             self.ended.set()
 
     def _step_ended(self, message: StepMessage) -> None:
-        # Of a step that came in the same bytes.
+        # Of a step that came just before.
         self._answer()
         self._stop_waiting()
         self._scheduler.commit(message, time.monotonic())
@@ -211,21 +201,9 @@ class Helper:
             self._send(ChainsMessage(step, self._awaits))
 
     def _send(self, message: ChainsMessage) -> None:
-        self._unsent += chains_bytes(message)
-        self._flush()
-
-    def _flush(self) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(BlockingIOError):
-            try:
-                del self._unsent[: self._socket.send(self._unsent)]
-            except (BrokenPipeError, ConnectionError):
-                self.ended.set()
-                return
-        if self._unsent:
-            loop.add_writer(self._socket, self._flush)
-        else:
-            loop.remove_writer(self._socket)
+        # An answer a step at most, which the proposer reads before its next one: the socket has room.
+        with self._ends_if_lost():
+            self._proposer.send(message)
 
     # Drafters
 
@@ -254,11 +232,11 @@ class Helper:
             asyncio.get_running_loop().call_soon(record_step, self._metrics, report)
 
 
-async def serve(job: HelperJob, to_proposer: socket.socket, board: TreeBoard) -> None:
+async def serve(job: HelperJob, to_proposer: ToProposer, board: TreeBoard) -> None:
     """Answers a proposer until it closes its end.
 
     Raises:
-        ConfigError: The target has no tokenizer, or a certificate is missing.
+        ConfigError: The target has no tokenizer, a certificate is missing, or the port of metrics is taken.
     """
     registry = service_registry(VERIFIER)
     helper = Helper(job, to_proposer, board, registry)
@@ -266,33 +244,24 @@ async def serve(job: HelperJob, to_proposer: socket.socket, board: TreeBoard) ->
     async with contextlib.AsyncExitStack() as stack:
         if store is not None:
             await stack.enter_async_context(store)
-        for path, answer in (
-            (job.metrics_socket, partial(_show, registry)),
-            (mode_socket(job.metrics_socket), helper.rehearsal.serve),
-        ):
-            await stack.enter_async_context(_answered_at(path, answer))
+        if job.settings.metrics_address:
+            host, _, port = job.settings.metrics_address.rpartition(":")
+            stack.enter_context(metrics_server(registry, host.strip("[]"), int(port) + job.engine))
+        await stack.enter_async_context(_told_the_mode(job.mode_socket, helper.rehearsal))
         stack.push_async_callback(helper.close)
         await stack.enter_async_context(Supervisor(registry).kept(helper.background(store)))
-        helper.begin()
         settle_heap()
         collect_rarely()
+        helper.begin()
         logger.info("the helper is ready", extra={"model": str(job.model), "drafters": ",".join(job.settings.drafters)})
         await helper.ended.wait()
 
 
-async def _show(registry: CollectorRegistry, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Sends the metrics."""
-    writer.write(generate_latest(registry))
-    with contextlib.suppress(ConnectionError):
-        await writer.drain()
-    writer.close()
-
-
 @contextlib.asynccontextmanager
-async def _answered_at(path: Path, answer: Answer) -> AsyncIterator[None]:
-    """Answers each process that connects, while a block runs; the folder lets no other user in."""
+async def _told_the_mode(path: Path, rehearsal: Rehearsal) -> AsyncIterator[None]:
+    """Serves rehearsals while a block runs; the folder lets no other user in."""
     _make_way(path)
-    server = await asyncio.start_unix_server(answer, path, limit=LINE_BYTES)
+    server = await asyncio.start_unix_server(rehearsal.serve, path, limit=LINE_BYTES)
     try:
         yield
     finally:
@@ -328,9 +297,8 @@ def main() -> None:
     parser.add_argument("--board", required=True, type=int)
     arguments = parser.parse_args()
     setup_logging("vllm-helper")
-    to_proposer = socket.socket(fileno=arguments.fd)
-    to_proposer.setblocking(False)
-    run(serve(HelperJob.from_json(os.environ[JOB_VARIABLE]), to_proposer, TreeBoard(arguments.board)), prog=PROG)
+    job, to_proposer = HelperJob.from_json(os.environ[JOB_VARIABLE]), Connection(arguments.fd)
+    run(serve(job, to_proposer, TreeBoard(arguments.board)), prog=PROG)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs the helper process of a proposer: starts it, talks to it, restarts it, and ends it with this process.
 
-A separate thread starts it and waits for its end, so that a step of vLLM never waits for either.
+A separate thread starts it and waits for its end, so that a step of vLLM never waits for either. vLLM's worker may be
+a daemon of `multiprocessing`, which may start no process of that kind; so only its connections are used.
 """
 
 from __future__ import annotations
@@ -8,36 +9,48 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import socket
+import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias
 
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse_cpus
 from paceline.vllm.board import TreeBoard, make_board
-from paceline.vllm.helper_socket import HelperLostError, HelperSocket
-from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, StepMessage, step_bytes
+from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 # After a helper that ran this long, the next one starts after the first pause again.
 SETTLED_S = 10.0
+# Until a helper is ready; the first one on a machine compiles its loops.
+START_S, POLL_S = 300.0, 0.05
 MOST_MISSES = 8
 # Time for a helper to end by itself.
 END_S = 1.0
-UNREAD_BYTES = 1 << 24
+# The socket holds many steps, so a helper that takes or completes no message for so long has stopped.
+STANDSTILL_S = 1
+MOST_UNREAD_MESSAGES = 64
 ANSWER_BYTES = 1 << 20
-# No step has this number.
-NO_STEP = -1
 
 # Where vLLM's CPU backend is given the CPUs of each rank, such as 0-3|4-7; or auto, or nobind.
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 THREADS = Path("/proc/self/task")
 
+Stream: TypeAlias = "Connection[StepMessage, object]"
+
 _log = logging.getLogger(__name__)
+
+
+class HelperLostError(Exception):
+    """The helper misbehaves."""
 
 
 class HelperProcess:
@@ -47,24 +60,18 @@ class HelperProcess:
         command: The helper's command line, given the numbers of its socket and of its board.
         cpus: Returns the CPUs for it, at each start; none: all.
         environ: The helper's whole environment; None: this process's.
-        most_unread_bytes: It is killed when it leaves more unread.
-        most_answer_bytes: No answer is longer.
     """
 
     def __init__(
         self,
         command: Callable[[int, int], Sequence[str]],
         cpus: Callable[[], Collection[int]] = frozenset,
-        most_unread_bytes: int = UNREAD_BYTES,
-        most_answer_bytes: int = ANSWER_BYTES,
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._command = command
         self._environ = environ
         self._cpus = cpus
-        self._most_unread_bytes = most_unread_bytes
-        self._most_answer_bytes = most_answer_bytes
         self._life: _Life | None = None
         self._misses = 0
         self._awaits = False
@@ -89,11 +96,6 @@ class HelperProcess:
         """What the helper has at hand; None without a helper."""
         return self._life.board if self._life else None
 
-    @property
-    def room_bytes(self) -> int:
-        """Room for optional content: half of what may lie unread."""
-        return self._most_unread_bytes // 2 - self._life.stream.unsent_bytes if self._life else 0
-
     def start(self) -> None:
         """Starts the helper on the first call."""
         if self._thread is None:
@@ -112,11 +114,9 @@ class HelperProcess:
 
     def listen(self) -> None:
         """Handles what the helper has said since the last step, such as that nobody need wait any more."""
-        try:
+        with self._abandoned_if_lost():
             if self._life is not None:
-                self._read(self._life.stream, NO_STEP)
-        except (BrokenMessageError, HelperLostError, OSError) as error:
-            self.abandon(str(error))
+                self._answer(self._life.stream, NO_STEP, 0.0)
 
     def exchange(self, message: StepMessage, deadline_s: float) -> ChainsMessage | None:
         """Sends a step, and waits for its answer if the step is awaited.
@@ -127,24 +127,17 @@ class HelperProcess:
         Returns:
             The answer; None if it is not awaited, did not come in time, or the helper is lost.
         """
-        if self._life is None:
-            return None
-        try:
-            self._life.stream.send(step_bytes(message))
-            if message.awaited:
-                return self._awaited(self._life.stream, message.step, deadline_s)
-            self._read(self._life.stream, message.step)
-        except (BrokenMessageError, HelperLostError, OSError) as error:
-            self.abandon(str(error))
+        with self._abandoned_if_lost():
+            if self._life is not None:
+                self._life.stream.send(message)
+                return self._awaited(self._life.stream, message.step, deadline_s) if message.awaited else None
         return None
 
     def abandon(self, reason: str) -> None:
         """Kills the helper; another one starts after a pause."""
         life, self._life, self._awaits = self._life, None, False
         if life is not None:
-            life.given_up = reason
-            life.close()
-            life.process.kill()
+            life.give_up(reason)
 
     def close(self) -> None:
         """Ends the helper for good, by force if it does not end by itself within 1 s."""
@@ -152,48 +145,51 @@ class HelperProcess:
         if self._thread is None:
             return
         self.renewed()
-        process = None
-        if self._life is not None:
-            self._life.close()
-            process, self._life = self._life.process, None
+        life, self._life = self._life, None
+        if life is not None:
+            life.close()
         self._thread.join(END_S)
-        if process is not None and self._thread.is_alive():
-            process.kill()
+        if life is not None and self._thread.is_alive():
+            life.process.kill()
         self._thread.join(END_S)
+
+    @contextlib.contextmanager
+    def _abandoned_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            self.abandon(f"it read or completed no message for {STANDSTILL_S} s")
+        except (EOFError, HelperLostError, OSError) as error:
+            self.abandon(str(error) or "it closed its end")
 
     def _taken_over(self) -> _Life | None:
         with self._lock:
             fresh, self._fresh = self._fresh, None
         return fresh
 
-    def _awaited(self, stream: HelperSocket, step: int, deadline_s: float) -> ChainsMessage | None:
-        while True:
-            answer = self._read(stream, step)
-            if answer is not None:
-                self._misses = 0
-                return answer
-            if not stream.wait(deadline_s):
-                break
-            stream.flush()
-        self._misses += 1
+    def _awaited(self, stream: Stream, step: int, deadline_s: float) -> ChainsMessage | None:
+        answer = self._answer(stream, step, deadline_s)
+        self._misses = 0 if answer is not None else self._misses + 1
         if self._misses >= MOST_MISSES:
             raise HelperLostError(f"it answered none of {self._misses} steps in time")
-        return None
+        return answer
 
-    def _read(self, stream: HelperSocket, step: int) -> ChainsMessage | None:
-        """Reads all answers that came, and returns the one to this step if it is among them."""
-        found = None
-        for answer in stream.received():
+    def _answer(self, stream: Stream, step: int, deadline_s: float) -> ChainsMessage | None:
+        """Reads what has come, and waits for the answer to a step until a deadline."""
+        for _ in range(MOST_UNREAD_MESSAGES):
+            if not stream.poll(max(0.0, deadline_s - time.monotonic())):
+                return None
+            answer: ChainsMessage = pickle.loads(stream.recv_bytes(ANSWER_BYTES))
             self._awaits = answer.awaits
             if answer.step == step:
-                found = answer
-        return found
+                return answer
+        raise HelperLostError(f"it sent more than {MOST_UNREAD_MESSAGES} messages at once")
 
     def _supervise(self) -> None:
         pause_s = FIRST_PAUSE_S
         while not self._ended.is_set():
             started_s = time.monotonic()
-            outcome = self._live()
+            outcome = self._run()
             if self._ended.is_set():
                 return
             if time.monotonic() - started_s >= SETTLED_S:
@@ -204,14 +200,17 @@ class HelperProcess:
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _live(self) -> str:
-        """Starts a helper, waits for its end, and returns how it ended."""
+    def _run(self) -> str:
+        """Runs a helper to its end, and returns how it ended."""
         try:
             life = self._started()
         except OSError as error:
             return f"could not start ({error})"
-        with self._lock:
-            self._fresh = life
+        if self._is_ready(life):
+            with self._lock:
+                self._fresh = life
+        else:
+            life.give_up("it did not get ready")
         if self._ended.is_set():
             life.process.kill()
         status = life.process.wait()
@@ -219,23 +218,32 @@ class HelperProcess:
             if self._fresh is life:
                 self._fresh = None
                 life.close()
-        return f"was given up: {life.given_up}" if life.given_up else f"ended with status {status}"
+        return f"was given up: {life.given_up}" if life.given_up and status < 0 else f"ended with status {status}"
+
+    def _is_ready(self, life: _Life) -> bool:
+        """Waits for the helper's first message: it reads from now on."""
+        deadline_s = time.monotonic() + START_S
+        with contextlib.suppress(EOFError, OSError):
+            while not self._ended.is_set() and time.monotonic() < deadline_s:
+                if life.stream.poll(POLL_S):
+                    life.stream.recv_bytes(ANSWER_BYTES)
+                    return True
+        return False
 
     def _started(self) -> _Life:
         file = make_board()
         try:
-            board, (ours, theirs) = TreeBoard(file), socket.socketpair()
+            board, (ours, theirs) = TreeBoard(file), _stream_pair()
             with theirs:
                 process = self._process(theirs.fileno(), file)
         finally:
             os.close(file)
-        stream = HelperSocket(ours, self._most_unread_bytes, self._most_answer_bytes)
         try:
             if cpus := self._cpus():
                 os.sched_setaffinity(process.pid, cpus)
         except OSError as error:
             _log.warning("the CPUs of the helper process cannot be chosen, it runs on all: %s", error)
-        return _Life(process, stream, board)
+        return _Life(process, ours, board)
 
     def _process(self, stream: int, board: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -247,22 +255,37 @@ class HelperProcess:
         )
 
 
+@dataclass(slots=True)
 class _Life:
-    """One helper process, our end of its socket, and its board."""
+    """One helper process, our end of its socket, and its board.
 
-    __slots__ = ("board", "given_up", "process", "stream")
+    Attributes:
+        given_up: The reason, if we killed it.
+    """
 
-    def __init__(self, process: subprocess.Popen[bytes], stream: HelperSocket, board: TreeBoard) -> None:
-        self.process = process
-        self.stream = stream
-        self.board = board
-        # The reason, if we killed it.
-        self.given_up = ""
+    process: subprocess.Popen[bytes]
+    stream: Stream
+    board: TreeBoard
+    given_up: str = ""
+
+    def give_up(self, reason: str) -> None:
+        """Kills it."""
+        self.given_up = reason
+        self.close()
+        self.process.kill()
 
     def close(self) -> None:
         """Closes the connection, which ends the helper."""
         self.stream.close()
         self.board.close()
+
+
+def _stream_pair() -> tuple[Stream, socket.socket]:
+    """Returns our end, whose calls a helper that has stopped blocks for a moment only, and the helper's."""
+    ours, theirs = socket.socketpair()
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STANDSTILL_S, 0))
+    return Connection(ours.detach()), theirs
 
 
 def free_cpus(environ: Mapping[str, str]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Where the parts of the tier under vLLM find things: the sockets of the helper, the target's tokenizer."""
+"""Where the parts of the tier under vLLM find things: the helper's socket, the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
-SUFFIX, MODE_SUFFIX = ".sock", ".mode"
+MODE_SUFFIX = ".mode"
 
 
 def runtime_folder() -> Path:
@@ -29,28 +29,13 @@ def runtime_folder() -> Path:
     return folder
 
 
-def metrics_socket(instance_id: str, engine: int) -> Path:
-    """Returns the Unix socket with the metrics of an engine's helper.
+def mode_socket(instance_id: str, engine: int) -> Path:
+    """Returns the Unix socket at which `paceline rehearse` tells the helper of a vLLM's engine the mode.
 
     Raises:
         ConfigError: There is no folder for it.
     """
-    return runtime_folder() / f"{instance_id}-{engine}{SUFFIX}"
-
-
-def metrics_sockets(instance_id: str) -> dict[str, Path]:
-    """Returns the sockets that exist, by the number of the engine.
-
-    Raises:
-        ConfigError: There is no folder for them.
-    """
-    # The engines of one vLLM append their own suffixes to its id.
-    return {path.stem.rpartition("-")[2]: path for path in runtime_folder().glob(f"{instance_id}*-*{SUFFIX}")}
-
-
-def mode_socket(metrics: Path) -> Path:
-    """Returns the Unix socket at which `paceline rehearse` tells a helper the mode, beside that of its metrics."""
-    return metrics.with_suffix(MODE_SUFFIX)
+    return runtime_folder() / f"{instance_id}-{engine}{MODE_SUFFIX}"
 
 
 def helper_socket(instance_id: str) -> Path | None:
@@ -59,7 +44,8 @@ def helper_socket(instance_id: str) -> Path | None:
     Raises:
         ConfigError: There is no folder for it.
     """
-    return next(map(mode_socket, metrics_sockets(instance_id).values()), None)
+    # The engines of one vLLM append their own suffixes to its id.
+    return next(runtime_folder().glob(f"{instance_id}*-*{MODE_SUFFIX}"), None)
 
 
 def mode_sockets() -> list[Path]:

@@ -34,6 +34,9 @@ class TierSettings:
     cpus: str = setting("", help="CPUs of the helper process, such as 4-5; empty: those that vLLM does not use.")
     learned_dir: str = setting("", help="As of paceline verifier.")
     zone: str = setting("", help="As of paceline verifier.")
+    metrics_address: str = setting(
+        "", help="host:port at which the helper serves /metrics, of engine N at port + N; empty: nowhere."
+    )
     untested: bool = setting(False, help="Go on with a version of vLLM that was not tested.")
 
     def __post_init__(self) -> None:
@@ -46,6 +49,8 @@ class TierSettings:
             raise ConfigError(f"{SECTION}: needs drafters (a list of host:port) or a registry (a URL)")
         for address in self.drafters:
             check_address(f"{SECTION}.drafters", address)
+        if self.metrics_address:
+            check_address(f"{SECTION}.metrics_address", self.metrics_address)
 
 
 def settings_of(additional_config: object) -> TierSettings:
@@ -72,7 +77,8 @@ class HelperJob:
         vocab_size: Of the target.
         max_model_len: Most tokens of a session, prompt and output.
         max_chain: Most guesses of a session in a step.
-        metrics_socket: Unix socket at which its metrics can be read.
+        engine: Number of vLLM's engine.
+        mode_socket: Unix socket at which it is told the mode.
     """
 
     settings: TierSettings
@@ -80,7 +86,8 @@ class HelperJob:
     vocab_size: int
     max_model_len: int
     max_chain: int
-    metrics_socket: Path
+    engine: int
+    mode_socket: Path
 
     def to_json(self) -> str:
         """For the helper's environment."""
@@ -92,8 +99,7 @@ class HelperJob:
         known: dict[str, Any] = json.loads(text)
         settings = from_mapping(TierSettings, known.pop("settings"), f"{SECTION}.")
         return cls(
-            **known
-            | {"settings": settings, "model": Path(known["model"]), "metrics_socket": Path(known["metrics_socket"])}
+            **known | {"settings": settings, "model": Path(known["model"]), "mode_socket": Path(known["mode_socket"])}
         )
 
 

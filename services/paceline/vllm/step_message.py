@@ -1,30 +1,21 @@
-"""The messages between a proposer and its helper process, and their bytes.
+"""The messages between a proposer and its helper process, which `multiprocessing.connection` carries.
 
-Both run the same release on one host: a message is its length and an array of native 64-bit numbers. The proposer sends
-one message for each step of vLLM. The helper answers the awaited ones, and reports when the proposer should start or
-stop waiting. Most steps are not awaited: the proposer finds its guesses on the helper's board.
+The proposer sends one message for each step of vLLM. The helper answers the awaited ones, and reports when the proposer
+should start or stop waiting. Most steps are not awaited: the proposer finds its guesses on the helper's board.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_INTEGERS = "q"
-_ITEM = array(_INTEGERS).itemsize
-NS_PER_S = 1e9
-# Far more than any step of vLLM needs.
-MOST_BYTES = 1 << 30
+# No step has this number.
+NO_STEP = -1
 
 
-class BrokenMessageError(Exception):
-    """The bytes are not a message of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowTokens:
-    """One row of vLLM's batch after a step.
+class RowTokens(NamedTuple):
+    """One row of vLLM's batch after a step; a tuple, since a step of many rows is pickled three times as fast.
 
     Attributes:
         session: Number of its session.
@@ -96,115 +87,3 @@ class ChainsMessage:
     step: int
     awaits: bool
     chains: Sequence[Sequence[int]] = ()
-
-
-def step_bytes(message: StepMessage) -> bytes:
-    """Encodes a step, with its length in front."""
-    numbers = array(_INTEGERS, (message.step, round(message.began_s * NS_PER_S), message.awaited))
-    numbers.extend((len(message.rows), len(message.closed), len(message.taken)))
-    for row in message.rows:
-        numbers.extend((row.session, row.base_len, row.reads, row.num_verified, len(row.token_ids)))
-    for row in message.rows:
-        numbers.extend(row.token_ids)
-    numbers.extend(message.closed)
-    _add_chains(numbers, message.taken)
-    return _framed(numbers)
-
-
-def chains_bytes(message: ChainsMessage) -> bytes:
-    """Encodes a helper's message, with its length in front."""
-    numbers = array(_INTEGERS, (message.step, message.awaits, len(message.chains)))
-    _add_chains(numbers, message.chains)
-    return _framed(numbers)
-
-
-def step_from(content: bytes) -> StepMessage:
-    """Decodes a step.
-
-    Raises:
-        BrokenMessageError: It is malformed.
-    """
-    numbers = _Numbers(content)
-    step, began_ns, awaited, num_rows, num_closed, num_taken = numbers.take(6)
-    heads = [numbers.take(5) for _ in range(num_rows)]
-    rows = [
-        RowTokens(session, base_len, numbers.take(count), bool(reads), num_verified)
-        for session, base_len, reads, num_verified, count in heads
-    ]
-    closed, taken = numbers.take(num_closed), numbers.take_chains(num_taken)
-    if num_taken not in (0, num_rows):
-        raise BrokenMessageError(f"guesses of {num_taken} rows out of {num_rows}")
-    return StepMessage(step, began_ns / NS_PER_S, bool(awaited), rows, closed, taken)
-
-
-def chains_from(content: bytes) -> ChainsMessage:
-    """Decodes a helper's message.
-
-    Raises:
-        BrokenMessageError: It is malformed.
-    """
-    numbers = _Numbers(content)
-    step, awaits, num_rows = numbers.take(3)
-    return ChainsMessage(step, bool(awaits), numbers.take_chains(num_rows))
-
-
-class Frames:
-    """Cuts a stream of bytes into the contents of its messages.
-
-    Args:
-        most_bytes: No message is longer.
-    """
-
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._bytes = bytearray()
-        self._most_bytes = most_bytes
-
-    def feed(self, received: bytes) -> Iterator[bytes]:
-        """Adds received bytes, and yields the messages that are complete.
-
-        Raises:
-            BrokenMessageError: A message claims to be too long.
-        """
-        self._bytes += received
-        while len(self._bytes) >= _ITEM:
-            length = int.from_bytes(self._bytes[:_ITEM], "little")
-            if length > self._most_bytes:
-                raise BrokenMessageError(f"a message of {length} bytes")
-            if len(self._bytes) < _ITEM + length:
-                return
-            content = bytes(self._bytes[_ITEM : _ITEM + length])
-            del self._bytes[: _ITEM + length]
-            yield content
-
-
-class _Numbers:
-    """The numbers of a message, read from first to last."""
-
-    def __init__(self, content: bytes) -> None:
-        if len(content) % _ITEM:
-            raise BrokenMessageError(f"{len(content)} bytes are no whole numbers")
-        self._numbers = array(_INTEGERS, content)
-        self._at = 0
-
-    def take(self, count: int) -> Sequence[int]:
-        """Returns the next `count` numbers."""
-        taken = self._numbers[self._at : self._at + count]
-        if count < 0 or len(taken) < count:
-            raise BrokenMessageError("a message ends within itself")
-        self._at += count
-        return taken
-
-    def take_chains(self, count: int) -> list[Sequence[int]]:
-        """Returns the next `count` lists, whose lengths stand in front of them all."""
-        return [self.take(length) for length in self.take(count)]
-
-
-def _add_chains(numbers: array[int], chains: Sequence[Sequence[int]]) -> None:
-    numbers.extend(map(len, chains))
-    for chain in chains:
-        numbers.extend(chain)
-
-
-def _framed(numbers: array[int]) -> bytes:
-    content = numbers.tobytes()
-    return len(content).to_bytes(_ITEM, "little") + content

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from paceline.service.config import parse_cpus
 from paceline.vllm.board import AtHand, TreeBoard, worth_waiting
 from paceline.vllm.expansion import mend_expansion
-from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess, free_cpus
-from paceline.vllm.places import metrics_socket, tokenizer_folder
+from paceline.vllm.helper_process import HelperProcess, free_cpus
+from paceline.vllm.places import mode_socket, tokenizer_folder
 from paceline.vllm.settings import (
     JOB_VARIABLE,
     SECTION,
@@ -31,8 +31,8 @@ from paceline.vllm.settings import (
 from paceline.vllm.step_message import Observed, RowTokens, StepMessage
 
 HELPER_MODULE = "paceline.vllm.helper"
-# As they travel to the helper.
-TOKEN_BYTES = 8
+# Of new sessions in one message; a helper reads so many in milliseconds.
+MOST_OPENED_TOKENS = 1 << 20
 LEAST_WAIT_S = 0.002
 MOST_WAIT_S = 0.25
 # The helper itself ends waits that do not pay; this bound is for one that does not answer.
@@ -127,7 +127,7 @@ class TierClient:
         helper.listen()
         if helper.board is None:
             return guesses
-        observed = observe(began_s, helper.room_bytes // TOKEN_BYTES)
+        observed = observe(began_s, max(MOST_OPENED_TOKENS, self._max_model_len))
         self._step += 1
         chains = self._exchange(helper, helper.board, observed, began_s)
         if chains:
@@ -203,14 +203,15 @@ class _Pace:
 
 
 def _job(vllm_config: Any, settings: TierSettings) -> HelperJob:
-    model = vllm_config.model_config
+    model, engine = vllm_config.model_config, vllm_config.parallel_config.data_parallel_rank
     return HelperJob(
         settings=settings,
         model=tokenizer_folder(str(model.tokenizer or model.model), model.tokenizer_revision or model.revision),
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         max_chain=vllm_config.speculative_config.num_speculative_tokens,
-        metrics_socket=metrics_socket(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_rank),
+        engine=engine,
+        mode_socket=mode_socket(vllm_config.instance_id, engine),
     )
 
 
@@ -219,8 +220,6 @@ def _helper(job: HelperJob) -> HelperProcess:
     return HelperProcess(
         lambda stream, board: (sys.executable, "-m", HELPER_MODULE, "--fd", str(stream), "--board", str(board)),
         lambda: free_cpus(os.environ) if chosen is None else chosen,
-        # Room to open the longest session twice over.
-        max(UNREAD_BYTES, 4 * TOKEN_BYTES * job.max_model_len),
         # The registry's URL may hold a password, and all users can read command lines.
         environ={**os.environ, JOB_VARIABLE: job.to_json()},
     )

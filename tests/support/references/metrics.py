@@ -49,7 +49,7 @@ Metrics that vLLM has too, with its names and its label `model_name`. Dashboards
 OURS = """
 ## Our own
 
-The drafter tier under `vllm serve` adds those of V to vLLM's own `/metrics`, with a label `engine`.
+The drafter tier under `vllm serve` serves those of V at its `metrics_address`.
 
 """
 # By the last word of a name that is here; what has none is counted.

@@ -19,7 +19,7 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.drafting_mode import Mode
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.vllm import rehearsal
-from paceline.vllm.places import metrics_socket, mode_socket
+from paceline.vllm.places import mode_socket
 from paceline.vllm.rehearsal import Rehearsal
 from tests.support.fuzzing import until
 
@@ -119,7 +119,7 @@ async def helper_at(path: Path, policy: Goodput) -> AsyncIterator[None]:
 @pytest.fixture
 def helper_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return mode_socket(metrics_socket("17", 0))
+    return mode_socket("17", 0)
 
 
 @pytest.fixture
@@ -253,11 +253,11 @@ async def test_a_second_command_is_refused(vllm: tuple[FakeVllm, str], helper_pa
 async def test_without_a_flag_the_only_helper_that_lives_is_told(vllm: tuple[FakeVllm, str]) -> None:
     fake, _ = vllm
     # A helper that was killed has left its socket.
-    dead = await asyncio.start_unix_server(lambda *_: None, mode_socket(metrics_socket("16", 0)))
+    dead = await asyncio.start_unix_server(lambda *_: None, mode_socket("16", 0))
     dead.close()
     async with rehearse.listening([]) as helpers:
         assert [helper.path.name for helper in helpers] == ["17-0.mode"]
-    async with helper_at(mode_socket(metrics_socket("18", 0)), fake.policy):
+    async with helper_at(mode_socket("18", 0), fake.policy):
         with pytest.raises(ConfigError, match=r"--helper: name those of one vLLM: .*17-0.mode, .*18-0.mode"):
             async with rehearse.listening([]):
                 pass
@@ -274,7 +274,7 @@ async def test_a_vllm_of_several_engines_has_its_streams_shared_among_them(
 ) -> None:
     fake, url = vllm
     second = FakeVllm()
-    other = mode_socket(metrics_socket("17_dp1", 1))
+    other = mode_socket("17_dp1", 1)
     async with helper_at(other, second.policy):
         await command(url, "--streams", "2", "--helper", str(helper_path), "--helper", str(other))
     assert fake.policy.rehearsed
