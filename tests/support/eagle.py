@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads in both published layouts, and their forward pass written down once more."""
+"""Random EAGLE-3 heads in the published layout, and their forward pass written down once more."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ def save_eagle3(
     folder: Path,
     target: Path,
     *,
-    speculators: bool = False,
     draft_vocab: int | None = 61,
     layer_ids: tuple[int, int, int] | None = (0, 1, 1),
     seed: int = 0,
-    **options: Any,
 ) -> Path:
     """Writes a random head for a target; `layer_ids` are outputs of layers, None leaves them out."""
     sizes = json.loads((target / "config.json").read_text())
@@ -49,15 +47,16 @@ def save_eagle3(
         "mlp.up_proj.weight": matrix(inner, hidden),
         "mlp.down_proj.weight": matrix(hidden, inner),
     }
-    prefix = "layers.0" if speculators else "midlayer"
-    tensors = {f"{prefix}.{name}": value for name, value in layer.items()}
+    tensors = {f"midlayer.{name}": value for name, value in layer.items()}
     tensors |= {"fc.weight": matrix(hidden, 3 * hidden), "norm.weight": norm()}
     tensors["lm_head.weight"] = 3.0 * matrix(draft_vocab or vocab, hidden)
     if draft_vocab is not None:
         known = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = known - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, known, True)
-    layer_config = {
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": draft_vocab or vocab,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_attention_heads": heads,
@@ -68,15 +67,8 @@ def save_eagle3(
         # Configs of heads carry wrong ones: it must not be read.
         "rope_theta": 123.0,
     }
-    config: dict[str, Any] = {"draft_vocab_size": draft_vocab or vocab, **options}
-    if speculators:
-        config |= {"speculators_model_type": "eagle3", "transformer_layer_config": layer_config}
-        if layer_ids is not None:
-            config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in layer_ids]
-    else:
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], **layer_config}
-        if layer_ids is not None:
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
+    if layer_ids is not None:
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
@@ -102,11 +94,9 @@ def eagle_forward(
         rope_theta: The target's.
         num_own: Last rows that take the head's own output for the row before.
     """
-    config = json.loads((folder / "config.json").read_text())
-    sizes = config.get("transformer_layer_config", config)
+    sizes = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
-    prefix = "layers.0." if "transformer_layer_config" in config else "midlayer."
-    weight = {name.removeprefix(prefix).removesuffix(".weight"): value for name, value in tensors.items()}
+    weight = {name.removeprefix("midlayer.").removesuffix(".weight"): value for name, value in tensors.items()}
     head_dim, heads, groups = sizes["head_dim"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     hidden = sizes["hidden_size"]
 
@@ -137,9 +127,7 @@ def eagle_forward(
             group = head * groups // heads
             scores = torch.stack([key[group] for key in keys]) @ query[head] / head_dim**0.5
             attended.append(scores.softmax(0) @ torch.stack([value[group] for value in values]))
-        stream = (normed if config.get("norm_before_residual") else feature) + weight["self_attn.o_proj"] @ torch.cat(
-            attended
-        )
+        stream = feature + weight["self_attn.o_proj"] @ torch.cat(attended)
         inner = norm(stream, "post_attention_layernorm")
         gated = functional.silu(weight["mlp.gate_proj"] @ inner) * (weight["mlp.up_proj"] @ inner)
         stream = stream + weight["mlp.down_proj"] @ gated

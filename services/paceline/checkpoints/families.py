@@ -23,15 +23,16 @@ LENGTH_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
 SERVED_SCALINGS: Final = frozenset({"default", "linear", "llama3", "yarn"})
 
 EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
-SPECULATORS_TYPE: Final = "eagle3"
 
 # Whole numbers of a head's layer, and those that must be there.
 EAGLE3_NEEDS: Final = ("hidden_size", "intermediate_size", "num_attention_heads")
 EAGLE3_SIZES: Final = (*EAGLE3_NEEDS, "num_key_value_heads", "head_dim", "vocab_size")
 # Epsilon of norms, from and to.
 NORM_EPS: Final = (1e-12, 0.1)
+
+_SPECULATORS: Final = "speculators_model_type"
 # Options of some heads that change what is computed.
-_UNSERVED_IN_EAGLE3: Final = ("norm_before_fc", "norm_output", "fc_norm")
+_UNSERVED_IN_EAGLE3: Final = ("norm_before_fc", "norm_before_residual", "norm_output", "fc_norm")
 
 _SOFTCAP = "its attention caps scores (attn_logit_softcapping)"
 _SINKS = "its attention has sinks"
@@ -177,6 +178,8 @@ def refusal(config: Config) -> str:
 
 def eagle3_refusal(config: Config, where: object = CONFIG) -> str:
     """Why our engine does not draft with an EAGLE-3 head, by its config.json; empty: it does."""
+    if _SPECULATORS in config:
+        return f"{where}: {_SPECULATORS}: heads of speculators are not served; SpecForge's and SafeAILab's are"
     unserved = [name for name in _UNSERVED_IN_EAGLE3 if config.get(name)]
     if unserved:
         return f"{where}: {unserved[0]}: EAGLE-3 heads with this option are not served"
@@ -188,25 +191,19 @@ def eagle3_refusal(config: Config, where: object = CONFIG) -> str:
 
 
 def _check_eagle3(config: Config, where: object) -> None:
-    sizes, options = config.get("transformer_layer_config", config), config.get("eagle_config") or {}
-    for name, part in (("transformer_layer_config", sizes), ("eagle_config", options)):
-        if not isinstance(part, Mapping):
-            raise ConfigError(f"{where}: {name} must be an object, got {shown(part)}")
-    place = f"{where}: " if sizes is config else f"{where}: transformer_layer_config: "
+    options = config.get("eagle_config") or {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where}: eagle_config must be an object, got {shown(options)}")
     for name in EAGLE3_SIZES:
-        if name in EAGLE3_NEEDS or sizes.get(name) is not None:
-            whole(sizes.get(name), f"{place}{name}")
-    number(sizes.get("rms_norm_eps"), f"{place}rms_norm_eps", *NORM_EPS)
+        if name in EAGLE3_NEEDS or config.get(name) is not None:
+            whole(config.get(name), f"{where}: {name}")
+    number(config.get("rms_norm_eps"), f"{where}: rms_norm_eps", *NORM_EPS)
     if config.get("draft_vocab_size") is not None:
         whole(config["draft_vocab_size"], f"{where}: draft_vocab_size")
-    if not isinstance(config.get("norm_before_residual"), bool | None):
-        raise ConfigError(
-            f"{where}: norm_before_residual must be true or false, got {shown(config['norm_before_residual'])}"
-        )
-    for part in (config, options):
-        ids = part.get("eagle_aux_hidden_state_layer_ids")
-        if not (ids is None or (isinstance(ids, list) and all(type(each) is int for each in ids))):
-            raise ConfigError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of layers, got {shown(ids)}")
+    ids = options.get("eagle_aux_hidden_state_layer_ids")
+    if not (ids is None or (isinstance(ids, list) and all(type(each) is int for each in ids))):
+        place = f"{where}: eagle_config: eagle_aux_hidden_state_layer_ids"
+        raise ConfigError(f"{place} must be a list of layers, got {shown(ids)}")
 
 
 def vllm_refusal(config: Config) -> str:
@@ -265,13 +262,13 @@ def text_config(config: Config) -> Config:
 
 
 def is_eagle3(folder: Path) -> bool:
-    """Whether a checkpoint folder holds an EAGLE-3 head, in SafeAILab's layout or that of speculators."""
+    """Whether a checkpoint folder holds an EAGLE-3 head."""
     return (folder / "config.json").is_file() and describes_eagle3(read_object(folder / "config.json"))
 
 
 def describes_eagle3(config: Config) -> bool:
     """Whether a config.json is that of an EAGLE-3 head."""
-    return EAGLE3_ARCHITECTURE in architectures(config) or (config.get("speculators_model_type") == SPECULATORS_TYPE)
+    return EAGLE3_ARCHITECTURE in architectures(config) or config.get(_SPECULATORS) == "eagle3"
 
 
 def _named(config: Config) -> str:

@@ -6,14 +6,14 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import DraftTree
-from paceline.engine.source_interface import Followed
+from paceline.engine.source_interface import Followed, Turn
 
 # What a source needs to know of a node to guess its children.
 State = TypeVar("State")
@@ -50,43 +50,81 @@ def best_guesses(
     return list(zip(token_ids, sure, strict=True))[:count]
 
 
+class Guess(NamedTuple, Generic[State]):
+    """A guess that is a node of the tree, or its root.
+
+    Attributes:
+        node: Of the tree.
+        survival: By this source alone.
+        state: To guess its children from.
+    """
+
+    node: int
+    survival: float
+    state: State
+
+
+class Growth(Generic[State]):
+    """A tree that one source grows: of all guesses that could come next, the likeliest is added first.
+
+    Args:
+        source: Name of the source.
+        limit: Most guesses; what it cuts off is worth least.
+        least: Survival below which no guess is worth a place.
+
+    Attributes:
+        survivals: Of the guesses added so far, best first.
+    """
+
+    def __init__(self, tree: DraftTree, source: str, *, limit: int, least: float) -> None:
+        self.survivals: list[float] = []
+        self._tree, self._source, self._limit, self._least = tree, source, limit, least
+        # Negated survivals, as the least comes first; of equals the one that came first.
+        self._heap: list[tuple[float, int, int, int, float, State]] = []
+        self._arrivals = count()
+
+    def nominate(self, above: Guess[Any], guesses: Iterable[tuple[int, float, State]]) -> None:
+        """Offers the children of a guess: `(token_id, confidence, state)`, in any order."""
+        for token_id, confidence, below in guesses:
+            survival = above.survival * self._tree.probability(self._source, confidence)
+            if survival >= self._least:
+                heapq.heappush(self._heap, (-survival, next(self._arrivals), above.node, token_id, confidence, below))
+
+    def take(self) -> Guess[State] | None:
+        """Adds the best guess to the tree; None: there is none, or no place."""
+        while self._heap and len(self.survivals) < self._limit:
+            negated, _, parent, token_id, confidence, state = heapq.heappop(self._heap)
+            if self._tree.permits(parent, token_id):
+                self.survivals.append(-negated)
+                return Guess(self._tree.suggest(parent, token_id, confidence, self._source), -negated, state)
+        return None
+
+    def prospect(self, child_share: float) -> tuple[float, float]:
+        """Expected tokens with all guesses at hand, and what a child of the best one would add to them.
+
+        Args:
+            child_share: Survival of a child as a share of its parent's.
+        """
+        rest = [-each[0] for each in heapq.nsmallest(self._limit - len(self.survivals), self._heap)]
+        survivals = [*self.survivals, *rest]
+        child = child_share * rest[0] if rest else 0.0
+        replaced = survivals[-1] if len(survivals) >= self._limit else 0.0
+        return 1.0 + sum(survivals), max(0.0, child - replaced) if child >= self._least else 0.0
+
+
 def grow_best_first(
-    tree: DraftTree,
-    source: str,
-    state: State,
-    guesses: Callable[[State], Iterable[tuple[int, float, State]]],
-    *,
-    limit: int,
-    least: float,
+    turn: Turn[Any], source: str, state: State, guesses: Callable[[State], Iterable[tuple[int, float, State]]]
 ) -> list[float]:
-    """Grows a tree from its root by one source: of all guesses that could come next, the likeliest is added first.
+    """Grows a session's tree from its root by one source; returns the survivals of its guesses.
 
     Args:
         source: Name of the source.
         state: Of the root.
-        guesses: From a node's state to its children: `(token_id, confidence, state)`, in any order.
-        limit: Most guesses; what it cuts off is worth least.
-        least: Survival below which no guess is worth a place.
-
-    Returns:
-        Survival of each guess by this source alone, best first.
+        guesses: From a node's state to its children.
     """
-    survivals: list[float] = []
-    # Negated survivals, as the least comes first; of equals the one that came first.
-    heap: list[tuple[float, int, int, int, float, State]] = []
-    arrivals = count()
-
-    def nominate(above: float, parent: int, of: State) -> None:
-        for token_id, confidence, below in guesses(of):
-            survival = above * tree.probability(source, confidence)
-            if survival >= least:
-                heapq.heappush(heap, (-survival, next(arrivals), parent, token_id, confidence, below))
-
-    nominate(1.0, tree.root, state)
-    while heap and len(survivals) < limit:
-        negated, _, parent, token_id, confidence, below = heapq.heappop(heap)
-        if not tree.permits(parent, token_id):
-            continue
-        survivals.append(-negated)
-        nominate(-negated, tree.suggest(parent, token_id, confidence, source), below)
-    return survivals
+    growth = Growth[State](turn.tree, source, limit=turn.limit, least=turn.least)
+    best: Guess[State] | None = Guess(turn.tree.root, 1.0, state)
+    while best is not None:
+        growth.nominate(best, guesses(best.state))
+        best = growth.take()
+    return growth.survivals

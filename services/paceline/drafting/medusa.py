@@ -80,4 +80,4 @@ class MedusaSource(LocalSource[StatelessFollower]):
             guesses = by_depth[depth] if depth < len(by_depth) else []
             return [(token_id, confidence, depth + 1) for token_id, confidence in guesses]
 
-        return grow_best_first(turn.tree, self.name, 0, below, limit=turn.limit, least=turn.least)
+        return grow_best_first(turn, self.name, 0, below)

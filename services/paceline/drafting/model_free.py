@@ -53,12 +53,7 @@ class NgramSource(LocalSource["NgramFollower"]):
 
     @override
     def grow(self, turns: Sequence[Turn[NgramFollower]]) -> list[list[float]]:
-        return [
-            grow_best_first(
-                turn.tree, NGRAM, turn.follower.find(), turn.follower.ballot, limit=turn.limit, least=turn.least
-            )
-            for turn in turns
-        ]
+        return [grow_best_first(turn, NGRAM, turn.follower.find(), turn.follower.ballot) for turn in turns]
 
 
 class NgramFollower:

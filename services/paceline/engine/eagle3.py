@@ -2,8 +2,8 @@
 
 A row takes the embedding of a token and a feature of the position before it: the target's low, middle and high hidden
 states, fused to one vector, or in a drafted row the head's own output for its parent. The fusion runs in the verifier,
-so that the wire carries one vector a token; the rest runs wherever drafts are made. Both published layouts are read:
-SafeAILab's (SpecForge's is the same) and that of speculators.
+so that the wire carries one vector a token; the rest runs wherever drafts are made. The layout is SafeAILab's, which
+SpecForge writes, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from paceline.checkpoints.families import (
     EAGLE3_ARCHITECTURE,
-    SPECULATORS_TYPE,
     describes_eagle3,
     eagle3_refusal,
     is_eagle3,
@@ -33,12 +32,14 @@ from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.decoder import Decoder
 from paceline.engine.hidden_states import StateLayout
-from paceline.engine.layers import FeatureInput, Head, LlamaWeights, rope_frequencies
+from paceline.engine.layers import Head, LlamaWeights, rope_frequencies
 from paceline.engine.llama_reader import HEAD, LlamaReader
 from paceline.engine.loading import choose_dtype, choose_platform, load_decoder, model_identity, warm_up
 
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32
+# Of the layer's tensors.
+LAYER: Final = "midlayer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +51,12 @@ class EagleConfig:
         sizes: Of its layer, as a Llama's config.json has them.
         draft_vocab_size: Ids that it can guess; None: all of its target's.
         layer_ids: Layers of the target whose outputs are fused; None: those of the paper.
-        prefix: Of its layer's tensors.
-        normed_residual: Whether its residual stream starts from the normalised feature.
     """
 
     folder: Path
     sizes: dict[str, Any]
     draft_vocab_size: int | None
     layer_ids: tuple[int, ...] | None
-    prefix: str
-    normed_residual: bool
 
     @classmethod
     def from_folder(cls, folder: Path) -> EagleConfig:
@@ -70,24 +67,15 @@ class EagleConfig:
         """
         config = read_object(folder / "config.json")
         if not describes_eagle3(config):
-            raise ConfigError(
-                f"{folder} is no EAGLE-3 head: its config.json names neither {EAGLE3_ARCHITECTURE} nor speculators"
-            )
+            raise ConfigError(f"{folder} is no EAGLE-3 head: its config.json does not name {EAGLE3_ARCHITECTURE}")
         if refused := eagle3_refusal(config, folder / "config.json"):
             raise ConfigError(refused)
-        from_speculators = "transformer_layer_config" in config
-        sizes = config["transformer_layer_config"] if from_speculators else config
-        found = config if from_speculators else config.get("eagle_config") or {}
-        ids = found.get("eagle_aux_hidden_state_layer_ids")
-        # speculators counts the layers that take the streams, the others those that give them.
-        shift = 1 if from_speculators else 0
+        ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         return cls(
             folder=folder,
-            sizes=sizes,
-            draft_vocab_size=config.get("draft_vocab_size") or sizes.get("vocab_size"),
-            layer_ids=None if ids is None else tuple(layer - shift for layer in ids),
-            prefix="layers.0" if from_speculators else "midlayer",
-            normed_residual=bool(config.get("norm_before_residual")),
+            sizes=config,
+            draft_vocab_size=config.get("draft_vocab_size") or config.get("vocab_size"),
+            layer_ids=None if ids is None else tuple(ids),
         )
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
@@ -108,7 +96,7 @@ class EagleConfig:
         """Sizes of the head as a decoder of one layer over the target's vocabulary."""
         heads = self.sizes["num_attention_heads"]
         return DecoderConfig(
-            model_type=SPECULATORS_TYPE,
+            model_type="eagle3",
             architecture=EAGLE3_ARCHITECTURE,
             vocab_size=target.vocab_size,
             context_len=target.context_len,
@@ -199,12 +187,10 @@ def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> D
     head = platform.head(head_weight)
     weights = LlamaWeights(
         embedding=embedding,
-        layers=(reader.layer(eagle.prefix, 2 * hidden),),
+        layers=(reader.layer(LAYER, 2 * hidden),),
         final_norm=reader.norm("norm.weight", hidden),
         head=head if draft_ids is None else DraftHead(head, draft_ids.to(platform.device), config.vocab_size),
-        features=FeatureInput(
-            norm=reader.norm(f"{eagle.prefix}.hidden_norm.weight", hidden), normed_residual=eagle.normed_residual
-        ),
+        feature_norm=reader.norm(f"{LAYER}.hidden_norm.weight", hidden),
     )
     decoder = Decoder(platform.llama(config, shape, weights))
     decoder.keep_states(StateLayout(hidden_size=hidden, layers=(0,)))

@@ -180,19 +180,6 @@ class LlamaLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureInput:
-    """How a layer takes `Batch.features` beside the tokens: both normalised, side by side.
-
-    Attributes:
-        norm: float32 [hidden], of features; the layer's own norm is that of embeddings.
-        normed_residual: Whether the residual stream starts from the normalised feature.
-    """
-
-    norm: torch.Tensor
-    normed_residual: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaWeights:
     """All weights of a decoder.
 
@@ -200,11 +187,12 @@ class LlamaWeights:
         embedding: [vocab, hidden].
         final_norm: float32 [hidden].
         head: From final hidden states to logits.
-        features: How the first layer takes features; None: it takes the normalised embedding alone.
+        feature_norm: float32 [hidden], of `Batch.features`, which the first layer takes beside the embedding, both
+            normalised; None: it takes the embedding alone.
     """
 
     embedding: torch.Tensor
     layers: tuple[LlamaLayer, ...]
     final_norm: torch.Tensor
     head: Head
-    features: FeatureInput | None = None
+    feature_norm: torch.Tensor | None = None

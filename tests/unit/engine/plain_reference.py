@@ -104,14 +104,14 @@ class PlainBackend(LlamaBackend):
 
     def _enter(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         embedded = functional.embedding(torch.from_numpy(batch.token_ids), self.weights.embedding).float()
-        features = self.weights.features
-        if features is None:
+        feature_norm = self.weights.feature_norm
+        if feature_norm is None:
             return embedded, None
         assert batch.features is not None, "such a model takes features"
         given = torch.from_numpy(batch.features)
-        normed = self._norm(given, features.norm)
+        normed = self._norm(given, feature_norm)
         entering = torch.cat([self._norm(embedded, self.weights.layers[0].input_norm), normed], dim=-1)
-        return (normed if features.normed_residual else given), entering
+        return given, entering
 
     def _project(
         self, layer: LlamaLayer, residual: torch.Tensor, entering: torch.Tensor | None, positions: np.ndarray

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of both layouts against a forward pass of the tests' own, and checkpoints that do not fit."""
+"""EAGLE-3 heads against a forward pass of the tests' own, and checkpoints that do not fit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ FAMILY = "mistral"
 THETA = FAMILIES[FAMILY]["rope_parameters"]["rope_theta"]
 LAYOUTS = {
     "safeailab": {},
-    "speculators": {"speculators": True},
-    "normed_residual": {"norm_before_residual": True},
     "whole_vocabulary": {"draft_vocab": None},
 }
 
@@ -71,7 +69,7 @@ def test_prompt_rows_and_drafted_rows_equal_an_independent_forward(layout, platf
     assert bool((found[:, unknown] == -torch.inf).all())
 
 
-@pytest.mark.parametrize("layout", ["safeailab", "whole_vocabulary"])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_a_head_without_a_matrix_of_its_own_takes_its_targets(layout, tiny, tmp_path):
     """sglang #27908: heads of the hub without `lm_head.weight`; with d2t, the rows of the ids that they guess."""
     model = tiny(FAMILY)
@@ -89,10 +87,9 @@ def test_a_head_without_a_matrix_of_its_own_takes_its_targets(layout, tiny, tmp_
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
-def test_the_verifier_keeps_the_fused_states_of_the_layers_that_the_head_names(layout, tiny, tmp_path):
+def test_the_verifier_keeps_the_fused_states_of_the_layers_that_the_head_names(tiny, tmp_path):
     model = tiny(FAMILY)
-    folder = save_eagle3(tmp_path / "head", model.folder, **LAYOUTS[layout])
+    folder = save_eagle3(tmp_path / "head", model.folder)
     decoder = model.load()
     decoder.keep_states(load_fusion(folder, decoder))
     cache = decoder.new_cache(NUM_BLOCKS)
@@ -170,6 +167,8 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(name, change, message, 
     [
         ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
         ({"norm_before_fc": True}, "norm_before_fc: EAGLE-3 heads with this option are not served"),
+        ({"norm_before_residual": True}, "norm_before_residual: EAGLE-3 heads with this option are not served"),
+        ({"speculators_model_type": "eagle3"}, "heads of speculators are not served; SpecForge's"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "must be 3 of the target's 3 layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "must be 3 of the target's 3 layers"),
     ],

@@ -150,7 +150,7 @@ class LlamaBackend(Backend):
         self.dtype, self.hidden_size = weights.embedding.dtype, shape.hidden_size
         self.layer_bytes = tuple(layer.nbytes for layer in weights.layers)
         self.weight_bytes = weights.head.nbytes + sum(self.layer_bytes)
-        self.feature_width = 0 if weights.features is None else shape.hidden_size
+        self.feature_width = 0 if weights.feature_norm is None else shape.hidden_size
         self._scale = config.head_dim**-0.5
 
     @override

@@ -50,20 +50,16 @@ class CpuBackend(LlamaBackend):
 
     def _enter(self, batch: Batch) -> tuple[Rows, Rows]:
         """The residual stream [rows, hidden] before the first layer, and what that layer takes; no rows: its norm."""
-        token_ids, features = torch.from_numpy(batch.token_ids), self.weights.features
+        token_ids, feature_norm = torch.from_numpy(batch.token_ids), self.weights.feature_norm
         embedded: Rows = torch.nn.functional.embedding(token_ids, self.weights.embedding).float().numpy()
-        if features is None:
+        if feature_norm is None:
             return embedded, self._nothing
         assert batch.features is not None, "such a model takes features"
-        hidden, norm = self.hidden_size, features.norm.numpy()
+        hidden = self.hidden_size
         entering = np.empty((batch.num_rows, 2 * hidden), self._nothing.dtype)
         rms_norm_rows(embedded, self.weights.layers[0].input_norm.numpy(), self._eps, entering[:, :hidden])
-        rms_norm_rows(batch.features, norm, self._eps, entering[:, hidden:])
-        if not features.normed_residual:
-            return batch.features.copy(), entering
-        residual = np.empty_like(batch.features)
-        rms_norm_rows(batch.features, norm, self._eps, residual)
-        return residual, entering
+        rms_norm_rows(batch.features, feature_norm.numpy(), self._eps, entering[:, hidden:])
+        return batch.features.copy(), entering
 
     def _final(self, residual: Rows, delta: Rows) -> torch.Tensor:
         """Final hidden states of rows, float32 [rows, hidden]."""

@@ -73,12 +73,12 @@ class CudaLayers:
     def _enter(self, rows: Fields) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream [rows, hidden] before the first layer, and what that layer takes if not its norm."""
         embedded = functional.embedding(rows.token_ids, self._weights.embedding).float()
-        features, first = self._weights.features, self._weights.layers[0]
-        if features is None:
+        feature_norm, first = self._weights.feature_norm, self._weights.layers[0]
+        if feature_norm is None:
             return embedded, None
         assert rows.features is not None, "such a model takes features"
-        normed = functional.rms_norm(rows.features, rows.features.shape[-1:], features.norm, self._eps)
+        normed = functional.rms_norm(rows.features, rows.features.shape[-1:], feature_norm, self._eps)
         token = functional.rms_norm(embedded, embedded.shape[-1:], first.input_norm, self._eps)
         entering = torch.cat((token, normed), dim=-1).to(first.qkv.dtype)
         # The residual is added to in place: it must not be what came in.
-        return (normed if features.normed_residual else rows.features).clone(), entering
+        return rows.features.clone(), entering
