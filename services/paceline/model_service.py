@@ -163,9 +163,7 @@ def refuse_settings(config: ModelServiceConfig, engine: str, instead: Mapping[st
             raise ConfigError(f"--{name} is for our own engine; under --engine {engine} there is {instead[field.name]}")
 
 
-def traces_of(
-    config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
-) -> AbstractAsyncContextManager[Tracer]:
+def traces_of(config: ModelServiceConfig, role: str, *, sample_ratio: float) -> AbstractAsyncContextManager[Tracer]:
     """Opens the traces of such a service by `open_tracing`."""
     replica_id = config.replica_id or f"{role}-{config.announce or host_port(config.host, config.port)}"
     return open_tracing(
@@ -174,7 +172,6 @@ def traces_of(
         role=role,
         replica_id=replica_id,
         zone=config.zone,
-        registry=registry,
     )
 
 

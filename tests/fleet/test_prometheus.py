@@ -76,7 +76,7 @@ NAMES = {
 PRESENCE = {"PacelineNoGateway", "PacelineNoVerifier", "PacelineNoDrafter", "PacelineStoreDown", "PacelineEngineStuck"}
 MOST_ROUNDS = 5
 # Only with tracing on; only of sources that take time.
-OPTIONAL_NAMES = {"paceline:spans_dropped_total", "paceline:source_seconds_total", "paceline:certificate_days_left"}
+OPTIONAL_NAMES = {"paceline:source_seconds_total", "paceline:certificate_days_left"}
 
 
 def alerts() -> dict[str, str]:

@@ -54,7 +54,7 @@ async def serve(config: DrafterConfig) -> None:
     logger.info("starting", extra=loggable(config))
     registry = service_registry(DRAFTER)
     # A drafter follows its verifiers and begins no trace.
-    async with traces_of(config, DRAFTER, registry, sample_ratio=0.0) as tracer:
+    async with traces_of(config, DRAFTER, sample_ratio=0.0) as tracer:
         await _serve(config, registry, tracer)
 
 

@@ -24,9 +24,6 @@ from paceline.obs.tracing import OFF, Attributes, SampledEvents, Span, TimedEven
 # Sessions beyond are not traced; a verifier may open any number.
 MAX_TRACED = 4096
 
-# Answers that the span of a session shows: spread over the session, and the slowest.
-EVENLY, SLOWEST = 60, 20
-
 # A stream, and the number of a session there.
 _Key = tuple[int, int]
 
@@ -43,7 +40,7 @@ class _DraftTrace:
     max_lag_tokens: int = 0
     # When commits came that nothing was sent for yet; None: there are none.
     unanswered_s: float | None = None
-    answers: SampledEvents = field(default_factory=lambda: SampledEvents(EVENLY, SLOWEST))
+    answers: SampledEvents = field(default_factory=SampledEvents)
 
     def committed(self, committed_len: int) -> None:
         self.num_commits += 1

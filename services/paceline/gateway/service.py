@@ -76,7 +76,6 @@ async def serve(
         role=GATEWAY,
         replica_id=replica_id,
         zone=config.zone,
-        registry=registry,
     ) as tracer:
         with stalls_watched(registry), Workers() as workers:
             await _Gateway(config, store, codecs, defaults or {}, replica_id, registry, tracer, workers).serve(

@@ -23,7 +23,6 @@ from opentelemetry.trace import SpanKind as SpanKind
 from opentelemetry.trace import Tracer as Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
-from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import (
     ConfigError,
@@ -44,6 +43,8 @@ from paceline.obs.log import current_trace_id
 TRACEPARENT = "traceparent"
 OFF: Tracer = NoOpTracer()
 MAX_MESSAGE_CHARS = 1024
+# Events of a kind that a span shows: spread over its time, and the slowest; `paceline.obs.otlp` keeps that many.
+EVENLY, SLOWEST = 100, 20
 _VARIABLES = "OTEL_EXPORTER_OTLP_"
 # Of the setting that names another endpoint.
 ENDPOINT_HELP = (
@@ -145,14 +146,9 @@ class TimedEvent:
 
 
 class SampledEvents:
-    """A bounded sample of events: evenly spread ones, of which every second is dropped when full, and the slowest.
+    """A bounded sample of events: evenly spread ones, of which every second is dropped when full, and the slowest."""
 
-    Args:
-        evenly: Most events of the even sample; an even number.
-        slowest: How many of the slowest are kept beside it.
-    """
-
-    def __init__(self, evenly: int, slowest: int) -> None:
+    def __init__(self, evenly: int = EVENLY, slowest: int = SLOWEST) -> None:
         self._even: list[tuple[int, TimedEvent]] = []
         self._limit = evenly
         self._num_slowest = slowest
@@ -207,7 +203,7 @@ def ended(span: Span) -> Iterator[Span]:
 
 @asynccontextmanager
 async def open_tracing(
-    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
+    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, zone: str = ""
 ) -> AsyncIterator[Tracer]:
     """Records and sends spans while a block runs; those left at its end are sent within a deadline.
 
@@ -217,7 +213,6 @@ async def open_tracing(
         sample_ratio: Share of traces that begin here, from 0 to 1; others follow their origin.
         role: Of the service.
         replica_id: Of the service.
-        registry: Where lost spans are counted.
         zone: Where the service runs; empty: unknown.
 
     Raises:
@@ -238,7 +233,5 @@ async def open_tracing(
         raise ConfigError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with paceline[otel]"
         ) from error
-    async with sending_spans(
-        named, sample_ratio, role=role, replica_id=replica_id, zone=zone, registry=registry
-    ) as tracer:
+    async with sending_spans(named, sample_ratio, role=role, replica_id=replica_id, zone=zone) as tracer:
         yield tracer

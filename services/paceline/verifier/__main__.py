@@ -46,7 +46,7 @@ async def serve(config: VerifierConfig) -> None:
     """
     logger.info("starting", extra=loggable(config))
     registry = service_registry(VERIFIER)
-    async with traces_of(config, VERIFIER, registry, sample_ratio=config.trace_sample_ratio) as tracer:
+    async with traces_of(config, VERIFIER, sample_ratio=config.trace_sample_ratio) as tracer:
         await _serve(config, registry, tracer)
 
 

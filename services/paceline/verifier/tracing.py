@@ -22,10 +22,6 @@ from paceline.obs.tracing import (
     traceparent_of,
 )
 
-# Rounds that the span of a session shows: spread over the session, and the slowest; `paceline.obs.otlp` must keep that
-# many events.
-EVENLY, SLOWEST = 100, 20
-
 
 class SessionTrace:
     """One session from its request to its end, made by `traced_session`.
@@ -39,7 +35,7 @@ class SessionTrace:
         self._span = span
         # The offset between the clocks is taken once, so that the times of a session never run backwards.
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-        self._rounds = SampledEvents(EVENLY, SLOWEST)
+        self._rounds = SampledEvents()
         # When the session's tokens before the next round were committed.
         self._last_s = 0.0
         self._start: TracedStart | None = None

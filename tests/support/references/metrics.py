@@ -20,7 +20,6 @@ from paceline.obs.metrics import (
     stalls_watched,
     tell_replica,
 )
-from paceline.obs.otlp import spans_dropped
 from paceline.service.credentials import show_days_left
 from paceline.service.supervision import Supervisor
 from tests.support.references.tables import WRITTEN_BY, code, table
@@ -118,7 +117,6 @@ def _registry(letter: str, stack: ExitStack) -> CollectorRegistry:
     SERVICES[letter](registry)
     Supervisor(registry)
     stack.enter_context(stalls_watched(registry))
-    spans_dropped(registry)
     show_days_left(registry, {})
     return registry
 

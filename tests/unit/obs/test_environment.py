@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError
 from paceline.obs.tracing import OFF, collector, open_tracing
@@ -36,18 +35,16 @@ async def test_a_value_that_the_sdk_refuses_is_one_line(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        async with open_tracing(
-            "https://127.0.0.1:9", 1.0, role="gateway", replica_id="g", registry=CollectorRegistry()
-        ):
+        async with open_tracing("https://127.0.0.1:9", 1.0, role="gateway", replica_id="g"):
             pass
 
 
 async def test_the_endpoint_of_the_variables_switches_traces_on(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"role": "gateway", "replica_id": "g"}
-    async with open_tracing("", 1.0, registry=CollectorRegistry(), **settings) as tracer:
+    async with open_tracing("", 1.0, **settings) as tracer:
         assert tracer is OFF
     monkeypatch.setenv(f"{E}ENDPOINT", "http://127.0.0.1:9")
-    async with open_tracing("", 1.0, registry=CollectorRegistry(), **settings) as tracer:
+    async with open_tracing("", 1.0, **settings) as tracer:
         assert tracer is not OFF
 
 
