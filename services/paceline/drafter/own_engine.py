@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from paceline.checkpoints.families import is_eagle3
 from paceline.core.messages import DRAFTER, ModelIdentity
-from paceline.core.pages import LEAST_PAGES, draft_scratch_blocks
+from paceline.core.pages import LEAST_PAGES
 from paceline.core.params import DRAFT_MODEL
 from paceline.drafter.config import DrafterConfig
 from paceline.engine import pending
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint
-from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
+from paceline.engine.memory import draft_page_bytes, model_needs, plan_service
 from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.forest import Forest, warm_up
 from paceline.model_service import HOST_PAGES
@@ -98,9 +98,4 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     decoder.prepare(config.max_num_batched_tokens, engine.cache, drafts=True)
     engine.warm_up()
     logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
-    log_memory(
-        decoder,
-        num_blocks=config.num_pages,
-        num_scratch_blocks=draft_scratch_blocks(config.num_pages),
-    )
     return engine

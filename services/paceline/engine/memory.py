@@ -1,13 +1,12 @@
-"""Memory of a service with a model: what is free, what the model needs, which pages fit, and an account for the log.
+"""Memory of a service with a model: what is free, what the model needs, and which pages fit.
 
-`plan_service` runs before any weights are loaded, `log_memory` when everything is loaded and has run once.
+`plan_service` runs before any weights are loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
-from paceline.engine.decoder import Decoder
 from paceline.engine.loading import choose_dtype, choose_platform
 
 logger = logging.getLogger(__name__)
 
-KIB, MIB, GB = 1024, 1024 * 1024, 1e9
+KIB, GB = 1024, 1e9
 ROOT = Path("/")
 # Limit, use and the name of what can be dropped from it in memory.stat: of version 2, and of version 1.
 CGROUP_FILES = (
@@ -292,58 +290,3 @@ def _statistic(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-
-
-# The account for the log
-
-
-def log_memory(decoder: Decoder, *, num_blocks: int, num_scratch_blocks: int) -> None:
-    """Logs where the memory of this process goes.
-
-    Args:
-        num_blocks: Pages of committed KV.
-        num_scratch_blocks: Pages set aside for tree nodes.
-    """
-    block_bytes = decoder.new_cache(1).nbytes
-    account = memory_account(
-        weight_bytes=decoder.weight_bytes,
-        page_bytes=num_blocks * block_bytes,
-        scratch_bytes=num_scratch_blocks * block_bytes,
-        process_bytes=resident_bytes(),
-        on_host=decoder.device.type == "cpu",
-    )
-    logger.info("memory is accounted for", extra=account | {"kv_tokens": num_blocks * BLOCK_SIZE})
-
-
-def memory_account(
-    *, weight_bytes: int, page_bytes: int, scratch_bytes: int, process_bytes: int, on_host: bool
-) -> dict[str, float]:
-    """Returns the parts of a service's memory in MiB; all of it is taken at start, so it bounds what serving takes.
-
-    Args:
-        weight_bytes: What a step reads of the weights.
-        page_bytes: Pages for the KV of committed tokens.
-        scratch_bytes: Slots for the KV of tree nodes.
-        process_bytes: What the process holds now, in this host's memory.
-        on_host: Weights and KV lie in the same memory; if not, all of the process counts as `other`.
-    """
-    named_bytes = weight_bytes + page_bytes + scratch_bytes
-    # A system that counts shared or untouched pages in its own way may report less than what we asked it for.
-    other_bytes = max(0, process_bytes - (named_bytes if on_host else 0))
-    parts = {
-        "weights_mib": weight_bytes,
-        "kv_pages_mib": page_bytes,
-        "scratch_mib": scratch_bytes,
-        "other_mib": other_bytes,
-        "total_mib": named_bytes + other_bytes,
-    }
-    return {name: round(size / MIB, 1) for name, size in parts.items()}
-
-
-def resident_bytes() -> int:
-    """Returns what this process holds in memory; where the system does not report it, the most it ever held."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-    return pages * os.sysconf("SC_PAGE_SIZE")

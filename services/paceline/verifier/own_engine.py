@@ -24,7 +24,7 @@ from paceline.engine.eagle3 import DraftCheckpoint, states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.judging import READ_ROWS
 from paceline.engine.loading import load_decoder, model_identity
-from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service
+from paceline.engine.memory import draft_page_bytes, model_needs, plan_service
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
@@ -192,11 +192,6 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
             "model": identity.name,
             "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(plain.rows, plain.seconds, strict=True)},
         },
-    )
-    log_memory(
-        decoder,
-        num_blocks=config.num_pages,
-        num_scratch_blocks=target_scratch_blocks(config.max_num_batched_tokens),
     )
     return engine
 

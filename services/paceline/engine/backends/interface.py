@@ -94,7 +94,7 @@ class Backend(ABC):
     def prepare(  # noqa: B027 - most need nothing
         self, max_rows: int, cache: KVCache, kept: StateLayout, *, drafts: bool
     ) -> None:
-        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows over a cache need.
+        """Makes at once what steps of up to `max_rows` rows over a cache need.
 
         Args:
             drafts: Bursts are to come, too.
