@@ -43,7 +43,7 @@ from paceline.rpc.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
-from paceline.service.peer_queue import sending
+from paceline.service.outbox import sending
 from paceline.service.process import (
     CHANNEL_OPTIONS,
     GrpcServer,

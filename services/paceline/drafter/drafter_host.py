@@ -16,7 +16,7 @@ from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop
 from paceline.obs.metrics import DrafterMetrics, rows_label
 from paceline.obs.tracing import OFF, Tracer
-from paceline.service.peer_queue import PeerQueue
+from paceline.service.outbox import Outbox
 from paceline.wire import in_parts, size_of
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # A verifier that leaves more unread loses its stream; it will dial again.
 OUTBOX_BYTES = 16 * 1024 * 1024
 
-_Outbox = PeerQueue[Sequence[ToVerifier]]
+_Outbox = Outbox[Sequence[ToVerifier]]
 
 
 class DraftHost:
@@ -78,7 +78,7 @@ class DraftHost:
             UnavailableError: The drafter stops, or the verifier does not read.
         """
         link = next(self._numbers)
-        outbox: _Outbox = PeerQueue(OUTBOX_BYTES)
+        outbox: _Outbox = Outbox(OUTBOX_BYTES)
         self._outboxes[link] = outbox
         self._metrics.num_streams.set(len(self._outboxes))
         reader = asyncio.create_task(self._read(link, requests, outbox))

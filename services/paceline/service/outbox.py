@@ -21,24 +21,51 @@ logger = logging.getLogger(__name__)
 _PartT = TypeVar("_PartT")
 
 
-class PeerQueue(Generic[_PartT]):
-    """Parts of messages to one peer, in order; belongs to one event loop.
+class WaitingBytes:
+    """Counts what waits for a peer. What comes while nothing waits is taken whole, and is not counted until then again.
 
-    What is put into an empty queue at once is taken whole, and not counted until the queue is empty again: when a
-    stream comes up, all its sessions are opened with all their tokens.
+    When a stream comes up, all its sessions are opened with all their tokens.
 
     Args:
         most_bytes: That may wait.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
+        self._num_bytes = self._first_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that wait now.
+
+        Raises:
+            asyncio.QueueFull: The peer does not read; nothing was counted.
+        """
+        if not self._num_bytes:
+            self._first_bytes = num_bytes
+        if self._num_bytes + num_bytes > self.most_bytes + self._first_bytes:
+            raise asyncio.QueueFull
+        self._num_bytes += num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        """Counts bytes that wait no more."""
+        self._num_bytes -= num_bytes
+
+
+class Outbox(Generic[_PartT]):
+    """Parts of messages to one peer, in order; belongs to one event loop.
+
+    Args:
+        most_bytes: That may wait; see `WaitingBytes`.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.waiting = WaitingBytes(most_bytes)
         self._parts: deque[tuple[_PartT, int]] = deque()
-        self._num_bytes = 0
-        # Bytes that were put into the empty queue.
-        self._first_bytes = 0
         self._error: PacelineError | None = None
         self._ready = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
 
     def put(self, parts: Sequence[tuple[_PartT, int]]) -> None:
         """Adds parts and their bytes.
@@ -46,21 +73,29 @@ class PeerQueue(Generic[_PartT]):
         Raises:
             asyncio.QueueFull: The peer does not read; nothing was added.
         """
-        num_bytes = sum(size for _, size in parts)
-        if not self._parts:
-            self._first_bytes = num_bytes
-        if self._num_bytes + num_bytes > self._most_bytes + self._first_bytes:
-            raise asyncio.QueueFull
+        self.waiting.add(sum(size for _, size in parts))
         self._parts.extend(parts)
-        self._num_bytes += num_bytes
         if parts:
             self._ready.set()
 
+    def clear(self) -> None:
+        """Drops what waits."""
+        while self._parts:
+            self.take()
+
     def fail(self, error: PacelineError) -> None:
-        """Drops what waits; whoever gets from the queue gets the error."""
-        self._parts.clear()
-        self._num_bytes, self._error = 0, error
+        """Drops what waits; `get` raises the error from now on."""
+        self.clear()
+        self._error = error
         self._ready.set()
+
+    def take(self) -> _PartT:
+        """Returns the next part; there is one."""
+        part, num_bytes = self._parts.popleft()
+        self.waiting.remove(num_bytes)
+        if not self._parts:
+            self._ready.clear()
+        return part
 
     async def get(self) -> _PartT:
         """Returns the next part, once there is one.
@@ -71,11 +106,7 @@ class PeerQueue(Generic[_PartT]):
         await self._ready.wait()
         if self._error is not None:
             raise self._error
-        part, num_bytes = self._parts.popleft()
-        self._num_bytes -= num_bytes
-        if not self._parts:
-            self._ready.clear()
-        return part
+        return self.take()
 
 
 @asynccontextmanager

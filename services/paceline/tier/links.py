@@ -19,7 +19,7 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import DRAFTER, Commits, ModelIdentity, OpenSession, ToDrafter, ToVerifier
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.peer_queue import PeerQueue, sending
+from paceline.service.outbox import Outbox, sending
 from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS
 from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts, size_of
 from paceline.wire.drafts import MAX_RESPONSE_BYTES
@@ -67,7 +67,7 @@ class DrafterLink:
         self._on_change = on_change
         self._on_messages = on_messages
         self._tls = tls
-        self._outbox: PeerQueue[Sequence[ToDrafter]] = PeerQueue(OUTBOX_BYTES)
+        self._outbox: Outbox[Sequence[ToDrafter]] = Outbox(OUTBOX_BYTES)
         # The highest number of a session that it was told; numbers grow.
         self._last_number = 0
         self._stream: asyncio.Task[None] | None = None
@@ -140,7 +140,7 @@ class DrafterLink:
         return was_up
 
     async def _run_stream(self) -> None:
-        self._outbox = PeerQueue(OUTBOX_BYTES)
+        self._outbox = Outbox(OUTBOX_BYTES)
         async with channel(self.address, tls=self._tls, role=DRAFTER, options=_OPTIONS) as opened:
             stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(opened)
             call = stub.Draft()  # type: ignore[call-arg]  # they are written below
@@ -191,7 +191,7 @@ class DrafterLink:
             raise RemoteProtocolError(f"drafter {self.address} drafts for another vocabulary, or from other states")
         return draft
 
-    async def _requests(self, outbox: PeerQueue[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
+    async def _requests(self, outbox: Outbox[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
         yield draft_request_to_pb((), target=self._target)
         while True:
             # Encoded one by one as they leave; all sessions at once could block the event loop.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, SpeculationRecord
+from paceline.service.outbox import WaitingBytes
 from paceline.wire import LogPart, size_of_committed
 from paceline.wire.columns import MAX_SESSIONS
 from paceline.wire.sessions import JUDGED_AT_ONCE
@@ -74,7 +75,7 @@ class SessionLog:
         self._offset += len(committed.token_ids)
         self._record = committed.speculation or self._record
         pieces = [(each, size_of_committed(each)) for each in in_pieces(committed)]
-        self.gateway.count(sum(size for _, size in pieces))
+        self.gateway.waiting.add(sum(size for _, size in pieces))
         self._waiting += pieces
         if self._released_s is None or committed.result is not None:
             # What comes before the first token, such as that it runs, leaves at once as well.
@@ -97,7 +98,7 @@ class SessionLog:
 
     def leave(self) -> None:
         """The gateway wants no more of the session: it gets the record instead of tokens that wait."""
-        self.gateway.count(-sum(size for _, size in self._waiting))
+        self.gateway.waiting.remove(sum(size for _, size in self._waiting))
         self._waiting.clear()
         self._waiting.append((CommittedTokens(token_ids=(), offset=self._offset, speculation=self._record), 0))
         self.gateway.let_go(self)
@@ -125,9 +126,10 @@ class SessionLog:
 class GatewayLog:
     """The stream of one gateway: of all its sessions, what may leave, how they ended, and signs of life.
 
-    It belongs to one event loop. What is put into an empty log is not counted against `LOG_BYTES`.
+    It belongs to one event loop.
 
     Attributes:
+        waiting: Bytes of all its sessions.
         closed: Nothing is told any more but what may leave already.
     """
 
@@ -136,8 +138,7 @@ class GatewayLog:
         self._ended: deque[tuple[int, PacelineError]] = deque()
         self._taken: list[int] = []
         self._last_number = 0
-        self._num_bytes = 0
-        self._first_bytes = 0
+        self.waiting = WaitingBytes(LOG_BYTES)
         self._alive = False
         # When the gateway last took a sign of life.
         self._shown_s = asyncio.get_running_loop().time()
@@ -169,18 +170,6 @@ class GatewayLog:
     def is_full(self) -> bool:
         """Whether more sessions wait to be told of than run anywhere: the gateway starts them, and does not read."""
         return max(len(self._taken), len(self._ended), len(self._leaving)) > MAX_SESSIONS
-
-    def count(self, num_bytes: int) -> None:
-        """Counts bytes that wait now.
-
-        Raises:
-            asyncio.QueueFull: The gateway does not read.
-        """
-        if not self._num_bytes:
-            self._first_bytes = num_bytes
-        self._num_bytes += num_bytes
-        if self._num_bytes > LOG_BYTES + self._first_bytes:
-            raise asyncio.QueueFull
 
     def lets_go(self, session: SessionLog) -> bool:
         """Whether what waits of a session leaves with the next message."""
@@ -251,7 +240,7 @@ class GatewayLog:
             committed, num_bytes = session.take(left, now_s)
             outcomes.append((number, committed))
             left -= num_bytes
-            self._num_bytes -= num_bytes
+            self.waiting.remove(num_bytes)
             del self._leaving[number]
             if not session.is_told():
                 # Behind those that had no turn.

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.service.peer_queue import PeerQueue
+from paceline.service.outbox import Outbox
 
 
 async def test_parts_come_out_in_order_and_make_room() -> None:
-    queue: PeerQueue[str] = PeerQueue(10)
+    queue: Outbox[str] = Outbox(10)
     getting = asyncio.create_task(queue.get())
     queue.put([("a", 4), ("b", 6)])
     queue.put([("c", 10)])
@@ -22,7 +22,7 @@ async def test_parts_come_out_in_order_and_make_room() -> None:
 
 async def test_a_peer_that_does_not_read_is_left_so_many_bytes_however_few_parts() -> None:
     """Audit 3, a06: 4,096 parts of a megabyte waited for a drafter that asked again and again, and did not read."""
-    queue: PeerQueue[str] = PeerQueue(10)
+    queue: Outbox[str] = Outbox(10)
     queue.put([("first", 3)])
     queue.put([("b", 10)])
     with pytest.raises(asyncio.QueueFull):
@@ -34,7 +34,7 @@ async def test_a_peer_that_does_not_read_is_left_so_many_bytes_however_few_parts
 
 
 async def test_what_opens_all_sessions_of_a_new_stream_is_taken_whole() -> None:
-    queue: PeerQueue[str] = PeerQueue(10)
+    queue: Outbox[str] = Outbox(10)
     queue.put([("all", 500), ("sessions", 500)])
     queue.put([("news", 10)])
     with pytest.raises(asyncio.QueueFull):
@@ -47,7 +47,7 @@ async def test_what_opens_all_sessions_of_a_new_stream_is_taken_whole() -> None:
 
 
 async def test_an_error_comes_at_once_and_drops_what_waits() -> None:
-    queue: PeerQueue[str] = PeerQueue(10)
+    queue: Outbox[str] = Outbox(10)
     queue.put([("a", 1)])
     queue.fail(UnavailableError("gone"))
     for _ in range(2):

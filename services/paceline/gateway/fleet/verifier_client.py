@@ -27,7 +27,7 @@ from paceline.core.errors import (
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
-from paceline.service.peer_queue import PeerQueue, sending
+from paceline.service.outbox import Outbox, sending
 from paceline.service.process import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from paceline.service.status import error_from_rpc
 from paceline.wire import AskedSession, log_from_pb, start_session_to_pb
@@ -190,7 +190,7 @@ class _Stream:
         self._calls: dict[int, RunningCall] = {}
         self._asked: dict[int, AskedSession] = {}
         self._last_number = 0
-        self._requests: PeerQueue[verifier_pb2.VerifyRequest] = PeerQueue(VERIFIER_BYTES)
+        self._requests: Outbox[verifier_pb2.VerifyRequest] = Outbox(VERIFIER_BYTES)
         # Runs while the verifier has sessions.
         self._watch: asyncio.TimerHandle | None = None
         # Makes the error of each session when the stream ends.

@@ -9,7 +9,6 @@ import asyncio
 import json
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 
 from paceline.gateway.http.errors import ClientStalledError, HttpError, to_http
+from paceline.service.outbox import Outbox
 
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
@@ -106,8 +106,7 @@ class Exchange:
         self._send = send
         self._write_now = write_now
         # Parts of a stream that wait, each with what is yet to be made of it.
-        self._waiting: deque[tuple[bytes, Iterator[bytes] | None]] = deque()
-        self._num_waiting_bytes = 0
+        self._unsent: Outbox[tuple[bytes, Iterator[bytes] | None]] = Outbox(CLIENT_BYTES)
         self._sending: asyncio.Task[None] | None = None
         self._on_error = on_error
         self._ping_s = ping_s
@@ -192,21 +191,19 @@ class Exchange:
             self._sending = None
         if self._sending is None and rest is None and self._write_now(part):
             return
-        size = _waiting_bytes(part, rest)
-        if self._num_waiting_bytes and self._num_waiting_bytes + size > CLIENT_BYTES * self.num_sessions:
-            self._waiting.clear()
-            self._num_waiting_bytes = 0
-            raise ClientStalledError(UNREAD)
-        self._waiting.append((part, rest))
-        self._num_waiting_bytes += size
+        self._unsent.waiting.most_bytes = CLIENT_BYTES * self.num_sessions
+        try:
+            self._unsent.put([((part, rest), len(part) + (0 if rest is None else REST_BYTES))])
+        except asyncio.QueueFull:
+            self._unsent.clear()
+            raise ClientStalledError(UNREAD) from None
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_waiting(), name="answer")
 
     async def _send_waiting(self) -> None:
         """Sends what waits, as fast as the client reads."""
-        while self._waiting:
-            part, rest = self._waiting.popleft()
-            self._num_waiting_bytes -= _waiting_bytes(part, rest)
+        while self._unsent:
+            part, rest = self._unsent.take()
             if not self._begun:
                 await self.begin(200, STREAM_HEADERS)
             await self.write(part)
@@ -271,10 +268,6 @@ def _json_parts(value: Any) -> Iterator[bytes]:
     except TypeError:
         # An iterator is no JSON, and none was begun.
         return map(_encoded, _texts(value))
-
-
-def _waiting_bytes(part: bytes, rest: Iterator[bytes] | None) -> int:
-    return len(part) + (0 if rest is None else REST_BYTES)
 
 
 def _some(parts: Iterator[bytes]) -> bytes:

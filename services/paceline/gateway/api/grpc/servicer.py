@@ -35,7 +35,7 @@ from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracer, incoming
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.fair_shares import current_caller
-from paceline.service.peer_queue import PeerQueue
+from paceline.service.outbox import Outbox
 from paceline.wire import (
     identity_to_pb,
     position_logprobs_to_pb,
@@ -46,7 +46,7 @@ from paceline.wire import (
 )
 
 # What waits for a client: pieces, and how it ends.
-_Unsent = PeerQueue[Piece | Ending | Exception]
+_Unsent = Outbox[Piece | Ending | Exception]
 
 SERVICE_NAME = "paceline.rpc.v1.Gateway"
 # Of log probabilities; at 13 bytes each well below the 4 MiB that clients take, and made within 30 ms.
@@ -105,7 +105,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         trace.understood([session], session.session_id)
         # At once, so that a client knows what to resume even if it never gets a token from here.
         yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
-        unsent: _Unsent = PeerQueue(CLIENT_BYTES)
+        unsent: _Unsent = Outbox(CLIENT_BYTES)
         running = asyncio.create_task(self._run(session, trace, unsent))
         try:
             while True:
