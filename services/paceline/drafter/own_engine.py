@@ -17,7 +17,7 @@ from paceline.engine import pending
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint
-from paceline.engine.memory import draft_page_bytes, model_needs, plan_service
+from paceline.engine.memory import draft_page_bytes, model_needs, pages_of_service
 from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.forest import Forest, warm_up
 from paceline.model_service import HOST_PAGES
@@ -63,7 +63,7 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
     if is_eagle3(config.model):
         return replace(config, num_kv_blocks=config.num_kv_blocks or HOST_PAGES[DRAFTER])
     needs = model_needs(config.model, config.dtype, config.device)
-    plan = plan_service(
+    pages = pages_of_service(
         config,
         [needs],
         page_bytes=draft_page_bytes(needs.page_bytes),
@@ -73,7 +73,7 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
         host_pages=HOST_PAGES[DRAFTER],
         least_pages=LEAST_PAGES,
     )
-    return replace(config, num_kv_blocks=plan.num_pages)
+    return replace(config, num_kv_blocks=pages)
 
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:

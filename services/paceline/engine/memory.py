@@ -1,6 +1,6 @@
 """Memory of a service with a model: what is free, what the model needs, and which pages fit.
 
-`plan_service` runs before any weights are loaded.
+`pages_of_service` runs before any weights are loaded.
 """
 
 from __future__ import annotations
@@ -76,37 +76,6 @@ def model_needs(folder: Path, dtype: str, device: str, *, state_width: int = 0) 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """What a service is going to take, planned before it loads anything.
-
-    Attributes:
-        free_bytes: Memory that is free where the model will be.
-        utilization: Share of it that the service may take.
-        weight_bytes: Weights, of all models in the process.
-        scratch_bytes: KV of tree nodes, and the logits of a full step.
-        page_bytes: Of one page of committed KV, with the scratch that grows with it.
-        num_pages: Pages that it gets.
-    """
-
-    free_bytes: int
-    utilization: float
-    weight_bytes: int
-    scratch_bytes: int
-    page_bytes: int
-    num_pages: int
-
-    def lines(self) -> list[str]:
-        """The account, a line a part."""
-        tokens = self.num_pages * BLOCK_SIZE
-        return [
-            f"memory: {self.free_bytes / GB:.3g} GB free, {self.utilization:.3g} of it may be taken",
-            f"memory: weights {self.weight_bytes / GB:.3g} GB",
-            f"memory: scratch {self.scratch_bytes / GB:.3g} GB",
-            f"memory: KV {self.num_pages * self.page_bytes / GB:.3g} GB, {self.num_pages:,} pages = {tokens:,} tokens",
-        ]
-
-
 class MemorySettings(Protocol):
     """The settings of a service that decide its memory; see `paceline.model_service.ModelServiceConfig`."""
 
@@ -132,7 +101,7 @@ class MemorySettings(Protocol):
         ...
 
 
-def plan_service(
+def pages_of_service(
     config: MemorySettings,
     models: Sequence[ModelNeeds],
     *,
@@ -142,8 +111,8 @@ def plan_service(
     context_len: int,
     host_pages: int,
     least_pages: int,
-) -> MemoryPlan:
-    """Plans the memory of a service from what is free now, and logs the plan.
+) -> int:
+    """Returns how many pages a service gets of what is free now; logs how its memory is shared out.
 
     Args:
         models: All that it loads; the logits of a full step are those of the first.
@@ -159,7 +128,7 @@ def plan_service(
     on_host = device.type == "cpu"
     useful = config.max_num_seqs * -(-context_len // BLOCK_SIZE) + 1
     capped = on_host and config.num_kv_blocks is None
-    plan = plan_memory(
+    return fitting_pages(
         free_bytes=free_host_bytes() if on_host else torch.cuda.mem_get_info(device)[0],
         utilization=config.memory_utilization,
         weight_bytes=sum(model.weight_bytes for model in models),
@@ -169,12 +138,9 @@ def plan_service(
         least_pages=least_pages,
         asked_pages=config.num_kv_blocks or 0,
     )
-    for line in plan.lines():
-        logger.info("%s", line)
-    return plan
 
 
-def plan_memory(
+def fitting_pages(
     *,
     free_bytes: int,
     utilization: float,
@@ -184,15 +150,15 @@ def plan_memory(
     most_pages: int,
     least_pages: int = LEAST_PAGES,
     asked_pages: int = 0,
-) -> MemoryPlan:
+) -> int:
     """Returns how many pages a service gets: as many as fit and are of use, or the number that was asked for.
 
     Args:
-        free_bytes: See `MemoryPlan`.
-        utilization: See `MemoryPlan`; a number of pages that is asked for may take all free memory.
-        weight_bytes: See `MemoryPlan`.
-        scratch_bytes: See `MemoryPlan`.
-        page_bytes: See `MemoryPlan`.
+        free_bytes: Memory that is free where the model will be.
+        utilization: Share of it that may be taken; pages that are asked for by number may take all of it.
+        weight_bytes: Weights of all models in the process.
+        scratch_bytes: KV of tree nodes, and the logits of a full step.
+        page_bytes: Of one page of committed KV, with the scratch that grows with it.
         most_pages: More are of no use.
         least_pages: Fewer are of no use.
         asked_pages: Exactly this number; 0: as many as fit.
@@ -205,14 +171,15 @@ def plan_memory(
     needed = fixed + (asked_pages or least_pages) * page_bytes
     if needed > allowed:
         raise _does_not_fit(free_bytes, utilization, allowed, needed, fixed, weight_bytes, asked_pages)
-    return MemoryPlan(
-        free_bytes=free_bytes,
-        utilization=utilization,
-        weight_bytes=weight_bytes,
-        scratch_bytes=scratch_bytes,
-        page_bytes=page_bytes,
-        num_pages=asked_pages or max(least_pages, min(most_pages, (allowed - fixed) // page_bytes)),
-    )
+    pages = asked_pages or max(least_pages, min(most_pages, (allowed - fixed) // page_bytes))
+    for part in (
+        f"{free_bytes / GB:.3g} GB free, {utilization:.3g} of it may be taken",
+        f"weights {weight_bytes / GB:.3g} GB",
+        f"scratch {scratch_bytes / GB:.3g} GB",
+        f"KV {pages * page_bytes / GB:.3g} GB, {pages:,} pages = {pages * BLOCK_SIZE:,} tokens",
+    ):
+        logger.info("memory: %s", part)
+    return pages
 
 
 def _does_not_fit(

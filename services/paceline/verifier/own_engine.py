@@ -24,7 +24,7 @@ from paceline.engine.eagle3 import DraftCheckpoint, states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.judging import READ_ROWS
 from paceline.engine.loading import load_decoder, model_identity
-from paceline.engine.memory import draft_page_bytes, model_needs, plan_service
+from paceline.engine.memory import draft_page_bytes, model_needs, pages_of_service
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
@@ -110,7 +110,7 @@ def _num_pages(config: VerifierConfig, context_len: int, speculation: Speculatio
         draft = model_needs(speculation.own_draft, config.dtype, config.device)
         models, page_bytes = [target, draft], page_bytes + draft_page_bytes(draft.page_bytes)
     longest = min(config.max_model_len or context_len, context_len)
-    plan = plan_service(
+    return pages_of_service(
         config,
         models,
         page_bytes=page_bytes,
@@ -121,7 +121,6 @@ def _num_pages(config: VerifierConfig, context_len: int, speculation: Speculatio
         host_pages=HOST_PAGES[VERIFIER],
         least_pages=-(-longest // BLOCK_SIZE) + 1 if config.max_model_len else LEAST_PAGES,
     )
-    return plan.num_pages
 
 
 def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:

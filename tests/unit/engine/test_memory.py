@@ -11,9 +11,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, draft_scratch_blocks, target_scratch_blocks
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import (
+    fitting_pages,
     free_host_bytes,
     model_needs,
-    plan_memory,
 )
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
@@ -30,10 +30,10 @@ PLAN: dict[str, Any] = {
 }
 
 
-def test_pages_fill_the_share_that_weights_and_scratch_leave() -> None:
-    plan = plan_memory(**PLAN)
-    assert plan.num_pages == 2500
-    assert plan.lines() == [
+def test_pages_fill_the_share_that_weights_and_scratch_leave(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert fitting_pages(**PLAN) == 2500
+    assert caplog.messages == [
         "memory: 10.5 GB free, 0.9 of it may be taken",
         "memory: weights 3.15 GB",
         "memory: scratch 1.05 GB",
@@ -42,16 +42,16 @@ def test_pages_fill_the_share_that_weights_and_scratch_leave() -> None:
 
 
 def test_no_more_pages_than_are_of_use() -> None:
-    assert plan_memory(**PLAN | {"most_pages": 700}).num_pages == 700
-    assert plan_memory(**PLAN | {"most_pages": 700, "least_pages": 900}).num_pages == 900
+    assert fitting_pages(**PLAN | {"most_pages": 700}) == 700
+    assert fitting_pages(**PLAN | {"most_pages": 700, "least_pages": 900}) == 900
 
 
 def test_pages_asked_for_by_number_may_take_all_that_is_free() -> None:
-    assert plan_memory(**PLAN | {"asked_pages": 3000}).num_pages == 3000
+    assert fitting_pages(**PLAN | {"asked_pages": 3000}) == 3000
     with pytest.raises(
         ConfigError, match=r"KV 6.29 GB; 10.5 GB may be taken \(all .* 0.00210? GB too few: lower --num-kv"
     ):
-        plan_memory(**PLAN | {"asked_pages": 3001})
+        fitting_pages(**PLAN | {"asked_pages": 3001})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_pages_asked_for_by_number_may_take_all_that_is_free() -> None:
 )
 def test_what_does_not_fit_says_by_how_much_and_what_to_change(change: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=f"the model does not fit: .*{said}"):
-        plan_memory(**PLAN | change)
+        fitting_pages(**PLAN | change)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
