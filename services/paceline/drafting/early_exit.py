@@ -14,7 +14,7 @@ from typing_extensions import override
 from paceline.core.goodput import is_worth
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
-from paceline.drafting.growing import Growth, Guess, StatelessFollower, best_guesses
+from paceline.drafting.growing import Growth, Guess, best_guesses, root_is_next
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
@@ -27,10 +27,10 @@ MOST_PASSES, WIDTH = 6, 3
 
 # Scratch slots of a guess's path; those of the root are none.
 _Slots = tuple[int, ...]
-_Leaf = tuple[Turn[StatelessFollower], Growth[_Slots], Guess[_Slots]]
+_Leaf = tuple[Turn[Followed], Growth[_Slots], Guess[_Slots]]
 
 
-class EarlyExitSource(LocalSource[StatelessFollower]):
+class EarlyExitSource(LocalSource[Followed]):
     """Grows trees by passes through some of the target's layers.
 
     Args:
@@ -60,11 +60,11 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         self._place = (cache, scratch)
 
     @override
-    def follow(self, session: Followed) -> StatelessFollower:
-        return StatelessFollower(session)
+    def follow(self, session: Followed) -> Followed:
+        return session
 
     @override
-    def grow(self, turns: Sequence[Turn[StatelessFollower]]) -> list[list[float]]:
+    def grow(self, turns: Sequence[Turn[Followed]]) -> list[list[float]]:
         assert self._place is not None, "the engine attaches a source before it asks"
         cache, scratch = self._place
         growths = [Growth[_Slots](turn.tree, LAYER_SKIP, limit=turn.limit, least=turn.least) for turn in turns]
@@ -92,7 +92,7 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         computed: list[tuple[_Leaf, list[int], _Slots]] = []
         for leaf in leaves:
             turn, _, guess = leaf
-            session, path = turn.follower.session, turn.tree.path(guess.node)
+            session, path = turn.follower, turn.tree.path(guess.node)
             own, length = guess.state, len(session.tokens)
             if not path:
                 builder.add_prefixes([PrefixRows(session.pages, length - 1, length, wants_logits=True)])
@@ -107,11 +107,11 @@ class EarlyExitSource(LocalSource[StatelessFollower]):
         if computed:
             logits = self._decoder.forward(builder.build(), cache, self._layers).cpu().numpy()
             for ((turn, growth, guess), path, own), row in zip(computed, logits, strict=True):
-                session = turn.follower.session
+                session = turn.follower
                 found = best_guesses(session, row, len(session.tokens) + len(path), path, self._width)
                 growth.nominate(guess, ((token_id, confidence, own) for token_id, confidence in found))
 
 
-def _has_place_for_root(follower: StatelessFollower) -> bool:
+def _has_place_for_root(session: Followed) -> bool:
     """Whether all tokens before the root are computed, and the root has a slot; takes a page for it if need be."""
-    return follower.root_is_next and follower.session.pages.reserve(len(follower.session.tokens))
+    return root_is_next(session) and session.pages.reserve(len(session.tokens))

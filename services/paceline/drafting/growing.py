@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,16 +18,9 @@ from paceline.engine.source_interface import Followed, Turn
 State = TypeVar("State")
 
 
-@dataclass(frozen=True, slots=True)
-class StatelessFollower:
-    """A follower without state of its own: all it needs lies in the session's tokens and pages."""
-
-    session: Followed
-
-    @property
-    def root_is_next(self) -> bool:
-        """Whether KV and states of all tokens but the root are there."""
-        return self.session.pages.num_missing == 1 and len(self.session.tokens) > 1
+def root_is_next(session: Followed) -> bool:
+    """Whether KV and states of all tokens but the root are there."""
+    return session.pages.num_missing == 1 and len(session.tokens) > 1
 
 
 def best_guesses(

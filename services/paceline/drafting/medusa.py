@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from paceline.core.pages import SlotPool
 from paceline.core.params import MEDUSA
-from paceline.drafting.growing import StatelessFollower, best_guesses, grow_best_first
+from paceline.drafting.growing import best_guesses, grow_best_first, root_is_next
 from paceline.engine.kv import KVCache
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.engine.source_interface import Followed, LocalSource, Turn
@@ -23,7 +23,7 @@ from paceline.engine.source_interface import Followed, LocalSource, Turn
 WIDTH = 4
 
 
-class MedusaSource(LocalSource[StatelessFollower]):
+class MedusaSource(LocalSource[Followed]):
     """Grows trees from Medusa heads.
 
     The target must keep final hidden states (`StateLayout.final`).
@@ -44,12 +44,12 @@ class MedusaSource(LocalSource[StatelessFollower]):
         self._cache = cache
 
     @override
-    def follow(self, session: Followed) -> StatelessFollower:
-        return StatelessFollower(session)
+    def follow(self, session: Followed) -> Followed:
+        return session
 
     @override
-    def grow(self, turns: Sequence[Turn[StatelessFollower]]) -> list[list[float]]:
-        ready = [turn for turn in turns if turn.follower.root_is_next]
+    def grow(self, turns: Sequence[Turn[Followed]]) -> list[list[float]]:
+        ready = [turn for turn in turns if root_is_next(turn.follower)]
         if not ready:
             return [[] for _ in turns]
         # A guess at depth d takes d places in the tree.
@@ -58,16 +58,16 @@ class MedusaSource(LocalSource[StatelessFollower]):
         grown = {id(turn): self._grow_one(turn, logits[:, row]) for row, turn in enumerate(ready)}
         return [grown.get(id(turn), []) for turn in turns]
 
-    def _states(self, turns: Sequence[Turn[StatelessFollower]]) -> torch.Tensor:
+    def _states(self, turns: Sequence[Turn[Followed]]) -> torch.Tensor:
         """The states that chose the sessions' last tokens, float32 [turns, hidden]."""
         assert self._cache is not None, "the engine attaches a source before it asks"
-        sessions = [turn.follower.session for turn in turns]
+        sessions = [turn.follower for turn in turns]
         slots = [session.pages.slot(len(session.tokens) - 2) for session in sessions]
         return self._cache.states_at(slots)[:, -self._heads.hidden_size :].to(torch.float32)
 
-    def _grow_one(self, turn: Turn[StatelessFollower], logits: np.ndarray) -> list[float]:
+    def _grow_one(self, turn: Turn[Followed], logits: np.ndarray) -> list[float]:
         """Grows one tree from logits [heads, vocab]."""
-        session = turn.follower.session
+        session = turn.follower
         by_depth: list[list[tuple[int, float]]] = []
         for depth, row in enumerate(logits[: turn.limit]):
             likeliest = [guesses[0][0] for guesses in by_depth]

@@ -16,6 +16,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.loop import Stepper, finished
 from paceline.service.learned import NO_STATE, Learned, TunedState
 from paceline.verifier.config import NEVER
+from paceline.verifier.vllm.helper_line import HelperLine
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
@@ -35,18 +36,6 @@ class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
     @property
     def at_stake(self) -> tuple[int, ...]:
         """Numbers of the sessions that a failure now is blamed on."""
-        ...
-
-
-class Helper(Protocol):
-    """What learns for an engine, in another process."""
-
-    async def run(self, linked: Callable[[str], None]) -> None:
-        """Talks to it, and says once what its drafter's weights are; never returns."""
-        ...
-
-    async def learned(self) -> Learned:
-        """What it has learned up to now."""
         ...
 
 
@@ -76,7 +65,7 @@ class ServedEngine:
     learned: TunedState = NO_STATE
     rehearsal: str = NEVER
     max_rows: int = 0
-    helper: Helper | None = None
+    helper: HelperLine | None = None
 
     def check(self, request: GenerateRequest) -> None:
         """Refuses what cannot be served here, however idle the engine is.

@@ -8,8 +8,8 @@ board. It reads no clock and sends nothing: its caller takes the messages for dr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport, num_accepted_of
 from paceline.forest import NONE, Calls, Forest, Gathered, Ints, rows_of, warm_up
+from paceline.tier.drafters import Drafters
 from paceline.vllm.board import MOST_NODES, BoardTree, TreeBoard
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
@@ -30,18 +31,6 @@ from paceline.vllm.step_message import RowTokens, StepMessage
 
 # What the calibration of drafters is kept as: all of them are one, since they have other addresses after a restart.
 DRAFTERS = "drafters"
-
-
-class Matchmaker(Protocol):
-    """Pairs sessions with drafters; see `paceline.core.pairing.Pairing`."""
-
-    def choose(self, methods: Collection[str], current: str = "") -> str:
-        """The address of the drafter that a session should have; empty: none."""
-        ...
-
-    def count(self, address: str, change: int) -> None:
-        """Adds to the number of sessions that have this drafter; empty: none."""
-        ...
 
 
 class ChainScheduler:
@@ -62,7 +51,7 @@ class ChainScheduler:
         *,
         name: str,
         policy: Goodput,
-        drafters: Matchmaker,
+        drafters: Drafters,
         methods: Sequence[str],
         vocab_size: int,
         max_model_len: int,

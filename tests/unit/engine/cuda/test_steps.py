@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.drafting.growing import StatelessFollower
 from paceline.drafting.medusa import MedusaSource
 from paceline.engine.backends.cuda import backend, plan
 from paceline.engine.backends.cuda.kv import CudaKVCache
@@ -220,7 +219,7 @@ def test_heads_get_the_states_of_tokens_whose_moves_wait(model):
     first = TABLE[0] * BLOCK_SIZE
     cache.apply_moves([(first + 4, first + 9)])
     session = SimpleNamespace(tokens=PROMPT[:11], pages=SimpleNamespace(num_missing=1, slot=lambda at: first + at))
-    turn = Mock(follower=StatelessFollower(session), limit=0)
+    turn = Mock(follower=session, limit=0)
     source = MedusaSource(heads)
     source.attach(cache, None)
     source.grow([turn])
