@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--board", type=int, required=True)
     arguments = parser.parse_args()
     stream, script = Connection(arguments.fd), os.environ[VARIABLE]
+    stream.recv()
     stream.send(ChainsMessage(NO_STEP, False))
     try:
         if script in BOARD_SCRIPTS:

@@ -1,7 +1,7 @@
 """The helper process of a proposer: drafters, sessions and controller, outside vLLM's process.
 
 `python -m paceline.vllm.helper --fd N --board M`: its end of a socket pair, and memory that it shares with the
-proposer; its environment holds the job. It ends when the other end is closed, so it never outlives its vLLM. A failure
+proposer; the first message is its job. It ends when the other end is closed, so it never outlives its vLLM. A failure
 in here costs guesses, never a token.
 """
 
@@ -42,7 +42,7 @@ from paceline.tier.drafters import Drafters
 from paceline.vllm.board import TreeBoard
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.rehearsal import LINE_BYTES, Rehearsal
-from paceline.vllm.settings import JOB_VARIABLE, HelperJob
+from paceline.vllm.settings import HelperJob
 from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
 logger = logging.getLogger(__name__)
@@ -297,8 +297,8 @@ def main() -> None:
     parser.add_argument("--board", required=True, type=int)
     arguments = parser.parse_args()
     setup_logging("vllm-helper")
-    job, to_proposer = HelperJob.from_json(os.environ[JOB_VARIABLE]), Connection(arguments.fd)
-    run(serve(job, to_proposer, TreeBoard(arguments.board)), prog=PROG)
+    to_proposer = Connection(arguments.fd)
+    run(serve(to_proposer.recv(), to_proposer, TreeBoard(arguments.board)), prog=PROG)
 
 
 if __name__ == "__main__":

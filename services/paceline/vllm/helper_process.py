@@ -13,17 +13,20 @@ import pickle
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse_cpus
 from paceline.vllm.board import TreeBoard, make_board
+from paceline.vllm.settings import HelperJob
 from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
 FIRST_PAUSE_S = 0.1
@@ -44,7 +47,7 @@ ANSWER_BYTES = 1 << 20
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 THREADS = Path("/proc/self/task")
 
-Stream: TypeAlias = "Connection[StepMessage, object]"
+Stream: TypeAlias = "Connection[HelperJob | StepMessage, object]"
 
 _log = logging.getLogger(__name__)
 
@@ -57,27 +60,18 @@ class HelperProcess:
     """The client's end, used only by the thread of vLLM's steps.
 
     Args:
-        command: The helper's command line, given the numbers of its socket and of its board.
+        module: The helper's program; it gets the numbers of its socket and of its board.
+        job: The first message to it: other users can read command lines, and the registry's URL may hold a password.
         cpus: Returns the CPUs for it, at each start; none: all.
-        environ: The helper's whole environment; None: this process's.
     """
 
-    def __init__(
-        self,
-        command: Callable[[int, int], Sequence[str]],
-        cpus: Callable[[], Collection[int]] = frozenset,
-        *,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        self._command = command
-        self._environ = environ
-        self._cpus = cpus
+    def __init__(self, module: str, job: HelperJob, cpus: Callable[[], Collection[int]]) -> None:
+        self._module, self._job, self._cpus = module, job, cpus
         self._life: _Life | None = None
         self._misses = 0
         self._awaits = False
-        # The helper that the thread has started, until a step takes it over.
-        self._fresh: _Life | None = None
-        self._lock = threading.Lock()
+        # A helper that the thread has started, until a step takes it over, or it has ended.
+        self._fresh: SimpleQueue[_Life] = SimpleQueue()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -104,8 +98,9 @@ class HelperProcess:
 
     def renewed(self) -> bool:
         """Takes over a helper that was started since the last call; true if there is one, which knows no session."""
-        # An ordinary step takes no lock.
-        if self._fresh is None or (fresh := self._taken_over()) is None:
+        try:
+            fresh = self._fresh.get_nowait()
+        except Empty:
             return False
         if self._life is not None:
             self._life.close()
@@ -162,11 +157,6 @@ class HelperProcess:
         except (EOFError, HelperLostError, OSError) as error:
             self.abandon(str(error) or "it closed its end")
 
-    def _taken_over(self) -> _Life | None:
-        with self._lock:
-            fresh, self._fresh = self._fresh, None
-        return fresh
-
     def _awaited(self, stream: Stream, step: int, deadline_s: float) -> ChainsMessage | None:
         answer = self._answer(stream, step, deadline_s)
         self._misses = 0 if answer is not None else self._misses + 1
@@ -207,18 +197,16 @@ class HelperProcess:
         except OSError as error:
             return f"could not start ({error})"
         if self._is_ready(life):
-            with self._lock:
-                self._fresh = life
+            self._fresh.put(life)
         else:
             life.give_up("it did not get ready")
         if self._ended.is_set():
             life.process.kill()
         status = life.process.wait()
-        with self._lock:
-            if self._fresh is life:
-                self._fresh = None
-                life.close()
-        return f"was given up: {life.given_up}" if life.given_up and status < 0 else f"ended with status {status}"
+        with contextlib.suppress(Empty):
+            self._fresh.get_nowait().close()
+        reason = f"was given up: {life.given_up}" if life.given_up else "ended"
+        return f"{reason} (status {status})"
 
     def _is_ready(self, life: _Life) -> bool:
         """Waits for the helper's first message: it reads from now on."""
@@ -236,6 +224,7 @@ class HelperProcess:
             board, (ours, theirs) = TreeBoard(file), _stream_pair()
             with theirs:
                 process = self._process(theirs.fileno(), file)
+            ours.send(self._job)
         finally:
             os.close(file)
         try:
@@ -247,8 +236,7 @@ class HelperProcess:
 
     def _process(self, stream: int, board: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            self._command(stream, board),
-            env=self._environ,
+            [sys.executable, "-m", self._module, "--fd", str(stream), "--board", str(board)],
             stdin=subprocess.DEVNULL,
             pass_fds=(stream, board),
             process_group=0,

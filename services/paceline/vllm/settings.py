@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +18,6 @@ METHOD = "custom_class"
 TESTED = ("0.32.0",)
 # Chooses vLLM's model runner: 0 for V1, 1 for V2.
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-# Holds the `HelperJob` of a helper process.
-JOB_VARIABLE = "PACELINE_VLLM_JOB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +84,6 @@ class HelperJob:
     max_chain: int
     engine: int
     mode_socket: Path
-
-    def to_json(self) -> str:
-        """For the helper's environment."""
-        return json.dumps(dataclasses.asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> HelperJob:
-        """What `to_json` made."""
-        known: dict[str, Any] = json.loads(text)
-        settings = from_mapping(TierSettings, known.pop("settings"), f"{SECTION}.")
-        return cls(
-            **known | {"settings": settings, "model": Path(known["model"]), "mode_socket": Path(known["mode_socket"])}
-        )
 
 
 def installed_version() -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import weakref
 from collections import Counter, deque
@@ -20,7 +19,6 @@ from paceline.vllm.expansion import mend_expansion
 from paceline.vllm.helper_process import HelperProcess, free_cpus
 from paceline.vllm.places import mode_socket, tokenizer_folder
 from paceline.vllm.settings import (
-    JOB_VARIABLE,
     SECTION,
     HelperJob,
     TierSettings,
@@ -217,12 +215,7 @@ def _job(vllm_config: Any, settings: TierSettings) -> HelperJob:
 
 def _helper(job: HelperJob) -> HelperProcess:
     chosen = parse_cpus(f"{SECTION}.cpus", job.settings.cpus) if job.settings.cpus else None
-    return HelperProcess(
-        lambda stream, board: (sys.executable, "-m", HELPER_MODULE, "--fd", str(stream), "--board", str(board)),
-        lambda: free_cpus(os.environ) if chosen is None else chosen,
-        # The registry's URL may hold a password, and all users can read command lines.
-        environ={**os.environ, JOB_VARIABLE: job.to_json()},
-    )
+    return HelperProcess(HELPER_MODULE, job, lambda: free_cpus(os.environ) if chosen is None else chosen)
 
 
 def _is_first_rank(parallel_config: Any) -> bool:
