@@ -40,7 +40,7 @@ def test_a_drafter_is_told_the_salt_and_shares_its_pages_under_it_alone(tiny_pai
         while pair.target.has_work():
             pair._target_step()
             while pair.draft.has_work():
-                found += finished(pair.draft.step()).report.prefix_hits
+                found += finished(pair.draft.step()).report.counts["vllm:prefix_cache_hits",]
         hits.append(found)
     salts = [message.cache_salt for message in pair.to_drafter if isinstance(message, OpenSession)]
     assert salts == ["a", "b", "a"]

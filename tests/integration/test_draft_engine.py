@@ -65,7 +65,7 @@ def test_lag_is_what_the_step_found_to_catch_up_with_and_none_once_it_is_done(ti
     engine = engine_with(tiny_pair[1], clock, num_blocks=16)
     engine.handle(said(opened("long", 100), opened("short", 10)))
     # 64 rows a step, of the short one first.
-    lags = [finished(engine.step()).report.lag_tokens for _ in range(3)]
+    lags = [finished(engine.step()).report.levels["paceline:drafter_lag_tokens"] for _ in range(3)]
     assert lags == [100, 46, 0]
 
 

@@ -27,6 +27,7 @@ from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.heads import random_medusa, save_medusa
+from tests.support.trees import nodes
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=40, temperature=0.0),
@@ -251,7 +252,10 @@ def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(tiny_pai
     pair.round()
     pair.cancel("s")
     pair.run()
-    assert [(report.num_running, report.kv_usage > 0.0) for report in pair.reports] == [(1, True), (0, False)]
+    assert [(report.num_running, report.levels["vllm:kv_cache_usage_perc"] > 0.0) for report in pair.reports] == [
+        (1, True),
+        (0, False),
+    ]
 
 
 def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
@@ -276,7 +280,7 @@ def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
     texts(pair, SAMPLINGS["greedy"], 16)
     fates: Counter[str] = Counter()
     for report in pair.reports:
-        fates.update(report.verified_by + report.unverified_by)
+        fates.update(nodes(report, "accepted", "rejected", "unverified"))
     assert fates == added
     assert min(added[DRAFT_MODEL], added[NGRAM]) > 0
 
@@ -425,7 +429,7 @@ def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_draf
     strange = NodeGuess(node_id=3, parent_id=0, token_id=VOCAB_SIZE, confidence=1.0)
     nodes = to_drafts(SessionDrafts(1, len(prompts(1)[0]), (orphan, strange)))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
-    assert finished(pair.target.step()).report.late_by == {source: 2}
+    assert finished(pair.target.step()).report.counts["paceline:draft_nodes", source, "late"] == 2
 
 
 def pair_link_up(wants_states: bool = False):

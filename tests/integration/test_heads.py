@@ -11,6 +11,7 @@ from paceline.engine.target_session import SHORT_REMAINDER
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 from tests.support.heads import CIRCLE, save_counting_medusa, save_counting_target
+from tests.support.trees import turns
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], [3, 250, 251, 90], list(range(100, 160))]
@@ -75,7 +76,7 @@ def test_short_answers_are_not_delayed_for_drafts(counting):
     pair.submit("s", PROMPTS[0], SamplingParams(max_tokens=SHORT_REMAINDER, temperature=0.0))
     pair.run()
     assert pair.sessions["s"].token_ids == counted_from(PROMPTS[0])[:SHORT_REMAINDER]
-    assert not any(report.asked_of for report in pair.reports)
+    assert not any(turns(report) for report in pair.reports)
 
 
 def run_long(pair, count=4) -> None:
@@ -88,14 +89,14 @@ def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(cou
     pair = counting_pair(counting, policy=Goodput())
     # More sessions begin without drafts.
     run_long(pair, 2)
-    turns = 0
+    num_turns = 0
     for session in pair.sessions.values():
         said = 0
         for message in session.messages:
             said += len(message.token_ids)
             # Not the message that says that it runs.
-            turns += bool(message.token_ids) and 400 - said >= SHORT_REMAINDER
-    assert sum(report.asked_of[MEDUSA] for report in pair.reports) == turns > 100
+            num_turns += bool(message.token_ids) and 400 - said >= SHORT_REMAINDER
+    assert sum(turns(report)[MEDUSA] for report in pair.reports) == num_turns > 100
 
 
 def test_all_sources_are_asked_while_a_verifier_drafts(counting):
@@ -104,7 +105,7 @@ def test_all_sources_are_asked_while_a_verifier_drafts(counting):
     pair = EnginePair(target, target, methods=(MEDUSA, LAYER_SKIP), medusa_model=heads, layers=(0, 1), policy=policy)
     pair.kill_drafter()
     run_long(pair)
-    asked = [report.asked_of for report in pair.reports if report.asked_of]
+    asked = [found for report in pair.reports if (found := turns(report))]
     assert len(asked) > 50
     assert all(each[MEDUSA] == each[LAYER_SKIP] > 0 for each in asked)
 

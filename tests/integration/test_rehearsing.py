@@ -60,7 +60,7 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
         await asyncio.wait_for(host._rehearser.done.wait(), 60.0)
         assert await calls.tokens(REQUEST)
         # The last step may not be counted yet; those of a rehearsal commit hundreds.
-        assert host._metrics.sessions.generation_tokens._value.get() <= REQUEST.sampling.max_tokens
+        assert host._metrics.meter.by_name["vllm:generation_tokens"]._value.get() <= REQUEST.sampling.max_tokens
         assert first.rehearsed
     async with rehearsing(tiny_pair, store, second, TunedState(tmp_path / "two.json", "kind")) as (host, calls):
         await asyncio.wait_for(host._rehearser.done.wait(), 60.0)

@@ -177,7 +177,7 @@ class EnginePair:
 
     def _target_step(self) -> None:
         output = finished(self.target.step(tell=self.hear))
-        self.num_preempted += output.report.num_preempted
+        self.num_preempted += output.report.counts["vllm:num_preemptions",]
         self.reports.append(output.report)
         self.hear(output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from paceline.core.acceptance import SparseDraft
 from paceline.core.draft_policy import Goodput
 from paceline.core.link import merge
 from paceline.core.params import DRAFT_MODEL, METHODS
+from paceline.core.target_events import StepReport
 from paceline.core.tree import DraftTree
 from paceline.forest import NONE, ROOT, Forest, Picked, rows_of
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
@@ -139,3 +141,19 @@ def allot(
         slots[index, : caps[index]], survivals[index, : caps[index]] = each.slots[0], each.survivals[0]
     counts = policy.allocate(Picked(slots, survivals), **options).tolist()
     return [row[:count] for row, count in zip(slots.tolist(), counts, strict=True)]
+
+
+def nodes(report: StepReport, *fates: str) -> Counter[str]:
+    """Nodes of some fates that a step has counted, by source."""
+    found: Counter[str] = Counter()
+    for (metric, *labels), count in report.counts.items():
+        if metric == "paceline:draft_nodes" and labels[1] in fates:
+            found[labels[0]] += int(count)
+    return found
+
+
+def turns(report: StepReport) -> Counter[str]:
+    """Sessions for which sources were asked, by source."""
+    return Counter(
+        {labels[0]: int(count) for (name, *labels), count in report.counts.items() if name == "paceline:source_turns"}
+    )

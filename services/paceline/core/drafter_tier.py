@@ -137,12 +137,12 @@ class DrafterTier:
         drafts = self._within_vocabulary(drafts)
         num_lost = num_nodes - drafts.num_nodes
         merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
-        report.round_trips_s += self._links.drafts_arrived(
-            rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s
+        report.samples["paceline:draft_round_trip_seconds"].extend(
+            self._links.drafts_arrived(rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s)
         )
         num_lost += int(merged.counts[:, 1:].sum())
         if num_lost:
-            report.late_by[drafter.source] += num_lost
+            report.count("paceline:draft_nodes", drafter.source, "late", by=num_lost)
 
     def _rows_of(self, numbers: Ints) -> Ints:
         """Rows of numbered sessions, `[sessions]`; NONE: there is no such one."""

@@ -106,12 +106,11 @@ class StepDrafts:
         report.price, report.drafts, report.reason = self._policy.price, self._policy.guesses, self._policy.reason
         report.responded = self._policy.responded
 
-    def num_silenced(self, rows: Ints, now_s: float) -> int:
-        """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""
-        if not self._policy.drafts:
-            return 0
+    def mark_silent(self, rows: Ints, now_s: float, report: StepReport) -> None:
+        """Marks drafters whose answers are overdue, so that no step waits for them."""
         links = self._forest.links
-        return links.mark_silent(rows[links.may_wait(rows)], now_s)
+        if self._policy.drafts and (num_marked := links.mark_silent(rows[links.may_wait(rows)], now_s)):
+            report.count("paceline:fallbacks", "drafter_silent", by=num_marked)
 
     def waits(self, rows: Ints, now_s: float) -> Floats:
         """By session the seconds until its next nodes, `[sessions]`; NaN: never."""
@@ -124,9 +123,9 @@ class StepDrafts:
         waits = np.where(links.drafted(rows) & links.may_wait(rows), draft_s, np.nan)
         return self.worth_waiting(rows, waits, idle_s=idle_s) > 0.0
 
-    def lag_tokens(self, rows: Ints) -> int:
-        """Most committed tokens of a session that its drafter has not answered; none while drafters idle."""
-        return self._forest.links.lag_tokens(rows)
+    def show_lag(self, rows: Ints, report: StepReport) -> None:
+        """Shows the most committed tokens of a session that its drafter has not answered; none while drafters idle."""
+        report.levels["paceline:drafter_lag_tokens"] = self._forest.links.lag_tokens(rows)
 
     def worth_waiting(self, rows: Ints, waits: Floats, *, idle_s: float) -> float:
         """Seconds for which the next nodes are worth waiting for, at most a step in all.

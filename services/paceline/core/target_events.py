@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError, PacelineError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
 from paceline.core.messages import CommittedTokens, GenerateRequest, SpeculationRecord, ToDrafter, ToVerifier
+from paceline.core.pages import BlockPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,48 +234,52 @@ class Reason(enum.StrEnum):
 
 @dataclass(slots=True)
 class StepReport:
-    """What one step did, for metrics and traces."""
+    """What one step of a target or draft model did, for metrics and traces.
 
+    Attributes:
+        counts: Amounts for counters, by the name of the metric in `paceline.obs.metrics` and its labels.
+        levels: States of gauges after the step, by name.
+        samples: Values for histograms, by name.
+        drafts: Whether a target's step drafts.
+        reason: Why, or why not; None: that is decided elsewhere.
+        responded: Whether its time shows what its mode is worth: drafters have answered, if they were to.
+        num_levels: Levels of trees that a draft model has grown.
+    """
+
+    counts: dict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
+    levels: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
     num_rows: int = 0
     num_prefill_rows: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_levels: int = 1
     price: float = 1.0
-    # Whether it drafts, and why or why not; None: that is decided elsewhere.
     drafts: bool = False
     reason: Reason | None = None
-    # Whether its time shows what its mode is worth: drafters have answered, if they were to.
     responded: bool = True
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    # Nodes that were judged, and those of them that matched, by the source that guessed them first.
-    verified_by: Counter[str] = field(default_factory=Counter)
-    accepted_by: Counter[str] = field(default_factory=Counter)
-    # Sources that take time: the sessions each was asked for, and its seconds.
-    asked_of: Counter[str] = field(default_factory=Counter)
-    asked_s: dict[str, float] = field(default_factory=dict)
-    num_hits: int = 0
-    num_misses: int = 0
-    # Nodes that fell off or went with their session before a step verified them, by the source that guessed them first.
-    unverified_by: Counter[str] = field(default_factory=Counter)
-    # Guesses that came when other tokens were committed, or that are below none we know.
-    late_by: Counter[str] = field(default_factory=Counter)
-    num_preempted: int = 0
-    num_silenced: int = 0
-    round_trips_s: list[float] = field(default_factory=list)
-    lag_tokens: int = 0
-    kv_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
     traced: list[TracedStart | TracedRound] = field(default_factory=list)
+
+    def count(self, metric: str, *labels: str, by: float = 1) -> None:
+        """Adds to a counter."""
+        self.counts[metric, *labels] += by
+
+    def count_pages(self, pool: BlockPool) -> None:
+        """Adds the pool's look-ups since the last call, and its state."""
+        num_queries, num_hits = pool.take_counts()
+        self.count("vllm:prefix_cache_queries", by=num_queries)
+        self.count("vllm:prefix_cache_hits", by=num_hits)
+        self.levels["vllm:kv_cache_usage_perc"] = pool.num_used / pool.num_blocks
 
     def count_nodes(self, sources: Sequence[str], counts: npt.NDArray[np.int64]) -> None:
         """Counts nodes that commits took from trees, `[3, sources]`: judged, accepted, and unverified ones."""
-        for counter, row in zip((self.verified_by, self.accepted_by, self.unverified_by), counts.tolist(), strict=True):
-            for source, count in zip(sources, row, strict=True):
-                if count:
-                    counter[source] += count
+        for source, (judged, accepted, unverified) in zip(sources, counts.T.tolist(), strict=True):
+            for fate, num in (("accepted", accepted), ("rejected", judged - accepted), ("unverified", unverified)):
+                if num:
+                    self.count("paceline:draft_nodes", source, fate, by=num)
 
     def count_round(self, num_verified: int, num_accepted: int, *, hit: bool) -> None:
         """Counts a step of a session that decodes.
@@ -287,8 +292,7 @@ class StepReport:
         self.gammas.append(num_verified)
         if num_verified:
             self.accepted.append(num_accepted)
-            self.num_hits += hit
-            self.num_misses += not hit
+            self.count("paceline:round_hits" if hit else "paceline:round_misses")
 
 
 # Number of a session, and what goes to its client: tokens, that it runs now, or why it ended.

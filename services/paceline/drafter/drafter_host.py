@@ -132,12 +132,7 @@ class DraftHost:
 
     def _record(self, output: DraftOutput) -> None:
         report = output.report
-        self.num_sessions = report.num_sessions
-        self._metrics.num_sessions.set(report.num_sessions)
-        self._metrics.cache.usage.set(report.kv_usage)
-        self._metrics.cache.prefix_queries.inc(report.prefix_queries)
-        self._metrics.cache.prefix_hits.inc(report.prefix_hits)
-        self._metrics.lag.set(report.lag_tokens)
-        self._metrics.nodes_sent.inc(report.num_nodes)
+        self.num_sessions = report.num_running
+        self._metrics.meter.record(report)
         if report.num_rows:
             self._metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)

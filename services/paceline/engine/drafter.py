@@ -20,6 +20,7 @@ from paceline.core.messages import CommittedStates, Drafts, ModelIdentity, OpenS
 from paceline.core.pages import BlockPool, SlotPool, draft_scratch_blocks
 from paceline.core.params import SamplingParams
 from paceline.core.processors import UnusableLogitsError
+from paceline.core.target_events import StepReport
 from paceline.engine.draft_plan import DraftPlan, Starts
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
@@ -41,28 +42,13 @@ FIRST_SAMPLINGS = (
 )
 
 
-@dataclass(slots=True)
-class DraftReport:
-    """What one step did, for metrics."""
-
-    seconds: float = 0.0
-    num_rows: int = 0
-    num_levels: int = 1
-    num_nodes: int = 0
-    num_sessions: int = 0
-    lag_tokens: int = 0
-    kv_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
     """What goes to the verifiers after a step."""
 
     to_verifiers: dict[int, list[ToVerifier]]
     broken_links: dict[int, RemoteProtocolError]
-    report: DraftReport
+    report: StepReport
 
 
 class DraftEngine:
@@ -142,7 +128,7 @@ class DraftEngine:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         del tell
         started_s = self._clock()
-        report = DraftReport(lag_tokens=self.scheduler.lag_tokens)
+        report = StepReport(levels={"paceline:drafter_lag_tokens": self.scheduler.lag_tokens})
         plan = self.scheduler.plan(started_s)
         if plan.num_rows:
             await compute(self._run, plan)
@@ -236,14 +222,15 @@ class DraftEngine:
         self.scheduler.trees.grow_levels(starts.calls, token_ids, confidences, kv)
         return lost
 
-    def _output(self, report: DraftReport, started_s: float) -> DraftOutput:
+    def _output(self, report: StepReport, started_s: float) -> DraftOutput:
         report.seconds = self._clock() - started_s
-        report.num_sessions = self._num_reported = self.num_sessions
-        report.kv_usage = self.pool.num_used / self.pool.num_blocks
-        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
+        report.num_running = self._num_reported = self.num_sessions
+        report.levels["paceline:drafter_sessions"] = report.num_running
+        report.count_pages(self.pool)
         outgoing, broken = self.scheduler.take()
         sent = [message for messages in outgoing.values() for message in messages]
-        report.num_nodes = sum(message.num_nodes for message in sent if isinstance(message, Drafts))
+        num_nodes = sum(message.num_nodes for message in sent if isinstance(message, Drafts))
+        report.count("paceline:drafter_nodes_sent", by=num_nodes)
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
 
 

@@ -114,7 +114,8 @@ class Scheduler:
         if self._policy.mode.rehearsing is not None:
             # No prompt of anybody is to find its pages.
             session.pages.forget()
-        self.report.unverified_by.update(self.forest.unverified_sources(session.tree.row))
+        for source in self.forest.unverified_sources(session.tree.row):
+            self.report.count("paceline:draft_nodes", source, "unverified")
         # Its row is another session's once it is closed.
         self.tier.part(session.link)
         session.close()
@@ -133,7 +134,7 @@ class Scheduler:
 
     def mark_silent_drafters(self, now_s: float) -> None:
         """Marks drafters whose answers are overdue: no step waits for them until they send nodes again."""
-        self.report.num_silenced += self._drafts.num_silenced(self._rows, now_s)
+        self._drafts.mark_silent(self._rows, now_s, self.report)
 
     # Waiting
 
@@ -251,7 +252,7 @@ class Scheduler:
         self._running.remove(session)
         session.pages.release()
         self._wait(session)
-        self.report.num_preempted += 1
+        self.report.count("vllm:num_preemptions")
 
     def _wait(self, session: TargetSession) -> None:
         insort(self._waiting.setdefault(session.tenant, []), session, key=_ORDER)
@@ -408,15 +409,14 @@ class Scheduler:
         """What the step did; the next one has a report of its own."""
         report, self.report = self.report, StepReport()
         report.num_rows = plan.num_rows
-        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         return report
 
     def describe(self, report: StepReport) -> StepReport:
         """Adds the present state to a report."""
         report.num_running = len(self._running)
         report.num_waiting = len(self._sessions) - len(self._running)
-        report.lag_tokens = self._drafts.lag_tokens(self._rows)
-        report.kv_usage = self.pool.num_used / self.pool.num_blocks
+        report.count_pages(self.pool)
+        self._drafts.show_lag(self._rows, report)
         return report
 
     def take_outcomes(self) -> list[Outcome]:

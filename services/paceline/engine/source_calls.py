@@ -93,5 +93,5 @@ class SourceCalls:
         except MemoryError as error:
             # It costs guesses, and no session.
             logger.warning("%s finds no room in the device's memory", source.name, exc_info=error)
-        report.asked_of[source.name] += len(turns)
-        report.asked_s[source.name] = self._clock() - started_s
+        report.count("paceline:source_turns", source.name, by=len(turns))
+        report.count("paceline:source_seconds", source.name, by=self._clock() - started_s)

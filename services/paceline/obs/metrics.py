@@ -1,7 +1,7 @@
 """Prometheus metrics under the names users know from vLLM, and our own under `paceline:`.
 
-One small class per service holds its metric objects; callers count on these objects directly. prometheus-client adds
-`_total` to counters itself.
+One small class per service makes its metrics. Engines count by a metric's name (`StepReport`), so a new one of theirs
+is made here and counted there; other callers count on the objects. prometheus-client adds `_total` to counters itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter as Tally
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,7 +54,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import REPLICA_ROLES, FinishReason
-from paceline.core.target_events import Reason
+from paceline.core.target_events import Reason, StepReport
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -131,16 +132,31 @@ class Meter:
         registry: Where they are shown.
         model_name: The model; empty: none, and no metric of vLLM's is made.
         made: Metrics of all models so far, by name.
+
+    Attributes:
+        by_name: The metrics that it has made.
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str = "", made: dict[str, Any] | None = None) -> None:
         self._registry = registry
         self._model_name = model_name
         self._of_models: dict[str, Any] = {} if made is None else made
+        self.by_name: dict[str, Any] = {}
 
     def of_model(self, model_name: str) -> Meter:
         """Returns one that makes the same metrics of another model."""
         return Meter(self._registry, model_name, self._of_models)
+
+    def record(self, step: StepReport) -> None:
+        """Counts what a step has counted, in the metrics that this one has made."""
+        for (name, *labels), amount in step.counts.items():
+            counter = self.by_name[name]
+            (counter.labels(*labels) if labels else counter).inc(amount)
+        for name, level in step.levels.items():
+            self.by_name[name].set(level)
+        for name, values in step.samples.items():
+            for value, count in Tally(values).items():
+                self.by_name[name].observe_alike(value, count)
 
     def counter(self, name: str, documentation: str) -> Counter:
         return self._single(Counter, name, documentation)
@@ -159,13 +175,15 @@ class Meter:
         """Returns counters with labels; `known` are values of a single label that are shown from the start."""
         first = (self._model_name,) if name.startswith(VLLM) else ()
         metric = self._made(Counter, name, documentation, labels)
-        return Family(metric, known=((value,) for value in known), first=first)
+        family = self.by_name[name] = Family(metric, known=((value,) for value in known), first=first)
+        return family
 
     def _single(
         self, kind: type[MetricT], name: str, documentation: str, labels: Sequence[str] = (), **settings: Any
     ) -> MetricT:
         metric = self._made(kind, name, documentation, labels, **settings)
-        return metric.labels(self._model_name) if name.startswith(VLLM) else metric
+        single = self.by_name[name] = metric.labels(self._model_name) if name.startswith(VLLM) else metric
+        return single
 
     def _made(
         self, kind: type[MetricT], name: str, documentation: str, labels: Sequence[str], **settings: Any
@@ -229,8 +247,12 @@ class VerifierMetrics:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         meter = Meter(registry, model_name)
         self.speculation = SpeculationTotals(meter)
-        self.cache = CacheMetrics(meter)
-        self.sessions = SessionMetrics(meter)
+        self.meter = meter
+        _of_pages(meter)
+        self.under_way = meter.gauge(
+            "paceline:sessions", "Sessions accepted and not ended, also while the engine makes no step."
+        )
+        _of_sessions(meter)
         nodes = (
             "Draft nodes, by the source that guessed them first. fate: accepted, rejected, unverified (fell off or "
             "ended with the session unchecked), late (came when other tokens were committed)."
@@ -240,12 +262,12 @@ class VerifierMetrics:
         fallbacks = (
             f"Times that sessions went on without their drafter, or with another: {', '.join(FALLBACK_REASONS)}."
         )
-        self.draft_nodes = meter.counters("paceline:draft_nodes", nodes, "source", "fate")
-        self.source_seconds = meter.counters("paceline:source_seconds", seconds, "source")
-        self.source_turns = meter.counters("paceline:source_turns", turns, "source")
+        meter.counters("paceline:draft_nodes", nodes, "source", "fate")
+        meter.counters("paceline:source_seconds", seconds, "source")
+        meter.counters("paceline:source_turns", turns, "source")
         self.fallbacks = meter.counters("paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
-        self.round_hits = meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
-        self.round_misses = meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
+        meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
+        meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
         self._mode: tuple[str, str] | None = None
         self._of_steps(meter)
 
@@ -260,17 +282,17 @@ class VerifierMetrics:
         self.mode_since.labels(*mode).set_to_current_time()
 
     def _of_steps(self, meter: Meter) -> None:
-        self.gamma = meter.histogram(
+        meter.histogram(
             "paceline:gamma",
             "Draft tokens verified per session and step; 0: plain decoding, see paceline:mode_since_seconds.",
             buckets=GAMMA_BUCKETS,
         )
-        self.price = meter.gauge(
+        price = meter.gauge(
             "paceline:price",
             "Least survival worth drafting for at this load; 1: drafters idle, see paceline:mode_since_seconds.",
         )
         # The policy starts from there: nothing is drafted yet.
-        self.price.set(1.0)
+        price.set(1.0)
         self.mode_since = meter.gauge(
             "paceline:mode_since_seconds",
             f"Unix time since when steps have had this mode for this reason; one series. mode: {', '.join(MODES)} "
@@ -279,51 +301,38 @@ class VerifierMetrics:
             ("mode", "reason"),
         )
         self.step = _step_seconds(meter, "Time of one forward step; rows: the least power of two that holds its rows.")
-        self.draft_round_trip = meter.histogram(
+        meter.histogram(
             "paceline:draft_round_trip_seconds",
             "From sending commits to the first node that builds on them.",
             buckets=ROUND_TRIP_BUCKETS_S,
         )
-        self.drafter_lag = meter.gauge(
+        meter.gauge(
             "paceline:drafter_lag_tokens",
             "Committed tokens that a drafter has not answered, of the session with most; 0 while drafters are idle.",
         )
 
 
-class SessionMetrics:
-    """What a verifier counts of sessions: how many there are, and where the time of those that ended went."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.under_way = meter.gauge(
-            "paceline:sessions", "Sessions accepted and not ended, also while the engine makes no step."
-        )
-        self.num_running = meter.gauge("vllm:num_requests_running", "Sessions in steps.")
-        self.num_waiting = meter.gauge("vllm:num_requests_waiting", "Sessions that wait for a place.")
-        self.num_preemptions = meter.counter("vllm:num_preemptions", "Sessions whose pages were taken for others.")
-        self.generation_tokens = meter.counter("vllm:generation_tokens", "Tokens committed.")
-        self.queue_time = _latency(
-            meter, "vllm:request_queue_time_seconds", "From a session's arrival to its first step."
-        )
-        self.prefill_time = _latency(
-            meter, "vllm:request_prefill_time_seconds", "From a session's first step to its first token."
-        )
-        self.decode_time = _latency(
-            meter, "vllm:request_decode_time_seconds", "From a session's first token to its last."
-        )
-        self.time_per_output_token = _latency(
-            meter,
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time per token after a session's first, once a session.",
-        )
+def _of_sessions(meter: Meter) -> None:
+    """Makes what a verifier counts of sessions: how many there are, and where the time of ended ones went."""
+    meter.gauge("vllm:num_requests_running", "Sessions in steps.")
+    meter.gauge("vllm:num_requests_waiting", "Sessions that wait for a place.")
+    meter.counter("vllm:num_preemptions", "Sessions whose pages were taken for others.")
+    meter.counter("vllm:generation_tokens", "Tokens committed.")
+    _latency(meter, "vllm:request_queue_time_seconds", "From a session's arrival to its first step.")
+    _latency(meter, "vllm:request_prefill_time_seconds", "From a session's first step to its first token.")
+    _latency(meter, "vllm:request_decode_time_seconds", "From a session's first token to its last.")
+    _latency(
+        meter,
+        "vllm:request_time_per_output_token_seconds",
+        "Mean time per token after a session's first, once a session.",
+    )
 
 
-class CacheMetrics:
-    """What every service with a model counts of its pages."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.usage = meter.gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.")
-        self.prefix_queries = meter.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
-        self.prefix_hits = meter.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+def _of_pages(meter: Meter) -> None:
+    """Makes what every service with a model counts of its pages."""
+    meter.gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.")
+    meter.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+    meter.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
 
 
 class DrafterMetrics:
@@ -331,15 +340,16 @@ class DrafterMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         meter = Meter(registry, model_name)
-        self.nodes_sent = meter.counter("paceline:drafter_nodes_sent", "Draft nodes sent.")
-        self.num_sessions = meter.gauge("paceline:drafter_sessions", "Sessions drafted for.")
+        meter.counter("paceline:drafter_nodes_sent", "Draft nodes sent.")
+        meter.gauge("paceline:drafter_sessions", "Sessions drafted for.")
         self.num_streams = meter.gauge("paceline:drafter_streams", "Verifiers connected.")
-        self.lag = meter.gauge(
+        meter.gauge(
             "paceline:drafter_lag_tokens",
             "Committed tokens not yet in the draft KV cache when a step began, of the session with most.",
         )
         self.step = _step_seconds(meter, "Time of one draft step; rows as of a verifier.")
-        self.cache = CacheMetrics(meter)
+        self.meter = meter
+        _of_pages(meter)
 
 
 class ModelMetrics:

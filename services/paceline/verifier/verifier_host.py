@@ -378,7 +378,7 @@ class TargetHost:
         trace.paired(mine.drafter_address)
         self._empty.clear()
         # Counted here, since an engine that hangs reports no steps.
-        self._metrics.sessions.under_way.set(self.num_sessions)
+        self._metrics.under_way.set(self.num_sessions)
         gateway.taken(number)
         if request.sampling.grammar:
             mine.compiling = asyncio.create_task(self._compile(mine))
@@ -411,7 +411,7 @@ class TargetHost:
         if self._under_way.get(request.session_id) is session:
             del self._under_way[request.session_id]
         self.drafters.count(session.drafter_address, -1)
-        self._metrics.sessions.under_way.set(self.num_sessions)
+        self._metrics.under_way.set(self.num_sessions)
         if not self.num_sessions:
             self._empty.set()
         if error is not None:

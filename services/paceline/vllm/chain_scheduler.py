@@ -210,7 +210,7 @@ class ChainScheduler:
         """Seconds for which it pays to wait for guesses; see `StepDrafts.worth_waiting`."""
         sessions = [session for session in self._rows if not session.reads]
         rows = _forest_rows(sessions)
-        self.report.num_silenced += self._drafts.num_silenced(rows, now_s)
+        self._drafts.mark_silent(rows, now_s, self.report)
         if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
             return 0.0
         waits = self._drafts.waits(rows, now_s)
@@ -292,7 +292,7 @@ class ChainScheduler:
         """Returns what was done since the last report."""
         report, self.report = self.report, StepReport()
         report.num_running = len(self._rows)
-        report.lag_tokens = self._drafts.lag_tokens(_forest_rows(self._rows))
+        self._drafts.show_lag(_forest_rows(self._rows), report)
         return report
 
     # What is learned

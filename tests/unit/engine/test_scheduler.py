@@ -141,7 +141,7 @@ def test_prompts_of_a_tenant_with_most_give_their_places_and_pages_to_those_of_a
     verifier.submit("modest", prompt_len=16, max_tokens=1, tenant="modest")
     verifier.step()
     assert verifier.tokens("modest") == [16]
-    assert verifier.report.num_preempted == 1
+    assert verifier.report.counts["vllm:num_preemptions",] == 1
     verifier.run()
     assert [verifier.tokens(each.session_id) for each in greedy] == [[100]] * 6
     assert verifier.pool.num_used == 0
@@ -166,7 +166,7 @@ def test_pages_are_taken_from_the_tenant_that_has_most_sessions() -> None:
     verifier = Verifier(num_blocks=9, max_num_seqs=3)
     for name, tenant in (("a", "greedy"), ("b", "greedy"), ("c", "modest")):
         verifier.submit(name, prompt_len=30, max_tokens=40, tenant=tenant)
-    while not verifier.step().decoding or not verifier.report.num_preempted:
+    while not verifier.step().decoding or not verifier.report.counts["vllm:num_preemptions",]:
         pass
     assert [each.session_id for each in verifier.scheduler.running] == ["a", "c"]
     verifier.run()
@@ -192,8 +192,8 @@ def test_the_youngest_gives_its_pages_to_the_others_and_ends_all_the_same() -> N
     while verifier.scheduler.num_sessions:
         before = list(verifier.scheduler.running)
         plan = verifier.step()
-        if verifier.report.num_preempted:
-            preempted += verifier.report.num_preempted
+        if verifier.report.counts["vllm:num_preemptions",]:
+            preempted += verifier.report.counts["vllm:num_preemptions",]
             assert [part.session for part in plan.decoding] == before[: len(plan.decoding)], "the youngest goes first"
     assert preempted > 0
     assert [verifier.tokens(name) for name in "abc"] == [text(30, 40)] * 3
@@ -228,7 +228,8 @@ def test_right_guesses_are_committed_with_the_token_after_them() -> None:
     assert plan.drafters_work
     assert [part.num_guesses for part in plan.decoding] == [4]
     assert verifier.heard["s"][-1].token_ids == (6, 7, 8)
-    assert (verifier.report.gammas, verifier.report.accepted, verifier.report.num_misses) == ([4], [2], 1)
+    assert (verifier.report.gammas, verifier.report.accepted) == ([4], [2])
+    assert verifier.report.counts["paceline:round_misses",] == 1
     assert verifier.scratch.num_used == 0
     verifier.run()
     assert verifier.tokens("s") == text(5, 30)
@@ -428,7 +429,7 @@ def test_a_step_does_not_wait_for_drafts_that_are_overdue() -> None:
     verifier.clock.now_s += 1.0
     assert verifier.engine.patience_s() == 0.0
     verifier.step()
-    assert verifier.report.num_silenced == 1
+    assert verifier.report.counts["paceline:fallbacks", "drafter_silent"] == 1
     assert verifier.engine.patience_s() == 0.0, "until it is heard again nobody waits for it"
     verifier.draft(session, right=1)
     assert verifier.engine.patience_s() > 0.0
@@ -574,7 +575,7 @@ def test_the_least_important_gives_its_pages_to_the_others_however_old_it_is() -
     while verifier.scheduler.num_sessions:
         before = [session.session_id for session in verifier.scheduler.running]
         verifier.step()
-        if verifier.report.num_preempted:
+        if verifier.report.counts["vllm:num_preemptions",]:
             kept = [session.session_id for session in verifier.scheduler.running]
             lost += [name for name in before if name not in kept]
     assert lost[0] == "unimportant"

@@ -64,10 +64,12 @@ def test_a_verifier_has_the_agreed_names() -> None:
     registry = CollectorRegistry()
     metrics = VerifierMetrics(registry, "tiny")
     metrics.speculation.add_rounds(num_draft_tokens=4, num_accepted_tokens=[2])
-    metrics.draft_nodes.labels("model", "late").inc()
+    step = StepReport()
+    step.count("paceline:draft_nodes", "model", "late")
+    step.count("paceline:source_seconds", "medusa", by=0.002)
+    step.count("paceline:source_turns", "medusa", by=3)
+    metrics.meter.record(step)
     metrics.step.labels(rows_label(5)).observe(0.004)
-    metrics.source_seconds.labels("medusa").inc(0.002)
-    metrics.source_turns.labels("medusa").inc(3)
     assert samples(registry).keys() >= VERIFIER_NAMES
 
 

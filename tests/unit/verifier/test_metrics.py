@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import UnavailableError
@@ -15,14 +14,19 @@ from paceline.obs.steps import record_output, record_step
 MODEL = {"model_name": "tiny"}
 
 
-def test_time_and_turns_of_sources_that_are_not_free_are_counted():
+def test_a_step_counts_in_metrics_by_their_names():
     registry = CollectorRegistry()
     metrics = VerifierMetrics(registry, "tiny")
     for seconds in (0.25, 0.5):
-        report = StepReport(num_rows=4, asked_of=Counter(medusa=3), asked_s={"medusa": seconds})
+        report = StepReport(num_rows=4, levels={"vllm:kv_cache_usage_perc": seconds})
+        report.count("paceline:source_turns", "medusa", by=3)
+        report.count("paceline:round_hits")
+        report.samples["paceline:draft_round_trip_seconds"] = [seconds, seconds]
         record_step(metrics, report)
-    assert registry.get_sample_value("paceline:source_seconds_total", {"source": "medusa"}) == 0.75
     assert registry.get_sample_value("paceline:source_turns_total", {"source": "medusa"}) == 6
+    assert registry.get_sample_value("paceline:round_hits_total") == 2
+    assert registry.get_sample_value("paceline:draft_round_trip_seconds_sum") == 1.5
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", MODEL) == 0.5
 
 
 def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends():
@@ -53,13 +57,9 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
 
 def test_what_became_of_nodes_is_counted_by_source_and_fate():
     registry = CollectorRegistry()
-    report = StepReport(
-        num_rows=4,
-        verified_by=Counter(draft_model=5, ngram=2),
-        accepted_by=Counter(draft_model=3),
-        unverified_by=Counter(draft_model=4),
-        late_by=Counter(eagle3=6),
-    )
+    report = StepReport(num_rows=4)
+    report.count_nodes(["draft_model", "ngram"], np.array([[5, 2], [3, 0], [4, 0]]))
+    report.count("paceline:draft_nodes", "eagle3", "late", by=6)
     record_step(VerifierMetrics(registry, "tiny"), report)
     samples = [each for family in registry.collect() for each in family.samples if "draft_nodes_total" in each.name]
     assert {(each.labels["source"], each.labels["fate"]): each.value for each in samples} == {

@@ -274,7 +274,9 @@ def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Scrip
     )
     report = finished(engine.step()).report
     assert (report.gammas, report.accepted) == ([3, 2], [1, 0])
-    assert (report.kv_usage, report.prefix_queries, report.prefix_hits, report.num_preempted) == (0.25, 8, 3, 1)
+    assert report.levels == {"vllm:kv_cache_usage_perc": 0.25}
+    names = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions")
+    assert [report.counts[name,] for name in names] == [8, 3, 1]
     assert report.num_rows == 1 + 5 + 4
 
 

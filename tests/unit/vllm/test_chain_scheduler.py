@@ -18,7 +18,7 @@ from paceline.vllm.helper import MAX_EAGER_BATCH, max_eager_batch
 from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
 from paceline.vllm.step_message import RowTokens, StepMessage
 from tests.support.told_drafter import ToldDrafter
-from tests.support.trees import seen
+from tests.support.trees import nodes, seen
 
 TEXT = [position % 97 for position in range(9000)]
 MAX_LEN, MAX_CHAIN, VOCAB = 8000, 7, 100
@@ -147,7 +147,7 @@ def test_chains_follow_the_text_and_what_they_bring_is_counted(vllm: Vllm) -> No
     assert vllm.lengths[1] - before == 5
     assert chains[1] == TEXT[vllm.lengths[1] : vllm.lengths[1] + 4]
     report = vllm.tier.take_report()
-    assert (report.gammas, report.accepted, report.num_misses) == ([4], [4], 1)
+    assert (report.gammas, report.accepted, report.counts["paceline:round_misses",]) == ([4], [4], 1)
     assert report.seconds == pytest.approx(0.010 + 4 * 0.0002)
     assert report.num_rows == 5
 
@@ -157,7 +157,7 @@ def test_guesses_that_vllm_did_not_take_are_not_counted(vllm: Vllm) -> None:
     vllm.chains.clear()
     vllm.step()
     report = vllm.tier.take_report()
-    assert (report.gammas, report.accepted, sum(report.verified_by.values())) == ([0], [], 0)
+    assert (report.gammas, report.accepted, nodes(report, "accepted", "rejected")) == ([0], [], {})
     assert report.num_rows == 1
 
 
@@ -182,7 +182,7 @@ def test_a_wrong_drafter_costs_guesses_and_no_token() -> None:
     assert vllm.lengths[1] == before + 1
     report = vllm.tier.take_report()
     assert report.accepted == [0]
-    assert sum(report.verified_by.values()) == report.gammas[0] > 0
+    assert nodes(report, "accepted", "rejected").total() == report.gammas[0] > 0
 
 
 def test_tokens_beyond_the_vocabulary_are_never_in_a_chain() -> None:
@@ -191,7 +191,7 @@ def test_tokens_beyond_the_vocabulary_are_never_in_a_chain() -> None:
     vllm.reach_drafter()
     vllm.run(MEASURED + 3)
     assert vllm.chains == {1: []}
-    assert sum(vllm.tier.take_report().late_by.values()) > 0
+    assert nodes(vllm.tier.take_report(), "late").total() > 0
 
 
 def test_a_prompt_with_ids_beyond_the_vocabulary_is_told_to_nobody() -> None:
@@ -259,8 +259,9 @@ def test_what_the_board_shows_is_what_the_scheduler_would_answer_and_taking_it_c
     assert looked.lengths == asked.lengths
     assert looked.now_s == asked.now_s
     one, other = (vllm.tier.take_report() for vllm in (asked, looked))
-    assert (one.gammas, one.accepted, one.num_hits) == (other.gammas, other.accepted, other.num_hits)
-    assert (one.verified_by, one.accepted_by) == (other.verified_by, other.accepted_by)
+    assert (one.gammas, one.accepted) == (other.gammas, other.accepted)
+    for fates in (["accepted"], ["rejected"]):
+        assert nodes(one, *fates) == nodes(other, *fates)
 
 
 def test_a_step_that_verified_guesses_after_drafting_was_given_up_teaches_nothing() -> None:

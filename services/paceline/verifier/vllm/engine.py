@@ -29,6 +29,7 @@ from paceline.service.learned import Learned
 from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.verifier.vllm.results import (
     FINISH_REASONS,
+    KV_USAGE,
     add_scheduler,
     position_logprobs,
     speculation_record,
@@ -237,12 +238,12 @@ class VllmEngine:
         stats = self._stats.take()
         if stats is not None:
             add_scheduler(report, *stats)
-            self._kv_usage = report.kv_usage
+            self._kv_usage = report.levels[KV_USAGE]
 
     def _output(self, report: StepReport) -> TargetOutput:
         outcomes, self._outcomes = self._outcomes, []
         self._some_left = False
-        report.kv_usage = self._kv_usage if self._running else 0.0
+        report.levels[KV_USAGE] = self._kv_usage if self._running else 0.0
         report.num_running = report.num_running or min(len(self._running), self._max_num_seqs)
         report.num_waiting = max(0, len(self._running) - report.num_running)
         return TargetOutput(committed=outcomes, to_drafters={}, broken_links={}, report=report)

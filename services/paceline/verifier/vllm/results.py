@@ -8,6 +8,7 @@ from typing import Any
 from paceline.core.messages import NS_PER_S, FinishReason, PositionLogprobs, SpeculationRecord, Timings
 from paceline.core.target_events import StepReport
 
+KV_USAGE = "vllm:kv_cache_usage_perc"
 FINISH_REASONS = {each.value: each for each in FinishReason}
 
 
@@ -71,11 +72,11 @@ def add_scheduler(report: StepReport, scheduler: Any, iteration: Any) -> None:
     """
     report.num_running = scheduler.num_running_reqs
     report.num_waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
-    report.kv_usage = scheduler.kv_cache_usage
-    report.prefix_queries = scheduler.prefix_cache_stats.queries
-    report.prefix_hits = scheduler.prefix_cache_stats.hits
+    report.levels[KV_USAGE] = scheduler.kv_cache_usage
+    report.count("vllm:prefix_cache_queries", by=scheduler.prefix_cache_stats.queries)
+    report.count("vllm:prefix_cache_hits", by=scheduler.prefix_cache_stats.hits)
     if iteration is not None:
-        report.num_preempted = iteration.num_preempted_reqs
+        report.count("vllm:num_preemptions", by=iteration.num_preempted_reqs)
         report.num_prefill_rows = iteration.num_prompt_tokens
     drafted = scheduler.spec_decoding_stats
     if drafted is not None and drafted.num_drafts:
