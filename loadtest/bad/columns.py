@@ -143,7 +143,7 @@ def _change(entry: Message, chance: random.Random) -> None:
         setattr(entry, chance.choice(numbers), chance.choice(_BORDERS))
     if isinstance(entry, drafter_pb2.OpenSession) and chance.random() < 0.5:
         entry.token_ids.append(chance.choice(_BORDERS))
-        entry.sampling.logit_bias.add(token_id=chance.choice(_BORDERS), bias=1.0)
+        entry.params.sampling.logit_bias.add(token_id=chance.choice(_BORDERS), bias=1.0)
 
 
 class Peers:

@@ -9,6 +9,7 @@ from typing import Any
 
 from loadtest.bad.kinds import Kind, Parts, Target, junk, unrefused
 from paceline.core.messages import ModelIdentity
+from paceline.core.params import SessionParams
 from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES as GATEWAY_MESSAGE_BYTES
 from paceline.rpc.v1 import common_pb2, drafter_pb2, gateway_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
@@ -93,9 +94,10 @@ def _verifier_good(chance: random.Random, **fields: Any) -> bytes:
         "session_id": f"bad-{chance.randbytes(8).hex()}",
         "epoch": 1,
         "prompt_token_ids": [1, 2, 3],
-        "sampling": _sampling(),
-        "cache_salt": "0123456789",
     }
+    params: dict[str, Any] = {"sampling": _sampling(), "cache_salt": "0123456789"}
+    params |= {name: fields.pop(name) for name in SessionParams.__slots__ if name in fields}
+    values["params"] = common_pb2.SessionParams(**params)
     message = verifier_pb2.VerifyRequest(starts=[verifier_pb2.StartSession(**{**values, **fields})])
     return message.SerializeToString()
 
@@ -213,7 +215,7 @@ def _open(**fields: Any) -> drafter_pb2.OpenSession:
         "number": 1,
         "token_ids": range(1, 9),
         "prompt_len": 8,
-        "sampling": _sampling(max_tokens=64),
+        "params": {"sampling": _sampling(max_tokens=64)},
     }
     return drafter_pb2.OpenSession(**{**values, **fields})
 
@@ -271,7 +273,7 @@ DRAFTER_KINDS = (
     _draft("open without a name", _sent(_open(session_id="")), INVALID),
     _draft("open without a number", _sent(_open(number=0)), INVALID),
     _draft("open at no price", _sent(_open(price=_NAN)), INVALID),
-    _draft("open, bad sampling", _sent(_open(sampling=_sampling(temperature=_NAN))), INVALID),
+    _draft("open, bad sampling", _sent(_open(params={"sampling": _sampling(temperature=_NAN)})), INVALID),
     _draft("commit at no price", _sent(_open(), _commit(price=2.0)), INVALID),
     _draft("contradiction", _sent(_open(), _commit(base_len=4, token_id=99)), INVALID),
     _draft("commit before open", _sent(_commit()), LEFT),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -145,7 +144,7 @@ async def test_a_message_beyond_the_limit_of_bytes_is_refused_and_the_next_one_s
             status, _ = await status_of(channel, VERIFIER, bytes(MAX_MESSAGE_BYTES + 1))
             assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
         with pytest.raises(InvalidRequestError, match=r"request: has \d+ bytes, at most \d+ are allowed"):
-            await calls.tokens(replace(ask(), cache_salt="x" * MAX_MESSAGE_BYTES))
+            await calls.tokens(ask("x" * MAX_MESSAGE_BYTES))
         assert len(await calls.tokens(ask())) == 24
         assert host.num_sessions == 0
 
@@ -153,7 +152,7 @@ async def test_a_message_beyond_the_limit_of_bytes_is_refused_and_the_next_one_s
 async def test_long_values_are_shortened_in_what_is_told_of_them(tiny_pair) -> None:
     async with verifier_at(tiny_pair[0]) as (address, _), told(address) as stream:
         message = start_session_to_pb(1, ask())
-        message.speculation.acceptance = "\N{GRINNING FACE}" * 100_000
+        message.params.speculation.acceptance = "\N{GRINNING FACE}" * 100_000
         await stream.say(starts=[message])
         error = (await stream.hear_of(1, "errors")).errors[0]
     assert (error.kind, error.field) == ("InvalidRequestError", "speculation.acceptance")

@@ -125,13 +125,13 @@ async def drafter_of(calls, host, speculation: SpeculationParams) -> str:
 BAD_REQUESTS = {
     "prompt_token_ids": lambda m: m.ClearField("prompt_token_ids"),
     "prompt_token_ids[1]": lambda m: m.prompt_token_ids.__setitem__(1, 999_999),
-    "max_tokens": lambda m: setattr(m.sampling, "max_tokens", MAX_MODEL_LEN),
-    "temperature": lambda m: setattr(m.sampling, "temperature", float("nan")),
-    "top_p": lambda m: setattr(m.sampling, "top_p", 2.0),
-    "logit_bias[3]": lambda m: m.sampling.logit_bias.append(common_pb2.LogitBias(token_id=3, bias=float("inf"))),
-    "stop_token_ids[0]": lambda m: m.sampling.stop_token_ids.append(999_999),
-    "speculation.acceptance": lambda m: setattr(m.speculation, "acceptance", "lossy"),
-    "sampling": lambda m: m.ClearField("sampling"),
+    "max_tokens": lambda m: setattr(m.params.sampling, "max_tokens", MAX_MODEL_LEN),
+    "temperature": lambda m: setattr(m.params.sampling, "temperature", float("nan")),
+    "top_p": lambda m: setattr(m.params.sampling, "top_p", 2.0),
+    "logit_bias[3]": lambda m: m.params.sampling.logit_bias.append(common_pb2.LogitBias(token_id=3, bias=float("inf"))),
+    "stop_token_ids[0]": lambda m: m.params.sampling.stop_token_ids.append(999_999),
+    "speculation.acceptance": lambda m: setattr(m.params.speculation, "acceptance", "lossy"),
+    "sampling": lambda m: m.params.ClearField("sampling"),
     "session_id": lambda m: m.ClearField("session_id"),
 }
 

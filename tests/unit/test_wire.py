@@ -42,7 +42,7 @@ from paceline.core.messages import (
     TokenOrigin,
     ToVerifier,
 )
-from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
+from paceline.core.params import ACCEPTANCE_RULES, MAX_PRIORITY, METHODS, SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_commits, to_drafts
@@ -186,8 +186,10 @@ def opens(draw: st.DrawFn) -> OpenSession:
         sampling=draw(sampling_params()),
         price=draw(decimals(0, 1)),
         room=draw(uint32),
-        acceptance=draw(st.sampled_from(ACCEPTANCE_RULES)),
+        speculation=draw(speculation_params),
         cache_salt=draw(st.sampled_from(("", "a key's"))),
+        priority=draw(st.integers(-MAX_PRIORITY, MAX_PRIORITY)),
+        tenant=draw(st.sampled_from(("", "a digest"))),
         traceparent=draw(st.sampled_from(("", TRACEPARENT))),
     )
 

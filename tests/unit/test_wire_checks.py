@@ -12,7 +12,7 @@ import pytest
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, OpenSession
-from paceline.core.params import MAX_ENTRIES, SamplingParams, SpeculationParams
+from paceline.core.params import SAMPLING, SamplingParams, SpeculationParams
 from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.wire.common import PROTOCOL
@@ -32,7 +32,8 @@ REQUEST = GenerateRequest(
 @pytest.mark.parametrize("field", ["session_id", "prompt_token_ids", "sampling"])
 def test_a_generate_request_without_a_needed_field_is_refused_by_name(field: str) -> None:
     message = wire.start_session_to_pb(1, REQUEST)
-    message.ClearField(field)  # type: ignore[arg-type]  # the stub lists the names it takes
+    of: Any = message.params if field == "sampling" else message
+    of.ClearField(field)
     with pytest.raises(InvalidRequestError) as caught:
         wire.generate_request_from_pb(message)
     assert caught.value.field == field
@@ -46,7 +47,7 @@ def test_a_session_id_beyond_256_characters_is_refused() -> None:
 
 def test_a_generate_request_without_speculation_takes_the_defaults() -> None:
     message = wire.start_session_to_pb(1, replace(REQUEST, speculation=SpeculationParams(enabled=False)))
-    message.ClearField("speculation")
+    message.params.ClearField("speculation")
     assert wire.generate_request_from_pb(message).speculation == SpeculationParams()
 
 
@@ -227,21 +228,23 @@ def test_a_malformed_distribution_is_refused_by_field(token_ids: list[int], weig
         wire.draft_response_from_pb(message)
 
 
+FINE = common_pb2.SamplingParams(max_tokens=1)
 BAD = common_pb2.SamplingParams(max_tokens=1, temperature=-1.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"sampling": None}, "sampling"),
-        ({"sampling": BAD}, "sampling.temperature"),
+        ({"params": None}, "params.sampling"),
+        ({"params": {"sampling": BAD}}, "params.temperature"),
         ({"prompt_len": 3}, "prompt_len"),
         ({"prompt_len": 0}, "prompt_len"),
         ({"number": 0}, "number"),
         ({"number": 2**31}, "number"),
         ({"price": float("nan")}, "price"),
         ({"price": 1.5}, "price"),
-        ({"acceptance": "lucky"}, "acceptance"),
+        ({"params": {"sampling": FINE, "speculation": {"acceptance": "lucky"}}}, "params.speculation.acceptance"),
+        ({"params": {"sampling": FINE, "cache_salt": "x" * 129}}, "params.cache_salt"),
         ({"traceparent": "01"}, "traceparent"),
         ({"traceparent": TRACEPARENT + "\n"}, "traceparent"),
         ({"session_id": ""}, "session_id"),
@@ -255,7 +258,7 @@ def test_a_malformed_open_is_refused_by_field(changes: dict[str, Any], field: st
         "number": 1,
         "token_ids": [1, 2],
         "prompt_len": 2,
-        "sampling": common_pb2.SamplingParams(max_tokens=1),
+        "params": {"sampling": FINE},
         "price": 0.5,
     }
     request = drafter_pb2.DraftRequest(opens=[drafter_pb2.OpenSession(**fine | changes)])
@@ -446,7 +449,7 @@ def test_a_model_of_endless_lists_is_refused(field: str) -> None:
         wire.identity_from_pb(message)
 
 
-@pytest.mark.parametrize(("field", "most"), [*MAX_ENTRIES.items()])
+@pytest.mark.parametrize(("field", "most"), [(name, row.most) for name, row in SAMPLING.items() if row.default == ()])
 def test_entries_of_sampling_parameters_are_counted_before_anything_is_made_of_them(field: str, most: int) -> None:
     """16 MiB hold 8 million entries of two bytes."""
     message = common_pb2.SamplingParams(max_tokens=1)
@@ -466,7 +469,7 @@ def test_a_text_beyond_the_context_is_refused_before_its_tokens_are_made() -> No
 
 def test_of_a_session_beyond_a_drafters_context_no_more_tokens_are_made_than_show_that() -> None:
     opened = drafter_pb2.OpenSession(
-        session_id="s", number=1, token_ids=[7] * 100, prompt_len=50, sampling=common_pb2.SamplingParams(max_tokens=1)
+        session_id="s", number=1, token_ids=[7] * 100, prompt_len=50, params={"sampling": FINE}
     )
     _, [session] = wire.draft_request_from_pb(drafter_pb2.DraftRequest(opens=[opened]), context_len=64)
     assert isinstance(session, OpenSession)

@@ -142,13 +142,15 @@ class SessionLink:
             number=self.number,
             token_ids=tuple(self.tokens),
             prompt_len=len(request.prompt_token_ids),
-            # Of no use to a drafter, and up to 128 KiB.
-            sampling=replace(request.sampling, grammar=""),
             price=price,
             room=room,
-            acceptance=self._acceptance,
-            cache_salt=request.cache_salt,
             traceparent=request.traceparent,
+            **request.params()
+            | {
+                # Grammar and prediction are of no use to a drafter, and long.
+                "sampling": replace(request.sampling, grammar=""),
+                "speculation": replace(request.speculation, acceptance=self._acceptance, predicted_token_ids=()),
+            },
         )
 
     def close(self) -> CloseSession | None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.acceptance import SparseDraft
-from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, EAGLE3, SessionParams
 
 DIGEST_CHARS = 32
 
@@ -112,12 +112,11 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSession:
-    """Everything a drafter needs to know of a session.
+class OpenSession(SessionParams):
+    """Everything a drafter needs to know of a session; its speculation names the acceptance rule.
 
-    `number` is its name in all other messages, from 1 on and never reused. `acceptance` says how its guesses are chosen
-    and judged; cached pages are shared under the same `cache_salt`; `traceparent` is the W3C trace context of a session
-    that is traced.
+    `number` is its name in all other messages, from 1 on and never reused; `traceparent` is the W3C trace context of a
+    session that is traced.
     """
 
     session_id: str
@@ -125,11 +124,8 @@ class OpenSession:
     number: int
     token_ids: tuple[int, ...]
     prompt_len: int
-    sampling: SamplingParams
     price: float
     room: int
-    acceptance: str = COUPLED
-    cache_salt: str = ""
     traceparent: str = ""
 
 
@@ -311,26 +307,19 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(SessionParams):
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
-    A `whole` text is handed to the client in one piece, so that its tokens may gather. Prompts share cached
-    pages only under the same `cache_salt`. Sessions of lower `priority` come
-    first. `tenant` is a digest of whose it is. `traceparent` is the W3C trace context it runs in, and travels as
-    metadata of the call.
+    A `whole` text is handed to the client in one piece, so that its tokens may gather. `traceparent` is the W3C trace
+    context it runs in.
     """
 
     session_id: str
     epoch: int
     prompt_token_ids: tuple[int, ...]
     committed_token_ids: tuple[int, ...] = ()
-    sampling: SamplingParams
-    speculation: SpeculationParams
     max_wait_s: float | None = None
     whole: bool = False
-    cache_salt: str = ""
-    priority: int = 0
-    tenant: str = ""
     traceparent: str = ""
 
     @property

@@ -1,9 +1,13 @@
-"""What a request asks for: sampling and speculation, validated on construction."""
+"""What a request asks for: sampling and speculation, validated on construction.
+
+`SAMPLING` and `SESSION` are the tables of parameters. The doors of the gateway, the wire, session records and vLLM's
+engine read them, so that a new number stands here, in the protos, and where it is used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -11,13 +15,11 @@ from paceline.core.errors import InvalidRequestError
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIAS_ENTRIES = 1024
-MAX_STOP_TOKEN_IDS = 64
-MAX_ALLOWED_TOKEN_IDS = 4096
-# Each of the words is written in two ways, with a space before it and without.
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 512
 MAX_GRAMMAR_CHARS = 131_072
+# Of the salt of a prefix cache, and of a tenant's digest.
+MAX_SALT_CHARS = 128
 MAX_DRAFT_TOKENS = 64
 # Characters of a wrong name that an error repeats.
 MAX_SHOWN = 64
@@ -33,15 +35,6 @@ COUPLED, REJECTION = "coupled", "rejection"
 ACCEPTANCE_RULES = (COUPLED, REJECTION)
 
 
-# Entries of the fields that hold several.
-MAX_ENTRIES: Mapping[str, int] = {
-    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
-    "bad_words": 2 * MAX_BAD_WORDS,
-}
-
-
 def _require(field: str, ok: bool, problem: str) -> None:
     if not ok:
         raise InvalidRequestError(field, problem)
@@ -49,7 +42,72 @@ def _require(field: str, ok: bool, problem: str) -> None:
 
 def _require_range(field: str, value: float, low: float, high: float) -> None:
     # NaN compares as outside; a whole number of hundreds of digits, which no float holds, compares exactly.
-    _require(field, low <= value <= high, f"must be a number from {low:g} to {high:g}, got {value!r}")
+    _require(field, low <= value <= high, f"must be a number from {low} to {high}, got {value!r}")
+
+
+def utf8_len(field: str, text: str) -> int:
+    """Returns the bytes of a text in UTF-8.
+
+    Raises:
+        InvalidRequestError: It has no such form, because it holds half of a surrogate pair.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            field, f"is not Unicode text: half of a surrogate pair at character {error.start}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A row of a table of parameters.
+
+    Attributes:
+        default: The value that changes nothing; None: there is none, or the parameter asks for nothing.
+        low: Least number.
+        high: Highest number.
+        above: Number that it must exceed.
+        most: Most entries, or characters.
+        own: Whether a model may have a default of its own.
+        vllm: Name in vLLM's `SamplingParams`, if another; empty: vLLM's engine does not serve it.
+    """
+
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    most: int | None = None
+    own: bool = False
+    vllm: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuses a value outside the limits; of a list, by its length alone.
+
+        Raises:
+            InvalidRequestError: Names the field and the limit.
+        """
+        if value is None:
+            return
+        if isinstance(value, str):
+            utf8_len(name, value)
+        if self.most is not None:
+            kind = "characters" if isinstance(value, str) else "entries"
+            _require(name, len(value) <= self.most, f"has {len(value)} {kind}, at most {self.most} are allowed")
+        if self.low is not None and self.high is not None:
+            _require_range(name, value, self.low, self.high)
+        elif self.low is not None:
+            _require(name, value >= self.low, f"must be at least {self.low}, got {value!r}")
+        if self.above is not None:
+            _require(name, value > self.above, f"must be above {self.above}, got {value!r}")
+
+
+def _row(default: Any = None, **row: Any) -> Any:
+    return field(default=default, metadata={"row": Parameter(default=default, **row)})
+
+
+def _rows(kind: type) -> Mapping[str, Parameter]:
+    return {each.name: each.metadata["row"] for each in fields(kind) if each.metadata}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,56 +122,38 @@ class SamplingParams:
         InvalidRequestError: A field is outside its limits; the error names field and limit.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: str = ""
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    seed: int = 0
+    max_tokens: int = field(metadata={"row": Parameter(low=1)})
+    temperature: float = _row(1.0, low=0, high=100, own=True)
+    top_p: float = _row(1.0, above=0, low=0, high=1, own=True)
+    top_k: int = _row(0, low=0, own=True)
+    min_p: float = _row(0.0, low=0, high=1, own=True)
+    repetition_penalty: float = _row(1.0, low=0.01, high=100, own=True)
+    presence_penalty: float = _row(0.0, low=-2, high=2)
+    frequency_penalty: float = _row(0.0, low=-2, high=2)
+    logit_bias: tuple[tuple[int, float], ...] = _row((), most=1024)
+    min_tokens: int = _row(0, low=0)
+    stop_token_ids: tuple[int, ...] = _row((), most=64)
+    allowed_token_ids: tuple[int, ...] = _row((), most=4096)
+    # Each of the words is written in two ways, with a space before it and without.
+    bad_words: tuple[tuple[int, ...], ...] = _row((), most=2 * MAX_BAD_WORDS, vllm="_bad_words_token_ids")
+    grammar: str = _row("", most=MAX_GRAMMAR_CHARS, vllm="")
+    ignore_eos: bool = _row(False)
+    logprobs: int | None = _row(None, low=0, high=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = _row(None, low=0, high=MAX_TOP_LOGPROBS, vllm="")
+    seed: int = _row(0, low=0, high=MAX_SEED)
 
     def __post_init__(self) -> None:
         """Checks every field that needs no knowledge of the model."""
-        _require("max_tokens", self.max_tokens >= 1, f"must be at least 1, got {self.max_tokens}")
-        _require_range("temperature", self.temperature, 0.0, 100.0)
-        _require_range("top_p", self.top_p, 0.0, 1.0)
-        _require("top_p", self.top_p > 0.0, f"must be above 0, got {self.top_p!r}")
-        _require("top_k", self.top_k >= 0, f"must be 0 (off) or more, got {self.top_k}")
-        _require_range("min_p", self.min_p, 0.0, 1.0)
-        _require_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _require_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._check_lists()
-        _require(
-            "min_tokens",
-            0 <= self.min_tokens <= self.max_tokens,
-            f"must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
-        )
-        _require("seed", 0 <= self.seed <= MAX_SEED, f"must be from 0 to 2**64-1, got {self.seed}")
-        for field, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None:
-                _require_range(field, count, 0, MAX_TOP_LOGPROBS)
-
-    def _check_lists(self) -> None:
-        check_counts(self)
+        for name, row in SAMPLING.items():
+            row.check(name, getattr(self, name))
         for token_id, bias in self.logit_bias:
-            _require_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _require_range(f"logit_bias[{token_id}]", bias, -100, 100)
         for index, word in enumerate(self.bad_words):
             check_bad_word(index, len(word))
-        length = len(self.grammar)
         _require(
-            "grammar", length <= MAX_GRAMMAR_CHARS, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}"
+            "min_tokens",
+            self.min_tokens <= self.max_tokens,
+            f"must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
         )
 
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -183,15 +223,35 @@ class SpeculationParams:
         return MAX_DRAFT_TOKENS if self.max_draft_tokens is None else self.max_draft_tokens
 
 
-def check_counts(params: Any) -> None:
-    """Refuses sampling parameters, ours or a peer's message, with more entries than are allowed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionParams:
+    """What a session is run with, wherever it is: gateways, verifiers, drafters and records carry all of it.
+
+    Cached pages are shared only under the same `cache_salt`. Sessions of lower `priority` come first among those of
+    their `tenant`, a digest of whose they are.
 
     Raises:
-        InvalidRequestError: Names the field.
+        InvalidRequestError: A field is outside its limits; the error names field and limit.
     """
-    for field, most in MAX_ENTRIES.items():
-        count = len(getattr(params, field))
-        _require(field, count <= most, f"has {count} entries, at most {most} are allowed")
+
+    sampling: SamplingParams
+    speculation: SpeculationParams = SpeculationParams()
+    cache_salt: str = _row("", most=MAX_SALT_CHARS)
+    priority: int = _row(0, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+    tenant: str = _row("", most=MAX_SALT_CHARS)
+
+    def __post_init__(self) -> None:
+        """Checks the fields that are no messages of their own."""
+        for name, row in SESSION.items():
+            row.check(name, getattr(self, name))
+
+    def params(self) -> dict[str, Any]:
+        """Returns the fields of this class alone, for another message of the same session."""
+        return {each: getattr(self, each) for each in SessionParams.__slots__}
+
+
+SAMPLING = _rows(SamplingParams)
+SESSION = _rows(SessionParams)
 
 
 def check_bad_word(index: int, num_tokens: int) -> None:
@@ -202,19 +262,6 @@ def check_bad_word(index: int, num_tokens: int) -> None:
     """
     most = MAX_BAD_WORD_TOKENS
     _require(f"bad_words[{index}]", 1 <= num_tokens <= most, f"must have 1 to {most} tokens, got {num_tokens}")
-
-
-def check_priority(priority: int) -> None:
-    """Refuses a priority that does not fit into 32 bits.
-
-    Raises:
-        InvalidRequestError: It does not.
-    """
-    _require(
-        "priority",
-        -MAX_PRIORITY <= priority <= MAX_PRIORITY,
-        f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}",
-    )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -135,7 +135,7 @@ class DraftTraces:
         attributes: Attributes = {
             names.SESSION_ID: message.session_id,
             names.EPOCH: message.epoch,
-            names.ACCEPTANCE: message.acceptance,
+            names.ACCEPTANCE: message.speculation.acceptance,
             names.NUM_COMMITTED_TOKENS: len(message.token_ids),
         }
         span = start_span(self._tracer, "draft", parent=message.traceparent, attributes=attributes)

@@ -67,7 +67,7 @@ class DraftSession:
         self.session_id, self.number = opened.session_id, opened.number
         self.tokens = list(opened.token_ids)
         self.sampling = opened.sampling
-        self.chain = opened.acceptance == REJECTION
+        self.chain = opened.speculation.acceptance == REJECTION
         self.price, self.room = opened.price, opened.room
         self.link, self.row = 0, -1
         self._context_len = identity.context_len

@@ -18,8 +18,6 @@ from paceline.service.learned import NO_STATE, Learned, TunedState
 from paceline.verifier.config import NEVER
 from paceline.verifier.vllm.helper_line import HelperLine
 
-# Gateways send a digest.
-MAX_SALT_CHARS = 128
 # Parameters of the first sessions of an engine: by logits alone or not, with log probabilities or without.
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, ignore_eos=True)
@@ -74,14 +72,6 @@ class ServedEngine:
             InvalidRequestError: Names the field and the limit.
         """
         identity = self.identity
-        if len(request.tenant) > MAX_SALT_CHARS:
-            raise InvalidRequestError(
-                "tenant", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.tenant)}"
-            )
-        if len(request.cache_salt) > MAX_SALT_CHARS:
-            raise InvalidRequestError(
-                "cache_salt", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"
-            )
         check_token_ids("prompt_token_ids", request.prompt_token_ids, identity.vocab_size)
         check_token_ids("committed_token_ids", request.committed_token_ids, identity.vocab_size)
         predicted = request.speculation.predicted_token_ids

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
@@ -14,19 +15,18 @@ from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, SpeculationRecord, Timings
 from paceline.core.params import (
     MAX_DRAFT_TOKENS,
+    SAMPLING,
     SamplingParams,
+    SessionParams,
     SpeculationParams,
     check_bad_word,
-    check_counts,
 )
 from paceline.core.prediction import MAX_PREDICTED_TOKENS
 from paceline.rpc.v1 import common_pb2
 from paceline.wire.columns import check_count
 
-_DataT = TypeVar("_DataT", ModelIdentity, SpeculationRecord, Timings)
-
 # Version of what gateways, verifiers and drafters say to each other; both ends of a stream must have the same.
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_UINT32 = 2**32 - 1
 # Ids are in every message of a session, and in its errors.
 MAX_SESSION_ID_CHARS = 256
@@ -50,49 +50,39 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     Raises:
         InvalidRequestError: A whole number does not fit into 32 bits.
     """
-    check_uint32("max_tokens", (params.max_tokens,))
-    check_uint32("top_k", (params.top_k,))
+    values = fields_of(params)
+    for name, value in values.items():
+        if isinstance(value, int) and SAMPLING[name].high is None:
+            check_uint32(name, (value,))
     check_uint32("logit_bias", [token_id for token_id, _ in params.logit_bias])
-    check_uint32("stop_token_ids", params.stop_token_ids)
-    check_uint32("allowed_token_ids", params.allowed_token_ids)
     check_uint32("bad_words", [*chain.from_iterable(params.bad_words)])
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_uint32(name, values[name])
     nested = {
         "top_p": max(params.top_p, SMALLEST_FLOAT32),
         "logit_bias": [common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
         "bad_words": [common_pb2.BadWord(token_ids=word) for word in params.bad_words],
     }
-    return common_pb2.SamplingParams(**fields_of(params) | nested)
+    return common_pb2.SamplingParams(**values | nested)
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Decodes sampling parameters; `top_p` and `repetition_penalty` 0 count as not set, which is off.
+    """Decodes sampling parameters; an absent temperature is 0.
 
     Raises:
         InvalidRequestError: A field is outside its limits; of lists, before anything is made of their entries.
     """
-    check_counts(message)
+    for name, row in SAMPLING.items():
+        if row.most is not None:
+            row.check(name, getattr(message, name))
     for index, word in enumerate(message.bad_words):
         check_bad_word(index, len(word.token_ids))
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=decimal(message.temperature),
-        top_p=decimal(message.top_p) or 1.0,
-        top_k=message.top_k,
-        min_p=decimal(message.min_p),
-        repetition_penalty=decimal(message.repetition_penalty) or 1.0,
-        presence_penalty=decimal(message.presence_penalty),
-        frequency_penalty=decimal(message.frequency_penalty),
-        logit_bias=tuple((entry.token_id, decimal(entry.bias)) for entry in message.logit_bias),
-        min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
-        grammar=message.grammar,
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        seed=message.seed,
-    )
+    nested: dict[str, Any] = {
+        "temperature": decimal(message.temperature),
+        "logit_bias": tuple((entry.token_id, decimal(entry.bias)) for entry in message.logit_bias),
+        "bad_words": tuple(tuple(word.token_ids) for word in message.bad_words),
+    }
+    return SamplingParams(**_values(message, nested))
 
 
 def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
@@ -105,13 +95,32 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
     Raises:
         InvalidRequestError: A field is outside its limits.
     """
-    return SpeculationParams(
-        enabled=message.enabled,
-        max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
-        acceptance=message.acceptance,
-        method=message.method,
-        predicted_token_ids=tuple(message.predicted_token_ids[:MAX_PREDICTED_TOKENS]),
-    )
+    predicted = tuple(message.predicted_token_ids[:MAX_PREDICTED_TOKENS])
+    return SpeculationParams(**_values(message, {"predicted_token_ids": predicted}))
+
+
+def session_params_to_pb(params: SessionParams) -> common_pb2.SessionParams:
+    """Encodes what a session is run with, of whichever message it is.
+
+    Raises:
+        InvalidRequestError: As of `sampling_to_pb`.
+    """
+    nested = {"sampling": sampling_to_pb(params.sampling), "speculation": speculation_to_pb(params.speculation)}
+    return common_pb2.SessionParams(**params.params() | nested)
+
+
+def session_params_from_pb(message: common_pb2.SessionParams) -> dict[str, Any]:
+    """Returns the fields of `SessionParams`; absent `speculation` means its defaults.
+
+    Raises:
+        InvalidRequestError: A field is missing or outside its limits.
+    """
+    if not message.HasField("sampling"):
+        raise InvalidRequestError("sampling", "is missing")
+    nested: dict[str, Any] = {"sampling": sampling_from_pb(message.sampling), "speculation": SpeculationParams()}
+    if message.HasField("speculation"):
+        nested["speculation"] = speculation_from_pb(message.speculation)
+    return _values(message, nested)
 
 
 def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
@@ -130,7 +139,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
         raise RemoteProtocolError("ModelIdentity.vocab_hash: must not be empty")
     if message.vocab_size == 0:
         raise RemoteProtocolError("ModelIdentity.vocab_size: must be at least 1, got 0")
-    return _whole(ModelIdentity, message)
+    return ModelIdentity(**_values(message))
 
 
 def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.SpeculationRecord:
@@ -146,7 +155,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
     check_count("SpeculationRecord.acceptance_histogram", len(message.acceptance_histogram), MAX_DRAFT_TOKENS + 1)
     if not 0.0 <= message.mean_batch_size < math.inf:
         raise RemoteProtocolError(f"SpeculationRecord.mean_batch_size: got {message.mean_batch_size!r}")
-    return _whole(SpeculationRecord, message)
+    return SpeculationRecord(**_values(message, {"mean_batch_size": message.mean_batch_size}))
 
 
 def timings_to_pb(timings: Timings) -> common_pb2.Timings:
@@ -154,7 +163,7 @@ def timings_to_pb(timings: Timings) -> common_pb2.Timings:
 
 
 def timings_from_pb(message: common_pb2.Timings) -> Timings:
-    return _whole(Timings, message)
+    return Timings(**_values(message))
 
 
 def check_uint32(field: str, values: Sequence[int]) -> None:
@@ -175,13 +184,22 @@ def decimal(value: float) -> float:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Returns the fields of a named tuple or a slotted dataclass; unlike `asdict` it copies no tokens."""
-    return {name: getattr(value, name) for name in getattr(value, "_fields", None) or value.__slots__}
+    return {name: getattr(value, name) for name in getattr(value, "_fields", None) or value.__dataclass_fields__}
 
 
-def _whole(kind: type[_DataT], message: Message) -> _DataT:
-    """Decodes a message whose fields are those of a named tuple or a dataclass; lists become tuples."""
-    values: dict[str, Any] = {}
-    for name in kind.__annotations__:
-        value = getattr(message, name)
-        values[name] = tuple(value) if isinstance(value, MutableSequence) else value
-    return kind(**values)
+def _values(message: Message, nested: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Returns the values of a message by the names of its fields; lists become tuples, and absent ones are left out.
+
+    Args:
+        nested: Those that are decoded already.
+    """
+    values = {**nested}
+    for each in message.DESCRIPTOR.fields:
+        if each.name not in nested and (not each.has_presence or message.HasField(each.name)):
+            value = getattr(message, each.name)
+            if isinstance(value, MutableSequence):
+                value = tuple(value)
+            elif isinstance(value, float):
+                value = decimal(value)
+            values[each.name] = value
+    return values

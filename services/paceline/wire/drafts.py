@@ -23,7 +23,7 @@ from paceline.core.messages import (
     ToDrafter,
     ToVerifier,
 )
-from paceline.core.params import ACCEPTANCE_RULES, COUPLED
+from paceline.core.params import SessionParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2
 from paceline.wire.columns import (
     FLOAT,
@@ -44,8 +44,8 @@ from paceline.wire.common import (
     fields_of,
     identity_from_pb,
     identity_to_pb,
-    sampling_from_pb,
-    sampling_to_pb,
+    session_params_from_pb,
+    session_params_to_pb,
 )
 
 MAX_CONFIDENCE = 255
@@ -196,40 +196,31 @@ def _greeting(model: common_pb2.ModelIdentity, peer: str, protocol: int) -> Mode
 
 
 def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
-    return drafter_pb2.OpenSession(**fields_of(message) | {"sampling": sampling_to_pb(message.sampling)})
+    values = {name: value for name, value in fields_of(message).items() if name not in SessionParams.__slots__}
+    return drafter_pb2.OpenSession(params=session_params_to_pb(message), **values)
 
 
 def _open_from_pb(entry: drafter_pb2.OpenSession, context_len: int) -> OpenSession:
-    if not entry.HasField("sampling"):
-        raise RemoteProtocolError("OpenSession.sampling: is missing")
     if not 1 <= entry.prompt_len <= len(entry.token_ids):
         raise RemoteProtocolError(
             f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, got {entry.prompt_len}"
         )
     if not 1 <= entry.number <= MAX_NUMBER:
         raise RemoteProtocolError(f"OpenSession.number: must be from 1 to {MAX_NUMBER}, got {entry.number}")
-    acceptance = entry.acceptance or COUPLED
-    if acceptance not in ACCEPTANCE_RULES:
-        raise RemoteProtocolError(
-            f"OpenSession.acceptance: must be one of {', '.join(ACCEPTANCE_RULES)}, got {acceptance!r}"
-        )
     try:
-        sampling = sampling_from_pb(entry.sampling)
+        return OpenSession(
+            session_id=_session_id(entry.session_id),
+            epoch=entry.epoch,
+            number=entry.number,
+            token_ids=tuple(entry.token_ids[: context_len + 1]),
+            prompt_len=entry.prompt_len,
+            price=_price(entry.price),
+            room=entry.room,
+            traceparent=_trace_context(entry.traceparent),
+            **session_params_from_pb(entry.params),
+        )
     except InvalidRequestError as error:
-        raise RemoteProtocolError(f"OpenSession.sampling.{error}") from error
-    return OpenSession(
-        session_id=_session_id(entry.session_id),
-        epoch=entry.epoch,
-        number=entry.number,
-        token_ids=tuple(entry.token_ids[: context_len + 1]),
-        prompt_len=entry.prompt_len,
-        sampling=sampling,
-        price=_price(entry.price),
-        room=entry.room,
-        acceptance=acceptance,
-        cache_salt=entry.cache_salt,
-        traceparent=_trace_context(entry.traceparent),
-    )
+        raise RemoteProtocolError(f"OpenSession.params.{error}") from error
 
 
 def _trace_context(value: str) -> str:

@@ -27,19 +27,16 @@ from paceline.core.messages import (
     PositionLogprobs,
     TokenOrigin,
 )
-from paceline.core.params import SpeculationParams, check_priority
 from paceline.rpc.v1 import common_pb2, verifier_pb2
 from paceline.wire.columns import MAX_SESSIONS, WORD, check_count, check_size, read, read_sessions
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     MAX_UINT32,
     check_uint32,
-    sampling_from_pb,
-    sampling_to_pb,
-    speculation_from_pb,
+    session_params_from_pb,
+    session_params_to_pb,
     speculation_record_from_pb,
     speculation_record_to_pb,
-    speculation_to_pb,
     timings_from_pb,
     timings_to_pb,
 )
@@ -200,20 +197,15 @@ def start_session_to_pb(number: int, request: GenerateRequest) -> verifier_pb2.S
         InvalidRequestError: A whole number does not fit into 32 bits.
     """
     check_uint32("prompt_token_ids", request.prompt_token_ids)
-    check_priority(request.priority)
     return verifier_pb2.StartSession(
         number=number,
         session_id=request.session_id,
         epoch=request.epoch,
         prompt_token_ids=request.prompt_token_ids,
         committed_token_ids=request.committed_token_ids,
-        sampling=sampling_to_pb(request.sampling),
-        speculation=speculation_to_pb(request.speculation),
+        params=session_params_to_pb(request),
         max_wait_ns=None if request.max_wait_s is None else round(max(0.0, request.max_wait_s) * NS_PER_S),
         whole=request.whole,
-        cache_salt=request.cache_salt,
-        tenant=request.tenant,
-        priority=request.priority,
         traceparent=request.traceparent,
     )
 
@@ -239,7 +231,7 @@ def _start_from_pb(message: verifier_pb2.StartSession, context_len: int) -> Gene
 
 
 def generate_request_from_pb(message: verifier_pb2.StartSession, *, context_len: int = MAX_UINT32) -> GenerateRequest:
-    """Decodes one session for a verifier; absent `speculation` means its defaults.
+    """Decodes one session for a verifier.
 
     Args:
         context_len: Tokens that the verifier takes; a longer text is refused before its tokens are made.
@@ -258,24 +250,15 @@ def generate_request_from_pb(message: verifier_pb2.StartSession, *, context_len:
     num_tokens = len(message.prompt_token_ids) + len(message.committed_token_ids)
     if num_tokens > context_len:
         raise InvalidRequestError("prompt_token_ids", f"{num_tokens} tokens exceed the context of {context_len}")
-    if not message.HasField("sampling"):
-        raise InvalidRequestError("sampling", "is missing")
-    speculation = SpeculationParams()
-    if message.HasField("speculation"):
-        speculation = speculation_from_pb(message.speculation)
     return GenerateRequest(
         session_id=message.session_id,
         epoch=message.epoch,
         prompt_token_ids=tuple(message.prompt_token_ids),
         committed_token_ids=tuple(message.committed_token_ids),
-        sampling=sampling_from_pb(message.sampling),
-        speculation=speculation,
         max_wait_s=message.max_wait_ns / NS_PER_S if message.HasField("max_wait_ns") else None,
         whole=message.whole,
-        cache_salt=message.cache_salt,
-        tenant=message.tenant,
-        priority=message.priority,
         traceparent=message.traceparent,
+        **session_params_from_pb(message.params),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import COUPLED, DRAFT_MODEL, NGRAM, REJECTION, SamplingParams, SpeculationParams
-from paceline.verifier.served import MAX_SALT_CHARS, ServedEngine, TargetStepper
+from paceline.verifier.served import ServedEngine, TargetStepper
 
 EOS, STOP = 7, 8
 IDENTITY = ModelIdentity(
@@ -51,7 +51,6 @@ def test_what_can_be_served_passes() -> None:
         ({"prompt_token_ids": (1, 64)}, "prompt_token_ids.*64"),
         ({"speculation": SpeculationParams(predicted_token_ids=(1, 64))}, "predicted_token_ids.*64"),
         ({"prompt_token_ids": (1,) * 91, "committed_token_ids": ()}, "91 prompt tokens.*context of 100"),
-        ({"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, f"cache_salt.*{MAX_SALT_CHARS}"),
         ({"speculation": SpeculationParams(method="medusa")}, "speculation.method.*medusa is not served"),
     ],
 )

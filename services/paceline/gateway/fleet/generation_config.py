@@ -9,20 +9,14 @@ from typing import Any
 
 from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.params import SamplingParams
+from paceline.core.params import SAMPLING, SamplingParams
 
 FILE = "generation_config.json"
 AUTO, NEUTRAL = "auto", "vllm"
-_FIELDS: Mapping[str, type | tuple[type, ...]] = {
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": int,
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
+_FIELDS: Mapping[str, type] = {
+    **{name: type(row.default) for name, row in SAMPLING.items() if row.own},
     "max_new_tokens": int,
 }
-# Fields of `SamplingParams` that a model may have a value for.
-MODEL_SAMPLING = tuple(name for name in _FIELDS if name != "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +59,9 @@ def model_defaults(source: str, folder: Path) -> ModelDefaults:
 def _read(content: Mapping[str, Any]) -> ModelDefaults:
     given = {name: content[name] for name in _FIELDS if content.get(name) is not None}
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, _FIELDS[name]):
-            kind = "a whole number" if _FIELDS[name] is int else "a number"
+        whole = _FIELDS[name] is int
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            kind = "a whole number" if whole else "a number"
             raise InvalidRequestError(name, f"must be {kind}, got {value!r}")
     max_new_tokens = given.pop("max_new_tokens", None)
     if max_new_tokens is not None and max_new_tokens < 1:

@@ -280,13 +280,9 @@ class Failover:
             epoch=epoch,
             prompt_token_ids=request.prompt_token_ids,
             committed_token_ids=recorded.committed_token_ids,
-            sampling=request.sampling,
-            speculation=request.speculation,
             whole=request.whole and not request.may_stop_early,
-            cache_salt=request.prefix_salt,
-            tenant=request.tenant,
-            priority=request.priority,
             max_wait_s=self._max_wait_of(request),
+            **request.of_caller(),
         )
 
     async def _on_verifier(

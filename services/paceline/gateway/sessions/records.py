@@ -40,16 +40,16 @@ _log = logging.getLogger(__name__)
 def session_record(request: SessionRequest, owner: str) -> SessionRecord:
     """Returns the record of a session before its first placement."""
     prompt = np.asarray(request.prompt_token_ids, dtype="<u4").tobytes()
+    # Without the prediction, which may be long: it can only change speed.
+    speculation = replace(request.speculation, predicted_token_ids=())
     parameters: dict[str, Any] = {
+        **request.params(),
         "sampling": asdict(request.sampling),
-        # Without the prediction, which may be long: it can only change speed.
-        "speculation": asdict(replace(request.speculation, predicted_token_ids=())),
+        "speculation": asdict(speculation),
         "stop": list(request.stops),
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,
         "return_token_ids": request.return_token_ids,
-        "cache_salt": request.cache_salt,
-        "priority": request.priority,
     }
     if request.form is not None:
         parameters["form"] = request.form.to_json()

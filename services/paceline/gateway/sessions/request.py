@@ -9,14 +9,14 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import FIELD as GRAMMAR_FIELD
 from paceline.core.messages import FinishReason, ModelIdentity
-from paceline.core.params import COUPLED, SamplingParams, SpeculationParams
+from paceline.core.params import COUPLED, SessionParams, utf8_len
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.message.form import MessageForm
-from paceline.gateway.text.codec import utf8_len
 from paceline.obs.tracing import INVALID_SPAN, Span
 from paceline.store.base import EPOCHS_PER_OWNER
 
@@ -24,7 +24,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
-MAX_SALT_CHARACTERS = 128
 MAX_TEMPLATE_CHARACTERS = 100_000
 # Of one request, those that are held until the answer is sent; each is a hundred bytes here and in the answer.
 MAX_LOGPROBS = 500_000
@@ -33,8 +32,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRequest:
-    """One session to run, all fields checked.
+class SessionRequest(SessionParams):
+    """One session to run, all fields checked; its salt is as the client names it, see `of_caller`.
 
     Attributes:
         include_stop_str_in_output: Whether the stop string or stop token that ends the text is part of it.
@@ -53,8 +52,6 @@ class SessionRequest:
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
         return_token_ids: Whether the answer names the tokens of prompt and text.
         whole: The client gets the text in one piece.
-        cache_salt: As the request names it; see `prefix_salt`.
-        priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
         form: How its text becomes a message; None: as it is.
@@ -65,8 +62,6 @@ class SessionRequest:
     model: ServedModel
     session_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    speculation: SpeculationParams
     stops: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -79,8 +74,6 @@ class SessionRequest:
     digest: str = ""
     arithmetic: str = ""
     engine_deaths: int = 0
-    cache_salt: str = ""
-    priority: int = 0
     token_origins: bool = False
     echo: str | None = None
     prompt_only: bool = False
@@ -120,10 +113,10 @@ class SessionRequest:
             return ""
         return _digest(f"{self.api_key}\0{self.cache_salt}")
 
-    @property
-    def tenant(self) -> str:
-        """Whose it is, to verifiers; empty where no keys are asked for."""
-        return _digest(self.api_key) if self.api_key else ""
+    def of_caller(self) -> dict[str, Any]:
+        """Returns its parameters as verifiers get them: with digests of whose they are."""
+        tenant = _digest(self.api_key) if self.api_key else ""
+        return self.params() | {"cache_salt": self.prefix_salt, "tenant": tenant}
 
     @property
     def keeps_tokens(self) -> bool:
@@ -171,18 +164,6 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:SALT_CHARS]
-
-
-def check_salt(salt: str) -> str:
-    """Returns the salt of a prefix cache.
-
-    Raises:
-        InvalidRequestError: It is too long, or not Unicode text.
-    """
-    if len(salt) > MAX_SALT_CHARACTERS:
-        raise InvalidRequestError("cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(salt)}")
-    utf8_len("cache_salt", salt)
-    return salt
 
 
 def check_logprobs(num_entries: int, *, field: str) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
 from paceline.core.messages import FinishReason
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import SESSION, SamplingParams, SpeculationParams
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.sessions.known_tokens import check_known
-from paceline.gateway.sessions.request import SessionRequest, check_salt, check_stops
+from paceline.gateway.sessions.request import SessionRequest, check_stops
 from paceline.service.fair_shares import Caller
 from paceline.store.base import LoggedSession, SessionState, Store
 
@@ -139,14 +139,13 @@ def _parameters(params_json: str) -> dict[str, Any]:
     try:
         values = json.loads(params_json)
         return {
-            "sampling": _sampling(values["sampling"]),
-            "speculation": SpeculationParams(**values["speculation"]),
+            **{name: values[name] for name in SESSION if name in values},
+            "sampling": SamplingParams(**_with_tuples(values["sampling"])),
+            "speculation": SpeculationParams(**_with_tuples(values["speculation"])),
             "stops": check_stops(values["stop"]),
             "include_stop_str_in_output": bool(values.get("include_stop_str_in_output", False)),
             "skip_special_tokens": bool(values.get("skip_special_tokens", True)),
             "return_token_ids": bool(values.get("return_token_ids", False)),
-            "cache_salt": check_salt(values.get("cache_salt", "")),
-            "priority": int(values.get("priority", 0)),
             "traceparent": str(values.get("traceparent", "")),
             "form": MessageForm.from_json(values.get("form")),
         }
@@ -154,12 +153,11 @@ def _parameters(params_json: str) -> dict[str, Any]:
         raise SessionNotFoundError(f"session_id: its record cannot be read ({type(error).__name__})") from error
 
 
-def _sampling(values: dict[str, Any]) -> SamplingParams:
-    """Sampling parameters from JSON, which knows no tuples."""
-    bias = tuple((int(token_id), float(change)) for token_id, change in values["logit_bias"])
-    lists = {name: tuple(values.get(name, ())) for name in ("stop_token_ids", "allowed_token_ids")}
-    bad_words = tuple(map(tuple, values.get("bad_words", ())))
-    return SamplingParams(**{**values, **lists, "logit_bias": bias, "bad_words": bad_words})
+def _with_tuples(values: Any) -> Any:
+    """Parameters from JSON, which knows no tuples."""
+    if isinstance(values, dict):
+        return {name: _with_tuples(value) for name, value in values.items()}
+    return tuple(map(_with_tuples, values)) if isinstance(values, list) else values
 
 
 def _up_to_end(

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import InvalidRequestError
+from paceline.core.params import utf8_len
 from paceline.gateway.text.chat_template import ChatTemplate, Message, read_templates, up_to_mark, with_end_marked
 from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
 from paceline.gateway.text.streaming import Decodes
@@ -312,20 +313,6 @@ def _num_bytes(field: str, value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(_num_bytes(field, key) + _num_bytes(field, each) for key, each in value.items())
     return sum(_num_bytes(field, each) for each in value) if isinstance(value, list) else 0
-
-
-def utf8_len(field: str, text: str) -> int:
-    """Returns the bytes of a text in UTF-8.
-
-    Raises:
-        InvalidRequestError: It has no such form, because it holds half of a surrogate pair.
-    """
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            field, f"is not Unicode text: half of a surrogate pair at character {error.start}"
-        ) from None
 
 
 class _Spelling:

@@ -245,6 +245,47 @@ class SpeculationParams(google.protobuf.message.Message):
 Global___SpeculationParams: typing_extensions.TypeAlias = SpeculationParams
 
 @typing.final
+class SessionParams(google.protobuf.message.Message):
+    """What a session is run with: gateways tell verifiers, and verifiers drafters, all of it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLING_FIELD_NUMBER: builtins.int
+    SPECULATION_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    cache_salt: builtins.str
+    """Sessions share cached pages only with those of the same salt."""
+    priority: builtins.int
+    """Sessions of lower numbers get places, and keep their pages, before others of their tenant; 0 is usual."""
+    tenant: builtins.str
+    """Whose the session is, as a digest. Tenants share places, pages, prompt rows and the time in which grammars are
+    compiled. Empty: not known.
+    """
+    @property
+    def sampling(self) -> Global___SamplingParams:
+        """How tokens are chosen."""
+
+    @property
+    def speculation(self) -> Global___SpeculationParams:
+        """What the request asks of speculation; absent: the defaults. A drafter is told the acceptance rule, and no prediction."""
+
+    def __init__(
+        self,
+        *,
+        sampling: Global___SamplingParams | None = ...,
+        speculation: Global___SpeculationParams | None = ...,
+        cache_salt: builtins.str = ...,
+        priority: builtins.int = ...,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]) -> None: ...
+
+Global___SessionParams: typing_extensions.TypeAlias = SessionParams
+
+@typing.final
 class ModelIdentity(google.protobuf.message.Message):
     """What must agree between replicas: the vocabulary of a verifier and its drafter, and the weights too of verifiers
     that take over one another's sessions.

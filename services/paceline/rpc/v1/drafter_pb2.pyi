@@ -32,7 +32,7 @@ class DraftRequest(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     COMMITS_FIELD_NUMBER: builtins.int
     protocol: builtins.int
-    """First message of a stream only: version of this protocol, 3. A drafter of another version refuses the stream."""
+    """First message of a stream only: version of this protocol. A drafter of another version refuses the stream."""
     @property
     def target(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: who dials. A drafter for another vocabulary refuses the stream."""
@@ -78,12 +78,10 @@ class OpenSession(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     PROMPT_LEN_FIELD_NUMBER: builtins.int
-    SAMPLING_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
     PRICE_FIELD_NUMBER: builtins.int
     ROOM_FIELD_NUMBER: builtins.int
-    ACCEPTANCE_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
-    CACHE_SALT_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
@@ -95,14 +93,8 @@ class OpenSession(google.protobuf.message.Message):
     """Least survival worth drafting, in [0, 1]."""
     room: builtins.int
     """Most nodes ahead of the committed tokens; 0: stay warm, draft nothing."""
-    acceptance: builtins.str
-    """Acceptance rule; empty: "coupled". Under "rejection" the tree is a chain, and every guess is sampled
-    from the very distribution that is sent with it.
-    """
     traceparent: builtins.str
     """W3C trace context of the verifier's span, for a session that is traced; empty: it is not."""
-    cache_salt: builtins.str
-    """Sessions share cached pages only with those of the same salt."""
     number: builtins.int
     """Its name in all other messages, from 1 on; unique among the verifier's sessions, and never reused."""
     @property
@@ -110,8 +102,10 @@ class OpenSession(google.protobuf.message.Message):
         """Prompt and committed tokens so far."""
 
     @property
-    def sampling(self) -> paceline.rpc.v1.common_pb2.SamplingParams:
-        """Parameters of the target's choice, seed included."""
+    def params(self) -> paceline.rpc.v1.common_pb2.SessionParams:
+        """What it is run with. Under the rule "rejection" the tree is a chain, and every guess is sampled from the very
+        distribution that is sent with it.
+        """
 
     def __init__(
         self,
@@ -120,16 +114,14 @@ class OpenSession(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         prompt_len: builtins.int = ...,
-        sampling: paceline.rpc.v1.common_pb2.SamplingParams | None = ...,
+        params: paceline.rpc.v1.common_pb2.SessionParams | None = ...,
         price: builtins.float = ...,
         room: builtins.int = ...,
-        acceptance: builtins.str = ...,
         traceparent: builtins.str = ...,
-        cache_salt: builtins.str = ...,
         number: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "cache_salt", b"cache_salt", "epoch", b"epoch", "number", b"number", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["params", b"params"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "number", b"number", "params", b"params", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -214,7 +206,7 @@ class DraftResponse(google.protobuf.message.Message):
     DRAFTS_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     protocol: builtins.int
-    """First message of a stream only: version of this protocol, 3. A verifier of another version ends the stream."""
+    """First message of a stream only: version of this protocol. A verifier of another version ends the stream."""
     @property
     def draft(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: the draft model."""

@@ -93,13 +93,9 @@ class StartSession(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    SAMPLING_FIELD_NUMBER: builtins.int
-    SPECULATION_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
     MAX_WAIT_NS_FIELD_NUMBER: builtins.int
     WHOLE_FIELD_NUMBER: builtins.int
-    CACHE_SALT_FIELD_NUMBER: builtins.int
-    PRIORITY_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Names the session in the stream: 1 or more, and above that of the session before."""
@@ -113,14 +109,6 @@ class StartSession(google.protobuf.message.Message):
     """
     whole: builtins.bool
     """The client gets the text in one piece: its tokens may come half a second apart."""
-    cache_salt: builtins.str
-    """Prompts share cached pages only with those of the same salt."""
-    priority: builtins.int
-    """Sessions of lower numbers get places, and keep their pages, before others of their tenant; 0 is usual."""
-    tenant: builtins.str
-    """Whose the session is, as a digest. Tenants share places, pages, prompt rows and the time in which grammars are
-    compiled. Empty: not known.
-    """
     traceparent: builtins.str
     """W3C trace context of the session; empty: none."""
     @property
@@ -132,12 +120,8 @@ class StartSession(google.protobuf.message.Message):
         """Tokens committed under an earlier owner; generation goes on after them."""
 
     @property
-    def sampling(self) -> paceline.rpc.v1.common_pb2.SamplingParams:
-        """How tokens are chosen."""
-
-    @property
-    def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationParams:
-        """What the request asks of speculation."""
+    def params(self) -> paceline.rpc.v1.common_pb2.SessionParams:
+        """What it is run with."""
 
     def __init__(
         self,
@@ -147,17 +131,13 @@ class StartSession(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         committed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        sampling: paceline.rpc.v1.common_pb2.SamplingParams | None = ...,
-        speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
+        params: paceline.rpc.v1.common_pb2.SessionParams | None = ...,
         max_wait_ns: builtins.int | None = ...,
         whole: builtins.bool = ...,
-        cache_salt: builtins.str = ...,
-        priority: builtins.int = ...,
-        tenant: builtins.str = ...,
         traceparent: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "number", b"number", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "tenant", b"tenant", "traceparent", b"traceparent", "whole", b"whole"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "params", b"params"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "number", b"number", "params", b"params", "prompt_token_ids", b"prompt_token_ids", "session_id", b"session_id", "traceparent", b"traceparent", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___StartSession: typing_extensions.TypeAlias = StartSession

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest
-from paceline.core.params import REJECTION, SamplingParams
+from paceline.core.params import REJECTION, SAMPLING, SamplingParams
 from paceline.core.processors import GREEDY_BELOW
 
 # vLLM raises lower temperatures to the first and refuses those above the second.
@@ -38,8 +38,9 @@ def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
     rule = request.speculation.acceptance
     if rule not in ("", REJECTION):
         raise InvalidRequestError("speculation.acceptance", f"{rule} is not served under vLLM, only {REJECTION}")
-    if sampling.prompt_logprobs is not None:
-        raise InvalidRequestError("prompt_logprobs", "are not served under vLLM, only by Paceline's engine")
+    for name, row in SAMPLING.items():
+        if row.vllm == "" and getattr(sampling, name) != row.default:
+            raise InvalidRequestError(name, "is not served under vLLM, only by Paceline's engine")
     if request.priority:
         raise InvalidRequestError("priority", "is not served under vLLM, which takes requests as they come")
     if not drafts:
@@ -65,18 +66,13 @@ def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> d
     num_committed = len(request.committed_token_ids)
     greedy = _greedy(sampling)
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    return {
+    rows = {name: row.vllm or name for name, row in SAMPLING.items() if row.vllm != ""}
+    return {known: getattr(sampling, name) for name, known in rows.items()} | {
         "max_tokens": sampling.max_tokens - num_committed,
         "min_tokens": max(0, sampling.min_tokens - num_committed),
         "temperature": 0.0 if greedy else sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
         # Argmax needs no generator, and vLLM's steps are slower with one for each row.
         "seed": None if greedy else seed_after(sampling.seed, num_committed),
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": dict(sampling.logit_bias) or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "_bad_words_token_ids": list(map(list, sampling.bad_words)) or None,
@@ -84,7 +80,6 @@ def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> d
         "stop_token_ids": sorted(ends),
         # Barred until `min_tokens`.
         "_all_stop_token_ids": {*sampling.stop_token_ids, *eos_token_ids},
-        "logprobs": sampling.logprobs,
         "detokenize": False,
     }
 

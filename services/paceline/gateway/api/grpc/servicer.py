@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import SpeculationRecord
-from paceline.core.params import SamplingParams, SpeculationParams, check_counts
+from paceline.core.params import SESSION, SamplingParams, check_counts
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.fleet.fleet import Fleet
@@ -25,7 +25,6 @@ from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
     SessionRequest,
     check_logprobs,
-    check_salt,
     check_stops,
     new_seed,
 )
@@ -169,22 +168,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
         model = self._sessions.model(request.model)
         prompt_token_ids = _prompt(request, model)
-        speculation = SpeculationParams()
+        more: dict[str, Any] = {name: getattr(request, name) for name in SESSION if hasattr(request, name)}
         if request.HasField("speculation"):
-            speculation = speculation_from_pb(request.speculation)
+            more["speculation"] = speculation_from_pb(request.speculation)
         return SessionRequest(
             model=model,
             session_id=f"grpc-{uuid.uuid4().hex}",
             prompt_token_ids=prompt_token_ids,
             sampling=_sampling(request, model, len(prompt_token_ids)),
-            speculation=speculation,
             stops=check_stops(request.stop),
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
-            cache_salt=check_salt(request.cache_salt),
-            priority=request.priority,
             api_key=current_caller().name,
             grammar_field="sampling.grammar",
+            **more,
         )
 
 

@@ -5,23 +5,24 @@ It knows JSON values only: no models, no tokens. `paceline.gateway.api.openai.ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation, create_model
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
-    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
-    MAX_LOGIT_BIAS_ENTRIES,
-    MAX_PRIORITY,
     MAX_SEED,
-    MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     METHODS,
+    SAMPLING,
+    SESSION,
+    Parameter,
+    SamplingParams,
+    SessionParams,
 )
 from paceline.gateway.api.openai.tools import AllowedChoice, CalledFunction, NamedTool, Tool, ToolCall
 from paceline.gateway.http.fields import Fields, TextPart, UnknownFields, read_fields
@@ -29,7 +30,6 @@ from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.gateway.sessions.request import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES,
-    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_TEMPLATE_CHARACTERS,
@@ -91,11 +91,8 @@ INSTEAD: Mapping[str, str] = {
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
 MAX_EFFORT_CHARACTERS = 32
 # More than these are refused before they are looked at one by one.
-_LIMITS = {
-    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
-    "bad_words": MAX_BAD_WORDS,
+_LIMITS = {name: row.most for name, row in SAMPLING.items() if row.most and row.default == ()} | {
+    "bad_words": MAX_BAD_WORDS
 }
 # Variables of a chat template that only the server sets.
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -117,6 +114,26 @@ _METHOD = "|".join(METHODS)
 def _described(default: Any = ..., **limits: Any) -> Any:
     """Returns a field whose limits are described here and checked, for both doors, where sessions are made."""
     return Field(default, json_schema_extra=limits)
+
+
+def _limits(row: Parameter) -> dict[str, Any]:
+    size = "maxLength" if isinstance(row.default, str) else "maxItems"
+    low = {"minimum": row.low} if row.above is None else {"exclusiveMinimum": row.above}
+    limits = {**low, "maximum": row.high, size: row.most}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _numbers(kind: type, rows: Mapping[str, Parameter], but: Container[str]) -> dict[str, Any]:
+    """Returns a field for each number, switch or text of a table, but for those that bodies have in another form."""
+    types = get_type_hints(kind)
+    return {
+        name: (
+            types[name] | None if row.own else types[name],
+            _described(None if row.own else row.default, **_limits(row)),
+        )
+        for name, row in rows.items()
+        if types[name] in (int, float, bool, str) and row.default is not None and name not in but
+    }
 
 
 class StreamOptions(Fields):
@@ -152,22 +169,36 @@ class SpeculationBody(Fields):
     token_origins: bool = False
 
 
-class SharedBody(Fields):
+if TYPE_CHECKING:
+    SharedNumbers = Fields
+else:
+    SharedNumbers = create_model("SharedNumbers", __base__=Fields, **_numbers(SessionParams, SESSION, but=("tenant",)))
+
+
+class SharedBody(SharedNumbers):
     """Fields that bodies of all APIs have."""
 
     model: str = ""
     # Where these are absent, the model's own apply: see `paceline.gateway.fleet.generation_config`.
-    temperature: float | None = _described(None, minimum=0, maximum=100)
-    top_p: float | None = _described(None, exclusiveMinimum=0, maximum=1)
-    top_k: int | None = _described(None, minimum=-1, maximum=2**32 - 1)
-    priority: int = _described(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
-    cache_salt: str = _described("", maxLength=MAX_SALT_CHARACTERS)
+    temperature: float | None = _described(None, **_limits(SAMPLING["temperature"]))
+    top_p: float | None = _described(None, **_limits(SAMPLING["top_p"]))
+    top_k: int | None = _described(None, **_limits(SAMPLING["top_k"]) | {"minimum": -1, "maximum": 2**32 - 1})
     seed: int | None = _described(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False
     speculation: SpeculationBody = SpeculationBody()
 
 
-class CommonBody(SharedBody):
+if TYPE_CHECKING:
+    CommonNumbers = SharedBody
+else:
+    CommonNumbers = create_model(
+        "CommonNumbers",
+        __base__=SharedBody,
+        **_numbers(SamplingParams, SAMPLING, but=(*SharedBody.model_fields, "grammar")),
+    )
+
+
+class CommonBody(CommonNumbers):
     """Fields of both completion endpoints."""
 
     no_effect = NO_EFFECT
@@ -181,24 +212,18 @@ class CommonBody(SharedBody):
 
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
     max_tokens: int | None = _described(None, minimum=1)
-    min_p: float | None = _described(None, minimum=0, maximum=1)
-    repetition_penalty: float | None = _described(None, minimum=0.01, maximum=100)
-    presence_penalty: float = _described(0.0, minimum=-2, maximum=2)
-    frequency_penalty: float = _described(0.0, minimum=-2, maximum=2)
     logit_bias: dict[str, float] = _described(
         {},
-        maxProperties=MAX_LOGIT_BIAS_ENTRIES,
+        maxProperties=SAMPLING["logit_bias"].most,
         propertyNames={"pattern": "^[0-9]{1,20}$"},
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
     )
-    min_tokens: int = _described(0, minimum=0)
     stop: SkipValidation[Stop | Stops | None] = None
-    stop_token_ids: list[_TokenId] = _described([], maxItems=MAX_STOP_TOKEN_IDS)
-    allowed_token_ids: _TokenIds | None = _described(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
+    stop_token_ids: list[_TokenId] = _described([], maxItems=SAMPLING["stop_token_ids"].most)
+    allowed_token_ids: _TokenIds | None = _described(None, maxItems=SAMPLING["allowed_token_ids"].most)
     bad_words: list[_BadWord] = _described([], maxItems=MAX_BAD_WORDS)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    ignore_eos: bool = False
     response_format: dict[str, Any] | None = _described(
         None, properties={"type": {"enum": ["text", "json_object", "json_schema"]}}, required=["type"]
     )

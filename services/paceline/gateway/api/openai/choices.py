@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams, check_priority
+from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SAMPLING, SESSION, SamplingParams, SpeculationParams
 from paceline.core.prediction import MAX_PREDICTED_TOKENS
 from paceline.gateway.api.openai.bodies import ChatBody, CommonBody, CompletionBody
 from paceline.gateway.api.openai.prompts import chat_tokens, split_prompts
 from paceline.gateway.api.openai.tools import read_toolbox
-from paceline.gateway.fleet.generation_config import MODEL_SAMPLING
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars import calls as call_grammars
 from paceline.gateway.grammars.formats import (
@@ -37,7 +36,6 @@ from paceline.gateway.sessions.request import (
     MAX_LOGPROBS,
     SessionRequest,
     check_logprobs,
-    check_salt,
     check_stops,
     new_seed,
 )
@@ -329,15 +327,13 @@ def _sessions(
         more: Further fields of all sessions.
     """
     stops = check_stops(_stop_strings(body.stop))
-    check_priority(body.priority)
     session = partial(
         SessionRequest,
         model=model,
         stops=stops,
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
-        cache_salt=check_salt(body.cache_salt),
-        priority=body.priority,
+        **{name: getattr(body, name) for name in SESSION if hasattr(body, name)},
         return_token_ids=body.return_token_ids,
         token_origins=body.speculation.token_origins,
         whole=not body.stream,
@@ -378,24 +374,19 @@ def _sampling(
     prompt_logprobs: int | None,
 ) -> Callable[..., SamplingParams]:
     """Returns what makes sampling parameters of `max_tokens` and `seed`."""
-    given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
+    given = {name: value for name in SAMPLING if (value := getattr(body, name, None)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
-    return partial(
-        SamplingParams,
-        **{**model.defaults.sampling, **given},
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=tuple(_logit_bias(body)),
-        min_tokens=body.min_tokens,
-        stop_token_ids=tuple(body.stop_token_ids),
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words=_bad_word_tokens(model, body.bad_words),
-        grammar=grammar,
-        ignore_eos=body.ignore_eos,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    made = {
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+        "logit_bias": tuple(_logit_bias(body)),
+        "bad_words": _bad_word_tokens(model, body.bad_words),
+        "grammar": grammar,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    return partial(SamplingParams, **{**model.defaults.sampling, **given, **made})
 
 
 def _bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
