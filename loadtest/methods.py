@@ -37,6 +37,7 @@ from loadtest.prompts import prose_prompts, table_prompts
 from loadtest.streams import Ask, Completion
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
+from paceline.core.params import METHODS as ALL_METHODS
 from training.export import Card, export_model
 from training.loop import new_model
 from training.models import load_model
@@ -52,7 +53,6 @@ METHODS = (
     "draft_model+ngram",
     REJECTION,
 )
-ALL_METHODS = "draft_model+eagle3+ngram+medusa+layer_skip"
 TEMPERATURES = (0.0, 1.0)
 LEAST_WITH_RANDOM, MOST_ROUNDS_WITH_RANDOM = 0.98, 20
 
@@ -81,7 +81,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
         "tables": table_prompts(arguments.prompts),
     }
     settings = fleet_settings(arguments)
-    chosen = [name for name in METHODS if name in arguments.methods.split(",")]
+    chosen = [each for each in arguments.methods.split(",") if each]
     rows = await _measure_fleet(settings, kinds, chosen, arguments) if chosen else []
     if arguments.nodes is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 def fleet_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """`FleetSpec` settings of a fleet that serves every method."""
     config: dict[str, Any] = {
-        "method": ALL_METHODS,
+        "method": "+".join(ALL_METHODS),
         "medusa_model": str(DEMO_MEDUSA),
         "eagle3_model": str(DEMO_EAGLE3),
     }

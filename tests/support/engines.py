@@ -32,7 +32,7 @@ from paceline.engine.loop import finished
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
-from paceline.verifier.make_sources import make_sources
+from paceline.verifier.own_engine import make_sources
 from tests.support.clock import Clock
 from tests.support.guesses import each_commit
 

@@ -25,11 +25,17 @@ MAX_DRAFT_TOKENS = 64
 MAX_SHOWN = 64
 # Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
 # look-up in the session's own text, what a grammar leaves no choice of, heads on the target's hidden states, and some
-# of the target's own layers.
+# of the target's own layers. Sources inside the verifier stand by cost, as modules and classes of `paceline.drafting`.
 DRAFT_MODEL, EAGLE3, NGRAM = "draft_model", "eagle3", "ngram"
 GRAMMAR, MEDUSA, LAYER_SKIP = "grammar", "medusa", "layer_skip"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
-METHODS = (*TIER_METHODS, NGRAM, GRAMMAR, MEDUSA, LAYER_SKIP)
+SOURCES = {
+    NGRAM: "model_free:NgramSource",
+    GRAMMAR: "model_free:GrammarSource",
+    MEDUSA: "medusa:MedusaSource",
+    LAYER_SKIP: "early_exit:EarlyExitSource",
+}
+METHODS = (*TIER_METHODS, *SOURCES)
 # Acceptance rules: which draft tokens become committed tokens. A text has the target's distribution.
 COUPLED, REJECTION = "coupled", "rejection"
 ACCEPTANCE_RULES = (COUPLED, REJECTION)

@@ -8,9 +8,11 @@ guesses into scratch slots, which are free again at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self
 
 from typing_extensions import override
 
+from paceline.core.errors import ConfigError
 from paceline.core.goodput import is_worth
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
@@ -23,6 +25,8 @@ from paceline.forest.linking import CHILD_SHARE
 
 # Times that the layers run after a step at most, and guesses below each node.
 MOST_PASSES, WIDTH = 6, 3
+# Share of the layers that drafts unless others are named.
+EXIT_SHARE = 0.25
 
 
 # Scratch slots of a guess's path; those of the root are none.
@@ -54,6 +58,27 @@ class EarlyExitSource(LocalSource[Followed]):
         self._cost = cost
         self._width = width
         self._place: tuple[KVCache, SlotPool] | None = None
+
+    @override
+    @classmethod
+    def make(cls, settings: Any, decoder: Decoder) -> Self:
+        """Takes the first layers unless others are named.
+
+        Raises:
+            ConfigError: The target has no such layers, or cannot run them alone.
+        """
+        count = decoder.config.num_layers
+        if not decoder.backend.layer_bytes:
+            raise ConfigError(
+                f"method {LAYER_SKIP} runs some layers alone, and {decoder.config.architecture} is served through "
+                "transformers' own modules, which run as a whole: name another method"
+            )
+        layers = settings.first_layers or tuple(range(max(1, round(count * EXIT_SHARE))))
+        if layers[-1] >= count:
+            raise ConfigError(
+                f"--speculative-config: layer {layers[-1]} is beyond the target's {count} layers, 0 to {count - 1}"
+            )
+        return cls(decoder, layers, cost=decoder.share(layers))
 
     @override
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:

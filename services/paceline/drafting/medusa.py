@@ -7,6 +7,8 @@ guesses below them, and the tree is their product, best first (section 2.1.2).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from typing_extensions import override
 from paceline.core.pages import SlotPool
 from paceline.core.params import MEDUSA
 from paceline.drafting.growing import best_guesses, grow_best_first, root_is_next
+from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.engine.source_interface import Followed, LocalSource, Turn
@@ -37,6 +40,14 @@ class MedusaSource(LocalSource[Followed]):
     def __init__(self, heads: MedusaHeads) -> None:
         self._heads = heads
         self._cache: KVCache | None = None
+
+    @override
+    @classmethod
+    def make(cls, settings: Any, decoder: Decoder) -> Self:
+        """Loads the heads, and has the target keep its final states, too."""
+        heads = MedusaHeads.load(settings.medusa_model, decoder)
+        decoder.keep_states(replace(decoder.states, hidden_size=decoder.hidden_size, final=True))
+        return cls(heads)
 
     @override
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:

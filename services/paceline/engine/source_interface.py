@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from pkgutil import resolve_name
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
 from paceline.core.grammar import OutputGrammar
 from paceline.core.pages import SessionPages, SlotPool
+from paceline.core.params import SOURCES
 from paceline.core.tree import DraftTree
 
 
@@ -75,6 +77,16 @@ class LocalSource(Protocol[FollowerT]):
 
     name: str
 
+    @classmethod
+    def make(cls, settings: Any, decoder: Any) -> Self:
+        """Makes it from `--speculative-config` and the target's `Decoder`, which has made no cache yet.
+
+        Raises:
+            ConfigError: It does not fit the target.
+        """
+        del settings, decoder
+        return cls()
+
     def attach(self, cache: Any, scratch: SlotPool) -> None:
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
         return
@@ -93,3 +105,9 @@ class LocalSource(Protocol[FollowerT]):
 
 
 AnySource = LocalSource[Any]
+
+
+def source_class(method: str) -> type[AnySource]:
+    """Returns the class of a method's source; only the module of a method that is served is imported."""
+    source: type[AnySource] = resolve_name(f"paceline.drafting.{SOURCES[method]}")
+    return source

@@ -15,23 +15,24 @@ from paceline.core.acceptance import served_rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
-from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
+from paceline.core.params import EAGLE3, MEDUSA, SOURCES, SpeculationParams
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import DraftCheckpoint, states_hash
+from paceline.engine.eagle3 import DraftCheckpoint, load_fusion, states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.judging import READ_ROWS
 from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.memory import draft_page_bytes, model_needs, pages_of_service
 from paceline.engine.process import StepThreads, prepare_process
+from paceline.engine.source_interface import AnySource, source_class
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
 from paceline.service.config import named
 from paceline.service.learned import TunedState, kept_in
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.make_sources import make_sources
 from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, longest_served, warm_up
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,18 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
         },
     )
     return engine
+
+
+def make_sources(speculation: Speculation, decoder: Decoder) -> list[AnySource]:
+    """Makes the sources inside the verifier, and has the target keep the states that drafts are made from.
+
+    Raises:
+        ConfigError: Heads or layers do not fit the target, or it cannot run layers alone.
+    """
+    sources = [source_class(name).make(speculation, decoder) for name in SOURCES if name in speculation.methods]
+    if speculation.head is not None:
+        decoder.keep_states(load_fusion(speculation.head, decoder))
+    return sources
 
 
 def _check_stall(config: VerifierConfig, step_s: float) -> None:

@@ -14,9 +14,8 @@ from paceline.core.messages import ModelIdentity
 from paceline.core.params import GRAMMAR, NGRAM, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.drafting.model_free import GrammarSource, NgramSource
 from paceline.engine.grammar import Grammars
-from paceline.engine.source_interface import AnySource
+from paceline.engine.source_interface import source_class
 from paceline.engine.target import TargetEngine
 from paceline.model_service import refuse_settings
 from paceline.service.config import named
@@ -99,7 +98,7 @@ def _make(
         limits=facts.target_limits,
         policy=policy,
         clock=time.monotonic,
-        sources=[_source(name) for name in speculation.methods if name not in TIER_METHODS],
+        sources=[source_class(name)() for name in speculation.methods if name not in TIER_METHODS],
         default_rule=speculation.acceptance,
     )
     warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
@@ -108,7 +107,3 @@ def _make(
         return engine
     draft = simulation.draft_engine(simulation.profile.colocated, identity, num_blocks=num_blocks)
     return ColocatedEngine(engine, draft, wants_states=False, clock=time.monotonic)
-
-
-def _source(name: str) -> AnySource:
-    return NgramSource() if name == NGRAM else GrammarSource()

@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import COUPLED, LAYER_SKIP, MEDUSA, REJECTION
 from paceline.engine.loading import load_decoder
 from paceline.verifier.config import Speculation, speculation_from
-from paceline.verifier.make_sources import make_sources
+from paceline.verifier.own_engine import make_sources
 from tests.support.checkpoints import save_pair
 from tests.support.heads import random_medusa, save_medusa
 from tests.unit.engine.tiny_models import SIZES, save_tiny
