@@ -15,6 +15,7 @@ from paceline.gateway.api.anthropic.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from paceline.gateway.api.openai.bodies import SharedBody
 from paceline.gateway.api.openai.tools import functions, placed
 from paceline.gateway.http.fields import (
     UnknownFields,
@@ -27,7 +28,6 @@ from paceline.gateway.http.fields import (
 )
 
 Json = dict[str, Any]
-_PASSED = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "speculation")
 _ASSISTANT = "assistant"
 # How the kinds of blocks end that belong to tools which a server runs.
 _OF_SERVER_TOOLS = ("_tool_use", "_tool_result", "container_upload")
@@ -70,10 +70,10 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> tuple[Json, lis
         InvalidRequestError: As of `prompt_of`.
     """
     chat, places = prompt_of(body, unknown)
-    chat |= {"model": body.model, "max_tokens": body.max_tokens, "stream": body.stream}
+    chat["max_tokens"] = body.max_tokens
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
-    chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    chat |= {name: value for name in SharedBody.model_fields if (value := getattr(body, name)) is not None}
     chat["chat_template_kwargs"] = {**chat.get("chat_template_kwargs", {}), **body.chat_template_kwargs}
     given = body.output_config.format
     if given is not None:

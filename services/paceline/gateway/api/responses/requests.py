@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.bodies import SharedBody
 from paceline.gateway.api.openai.tools import FUNCTION, functions
 from paceline.gateway.api.responses.bodies import (
     AllowedFunctions,
@@ -71,10 +72,7 @@ def _is_namespace(tool: Any) -> bool:
 
 
 Json = dict[str, Any]
-_PASSED = (
-    *("temperature", "top_p", "top_k", "seed", "stop"),
-    *("priority", "cache_salt", "chat_template_kwargs", "speculation"),
-)
+_PASSED = (*SharedBody.model_fields, "stop", "chat_template_kwargs")
 # Where in the request a message begins.
 _PLACE = "place"
 REFERENCE = "item_reference"
@@ -99,7 +97,7 @@ def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields
     places = [*["instructions"] * len(system), *["previous_response_id"] * len(earlier)]
     places += [message.pop(_PLACE) for message in added]
     messages = [*system, *earlier, *added]
-    chat: Json = {"model": body.model, "messages": messages, "stream": body.stream}
+    chat: Json = {"messages": messages}
     chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
