@@ -74,7 +74,7 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind() -> None:
             fleet.kill(role)
             await fleet.until_restarted(role, 1)
             assert await complete(fleet) == before
-        assert [line.split(";")[0] for line in said if not line.startswith("starting")] == [
+        assert [line.split(";")[0] for line in said if "start" not in line.split(";")[0]] == [
             "verifier-0 was ended by SIGKILL",
             "valkey was ended by SIGKILL",
         ]
@@ -165,7 +165,9 @@ async def printed_until_up(process: asyncio.subprocess.Process) -> str:
 async def test_up_prints_where_it_listens_and_stops_on_ctrl_c() -> None:
     process = await up(*SIMULATED, "--no-drafter")
     text = await printed_until_up(process)
-    assert text.splitlines()[:3] == ["starting valkey", "starting verifier-0", "starting gateway-0"]
+    # On a busy machine it also says that one still starts.
+    started = [line for line in text.splitlines() if line.startswith("starting")]
+    assert started == ["starting valkey", "starting verifier-0", "starting gateway-0"]
     assert "is up" in text
     assert "simulated     8b+0.5b@h100+l4: steps take a device's time, nothing is computed" in text
     assert "curl -N http://127.0.0.1:" in text
