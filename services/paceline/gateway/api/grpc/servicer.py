@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import SpeculationRecord
-from paceline.core.params import SESSION, SamplingParams, check_counts
+from paceline.core.params import SAMPLING, SESSION, SamplingParams
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
 from paceline.gateway.fleet.fleet import Fleet
@@ -158,7 +158,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
 
     async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
         # Before it waits: a list of empty entries takes twenty times its bytes.
-        check_counts(request.sampling)
+        for name, row in SAMPLING.items():
+            if row.most is not None:
+                row.check(name, getattr(request.sampling, name))
         check_stops(request.stop)
         return await self._workers.run(
             partial(self._session, request),
