@@ -43,7 +43,7 @@ from loadtest.steadfast import Answer, Request, keep_running, long_request, mixe
 from loadtest.store_faults import UNWRITABLE_S
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import Endpoint
+from paceline.cluster.spec import ServicePort
 from paceline.cluster.supervisor import BackOff
 from paceline.store.opening import open_store
 from tools.delay_proxy import DelayProxy
@@ -171,7 +171,7 @@ async def disturbed_fleet(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with ExitStack() as open_proxies, tempfile.TemporaryDirectory() as folder:
 
-        def through_a_proxy(endpoint: Endpoint) -> str:
+        def through_a_proxy(endpoint: ServicePort) -> str:
             proxy = open_proxies.enter_context(DelayProxy((endpoint.host, endpoint.port)))
             proxies[endpoint.name] = proxy
             return proxy.address

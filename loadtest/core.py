@@ -33,7 +33,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.engine.draft_scheduler import VerifierMessages
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.engine.target import TargetEngine
 from paceline.rpc.v1 import drafter_pb2
 from paceline.service.process import collect_rarely, settle_heap
@@ -190,7 +190,7 @@ class Verifier:
                 engine.handle(DraftsArrived(address=DRAFTER, messages=drafts, arrived_s=self._clock.seconds))
         with part("wait"):
             engine.patience_s()
-        output = finished(engine.step())
+        output = run_sync(engine.step())
         with part("encode"):
             messages = output.to_drafters.get(DRAFTER, [])
             encoded = [draft_request_to_pb(each).SerializeToString() for each in in_parts(messages)]
@@ -243,7 +243,7 @@ class Drafter:
         return [encoded for _ in range(LEVELS) for encoded in self._level()]
 
     def _level(self) -> list[bytes]:
-        output = finished(self.engine.step())
+        output = run_sync(self.engine.step())
         with self._watch.part("push"):
             drafts = output.to_verifiers.get(LINK, ())
             encoded = [draft_response_to_pb(each).SerializeToString() for each in in_parts(drafts)]

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, Launch, Ports, plan_endpoints
-from paceline.cluster.supervisor import Supervisor
+from paceline.cluster.supervisor import ProcessSupervisor
 
 # `FleetSpec` settings of the demo pair as shipped, whose steps are short.
 DEMO_PAIR: dict[str, Any] = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
@@ -58,7 +58,7 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
     """
     spec = FleetSpec(**FREE_PORTS)
     share = CpuShare(num_threads=len(cpus), cpus=tuple(cpus), lends=True)
-    supervisor = Supervisor(say)
+    supervisor = ProcessSupervisor(say)
     with ExitStack() as held, tempfile.TemporaryDirectory(prefix="paceline-") as logs:
         endpoint = next(each for each in plan_endpoints(spec, Ports(spec.host, held)) if each.role == "drafter")
         launch = Launch(spec=spec, redis_url="memory://", log_dir=Path(logs), environ=os.environ)

@@ -26,7 +26,7 @@ from loadtest.streams import Ask, HttpDoor
 from paceline.cluster.local import LocalFleet
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
-from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 from paceline.planning.report import SETTLING
 from paceline.simulated.device import DigestCache, Pace, SimulatedTarget
 from paceline.simulated.model import find_profile
@@ -109,12 +109,12 @@ class ComputedTarget(SimulatedTarget):
     def new_cache(self, num_blocks: int) -> ComputedCache:
         return ComputedCache(self._decoder, num_blocks)
 
-    def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
+    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> HostPending:
         """Computes the step, chooses its tokens on the device, and answers with those of the text."""
         assert isinstance(cache, ComputedCache), "of new_cache"
         pending = self._decoder.launch(batch, cache.computed, wanted)
         answered = super().launch(batch, cache, wanted)
-        if isinstance(wanted, Walks):
+        if isinstance(wanted, VerifyRequest):
             pending.follow(wanted)
         return answered
 

@@ -30,14 +30,14 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.backends.cpu.step_kernels import CHOICE
 from paceline.engine.backends.cuda.attention import attend
 from paceline.engine.backends.cuda.choose import CHOICE_WORDS, Questions, choose, rank
-from paceline.engine.backends.cuda.plan import Fields, StepBuffer, aligned_bytes, field_arrays, padded
+from paceline.engine.backends.cuda.plan import PlanFields, StepBuffer, aligned_bytes, field_arrays, padded
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.loop import finished
-from paceline.engine.pending import Walks
+from paceline.engine.loop import run_sync
+from paceline.engine.pending import VerifyRequest
 from paceline.engine.target import TargetEngine
 
 CONTEXT = 600
@@ -172,11 +172,11 @@ def num_blocks(load: tuple[int, int, int]) -> int:
     return sessions * (-(-context // BLOCK_SIZE) + rows_each)
 
 
-def chains(sessions: int, rows_each: int, context: int, rule: tuple[Any, ...]) -> Walks:
+def chains(sessions: int, rows_each: int, context: int, rule: tuple[Any, ...]) -> VerifyRequest:
     """The guesses of such a batch."""
     counts = np.full(sessions, rows_each - 1)
     stops = np.cumsum(counts)
-    return Walks(
+    return VerifyRequest(
         rows=np.arange(sessions) * rows_each,
         positions=np.full(sessions, context),
         choices=np.array([(*rule, *split_uint64(seed)) for seed in range(sessions)], CHOICE),
@@ -198,7 +198,7 @@ def attention(contact: Contact) -> None:
         rows = padded(batch.num_rows)
         query = torch.randn((rows, shape.num_heads, shape.head_dim), device=contact.device, dtype=kind)
         arrays = field_arrays(batch, rows, shape.num_kv_heads, 0)
-        lanes = Fields.of(
+        lanes = PlanFields.of(
             StepBuffer(Stream(contact.device), sum(map(aligned_bytes, arrays.values()))).send(arrays)
         ).lanes
 
@@ -373,7 +373,7 @@ def _run_sessions(contact: Contact, engine: TargetEngine | ColocatedEngine, sess
     while len(run.records) < sessions:
         if not started_s and all(run.texts):
             before, started_s = sum(map(len, run.texts)), time.perf_counter()
-        for number, committed in finished(engine.step()).committed:
+        for number, committed in run_sync(engine.step()).committed:
             assert isinstance(committed, CommittedTokens), committed
             run.texts[number] += committed.token_ids
             if committed.result is not None:

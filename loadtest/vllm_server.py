@@ -17,7 +17,7 @@ from loadtest.peers.inside.protocol import WARM_UP_TOKENS, Job
 from loadtest.peers.run import VLLM, PeerFigure
 from loadtest.streams import Ask, Completion
 from paceline.cluster.health import http_health
-from paceline.cluster.supervisor import ChildSpec, Supervisor
+from paceline.cluster.supervisor import ChildSpec, ProcessSupervisor
 from paceline.cluster.valkey import free_port
 from paceline.core.errors import UnavailableError
 from tools.environments import child_environ
@@ -78,7 +78,7 @@ async def vllm_server(python: Path, job: Job) -> AsyncIterator[str]:
     Raises:
         ConfigError, UnavailableError: It did not start.
     """
-    port, supervisor = free_port(HOST), Supervisor(say)
+    port, supervisor = free_port(HOST), ProcessSupervisor(say)
     url = f"http://{HOST}:{port}"
     with tempfile.TemporaryDirectory(prefix="paceline-") as logs:
         child = ChildSpec(

@@ -31,7 +31,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, PositionLog
 from paceline.core.params import REJECTION, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit
 from paceline.engine.draft_scheduler import VerifierLeft, VerifierMessages
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.rpc.v1 import drafter_pb2, verifier_pb2
 from paceline.wire import (
     AskedSession,
@@ -173,13 +173,13 @@ class Peers:
 
     def exchange(self) -> None:
         """One step of each, and what they say to one another."""
-        output = finished(self._verifier.step())
+        output = run_sync(self._verifier.step())
         if output.broken_links:
             self._counts["drafts broken"] += 1
             self._redial()
         for part in in_parts(output.to_drafters.get(DRAFTER, [])):
             self._to_drafter(draft_request_to_pb(part))
-        drafted = finished(self._drafter.step()) if self._drafter.has_work() else None
+        drafted = run_sync(self._drafter.step()) if self._drafter.has_work() else None
         if drafted is None:
             return
         if drafted.broken_links:

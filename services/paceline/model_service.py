@@ -30,7 +30,7 @@ from paceline.obs.tracing import ENDPOINT_HELP, Tracer, open_tracing
 from paceline.service.config import setting
 from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, show_days_left
 from paceline.service.process import GrpcServer, collect_rarely, settle_heap, start_grpc_server, until_stopped
-from paceline.service.supervision import Supervisor, Work
+from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
 from paceline.store.registry import EXPIRY_S, announced
@@ -224,7 +224,7 @@ async def serve_model(
                 logger.info("has loaded the model")
                 settle_heap()
                 collect_rarely()
-                supervisor = Supervisor(registry)
+                supervisor = TaskSupervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
                         await _prepare(prepared, host, role)
@@ -315,7 +315,7 @@ async def _serve_announced(
     store: Store,
     registry: CollectorRegistry,
     metrics_port: int,
-    supervisor: Supervisor,
+    supervisor: TaskSupervisor,
 ) -> None:
     draining = False
     address = config.announce or server.address

@@ -22,7 +22,7 @@ from paceline.gateway.sessions.records import RecordWriter
 from paceline.service.credentials import FleetTls
 from paceline.service.dev_ca import make_certificates
 from paceline.service.process import GrpcServer, start_grpc_server
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 from paceline.store import registry
 from paceline.store.base import (
     EPOCHS_PER_OWNER,
@@ -274,7 +274,7 @@ async def test_replicas_are_asked_with_certificates_where_the_fleet_has_them(tmp
 @asynccontextmanager
 async def beating(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr(registry, "HEARTBEAT_S", 0.01)
-    async with announced(store, lambda: VERIFIER, Supervisor(CollectorRegistry())):
+    async with announced(store, lambda: VERIFIER, TaskSupervisor(CollectorRegistry())):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.cluster.spec import Endpoint
+from paceline.cluster.spec import ServicePort
 from tests.support.fleet_runner import FleetRunner
 
 
@@ -39,5 +39,5 @@ class Demo:
         """URL of the metrics of a verifier or drafter; empty for another role."""
         return f"http://{self._endpoint(role).second_address}" if role else ""
 
-    def _endpoint(self, role: str) -> Endpoint:
+    def _endpoint(self, role: str) -> ServicePort:
         return next(each for each in self.runner.fleet.endpoints if each.role == role)

@@ -10,7 +10,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.engine.decoder import Decoder
 from paceline.engine.loading import load_decoder
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from tests.support.engines import EnginePair
 
 PROMPT = [index % 200 for index in range(50)]
@@ -40,7 +40,7 @@ def test_a_drafter_is_told_the_salt_and_shares_its_pages_under_it_alone(tiny_pai
         while pair.target.has_work():
             pair._target_step()
             while pair.draft.has_work():
-                found += finished(pair.draft.step()).report.counts["vllm:prefix_cache_hits",]
+                found += run_sync(pair.draft.step()).report.counts["vllm:prefix_cache_hits",]
         hits.append(found)
     salts = [message.cache_salt for message in pair.to_drafter if isinstance(message, OpenSession)]
     assert salts == ["a", "b", "a"]

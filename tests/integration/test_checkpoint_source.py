@@ -21,8 +21,8 @@ from huggingface_hub import constants
 from paceline import cli
 from paceline.checkpoints.source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
 from paceline.cluster.checkpoints import DEMO_DRAFTER
-from paceline.cluster.ray.host import Order
-from paceline.cluster.spec import Endpoint, FleetSpec
+from paceline.cluster.ray.host import ServiceSpec
+from paceline.cluster.spec import FleetSpec, ServicePort
 from paceline.core.errors import ConfigError
 from paceline.engine.loading import model_identity
 from paceline.gateway.config import model_folders
@@ -176,7 +176,7 @@ def test_formats_that_are_not_read_are_refused_and_not_fetched(hub: Hub, file: s
 
 def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub: Hub, tmp_path: Path) -> None:
     folder = fetch("org/tiny", files=TEXT_FILES)
-    order = Order(
+    order = ServiceSpec(
         name="verifier-0",
         role="verifier",
         services=FleetSpec(),
@@ -186,7 +186,7 @@ def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub:
         log_dir=tmp_path,
         num_threads=1,
     )
-    endpoint = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
+    endpoint = ServicePort(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
     argv = order.child(endpoint).argv
     assert argv[argv.index("--model") + 1] == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
     assert str(repository_of(folder)) == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"

@@ -15,7 +15,7 @@ from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint, load_fusion
 from paceline.engine.loading import load_decoder, model_identity
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.engine.target import TargetEngine
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3
@@ -89,7 +89,7 @@ class Colocated:
 
     def run(self):
         while self.engine.has_work():
-            output = finished(self.engine.step())
+            output = run_sync(self.engine.step())
             assert not output.to_drafters
             for number, committed in output.committed:
                 assert isinstance(committed, CommittedTokens)
@@ -133,7 +133,7 @@ def test_a_cancelled_session_leaves_nothing_behind(folders):
     colocated = Colocated(target, drafts["eagle3"], FixedGamma(gamma=4))
     colocated.submit(1, [1, 2, 3, 4], SAMPLINGS["greedy"], SpeculationParams())
     for _ in range(5):
-        finished(colocated.engine.step())
+        run_sync(colocated.engine.step())
     assert colocated.draft.num_sessions == 1
     colocated.engine.handle(Cancel(number=1))
     colocated.run()

@@ -13,7 +13,7 @@ from paceline.engine.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint
 from paceline.engine.loading import load_decoder, model_identity
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from tests.support.clock import Clock
 from tests.support.eagle import save_eagle3
 from tests.support.guesses import by_session, to_commits
@@ -65,7 +65,7 @@ def test_lag_is_what_the_step_found_to_catch_up_with_and_none_once_it_is_done(ti
     engine = engine_with(tiny_pair[1], clock, num_blocks=16)
     engine.handle(said(opened("long", 100), opened("short", 10)))
     # 64 rows a step, of the short one first.
-    lags = [finished(engine.step()).report.levels["paceline:drafter_lag_tokens"] for _ in range(3)]
+    lags = [run_sync(engine.step()).report.levels["paceline:drafter_lag_tokens"] for _ in range(3)]
     assert lags == [100, 46, 0]
 
 
@@ -124,7 +124,7 @@ def collected(engine: DraftEngine) -> tuple[dict[str, list[tuple[int, float]]], 
     nodes: dict[str, list[tuple[int, float]]] = {}
     most = 0
     while engine.has_work():
-        output = finished(engine.step())
+        output = run_sync(engine.step())
         most = max(most, output.report.num_levels)
         for message in output.to_verifiers.get(1, []):
             for each in by_session(message):

@@ -17,7 +17,7 @@ from paceline.core.messages import Commit, CommittedStates, LaggingSession, Open
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
 from paceline.engine.draft_scheduler import VerifierMessages
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
@@ -175,10 +175,10 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     ((key, session),) = pair.draft.scheduler._sessions.items()
     pair.draft.scheduler.give_up(session)
     assert session.lost_features
-    output = finished(pair.target.step())
+    output = run_sync(pair.target.step())
     pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))
     assert key not in pair.draft.scheduler._sessions
-    (asked,) = finished(pair.draft.step()).to_verifiers[1]
+    (asked,) = run_sync(pair.draft.step()).to_verifiers[1]
     assert isinstance(asked, LaggingSession)
     assert asked.have_len == 0
 
@@ -210,11 +210,11 @@ def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
     said = []
     for length in range(10, 14):
         while engine.has_work():
-            said += finished(engine.step()).to_verifiers.get(1, [])
+            said += run_sync(engine.step()).to_verifiers.get(1, [])
         commit = to_commits(Commit(1, length, [7], price=0.0, room=8))
         worthless = features(length - 1, torch.full((1, 64), torch.nan))
         engine.handle(VerifierMessages(link=1, messages=[worthless, commit]))
-    said += finished(engine.step()).to_verifiers.get(1, [])
+    said += run_sync(engine.step()).to_verifiers.get(1, [])
     assert said, "the first features were of use"
     assert not [message for message in said if isinstance(message, LaggingSession)]
 

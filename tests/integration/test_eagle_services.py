@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import CommittedStates
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 from paceline.store.base import Replica
 from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_drafter_service import drafts_of, opened, stream_to
@@ -90,7 +90,7 @@ async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(ti
         for address, drafter in ((of_head, first), (of_model, second)):
             replica = Replica(replica_id=address, role="drafter", address=address, identity=drafter.identity)
             await store.announce(replica, 3600)
-        async with Supervisor(CollectorRegistry()).kept(host.background(store)):
+        async with TaskSupervisor(CollectorRegistry()).kept(host.background(store)):
             for method, own in ((EAGLE3, of_head), (DRAFT_MODEL, of_model)):
                 assert await first_drafter_of(calls, host, method) == own
 

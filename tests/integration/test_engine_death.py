@@ -23,7 +23,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.model_service import EXIT_HUNG, engine_ended
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 from paceline.verifier import commit_log, verifier_host
 from paceline.verifier.verifier_host import TargetHost
 from paceline.wire import start_session_to_pb
@@ -92,7 +92,7 @@ async def watched(host: TargetHost) -> AsyncIterator[None]:
     """Somebody waits for the engine's end, and signs of life go out, as `serve_model` has it."""
     watching = asyncio.create_task(engine_ended(host, VERIFIER))
     try:
-        async with Supervisor(CollectorRegistry()).kept(host.background(MemoryStore())):
+        async with TaskSupervisor(CollectorRegistry()).kept(host.background(MemoryStore())):
             yield
     finally:
         watching.cancel()

@@ -21,7 +21,7 @@ from paceline.core.params import (
     SpeculationParams,
 )
 from paceline.core.target_events import DraftsArrived
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.forest import Forest
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
@@ -390,7 +390,7 @@ def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(tiny_pair, plai
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
     garbage = to_drafts(SessionDrafts(1, 10_000, [guess]))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[garbage], arrived_s=0.0))
-    output = finished(pair.target.step())
+    output = run_sync(pair.target.step())
     assert DRAFTER in output.broken_links
     pair.sessions["s0"].token_ids += [token for _, message in output.committed for token in message.token_ids]
     pair.run()
@@ -429,7 +429,7 @@ def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_draf
     strange = NodeGuess(node_id=3, parent_id=0, token_id=VOCAB_SIZE, confidence=1.0)
     nodes = to_drafts(SessionDrafts(1, len(prompts(1)[0]), (orphan, strange)))
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
-    assert finished(pair.target.step()).report.counts["paceline:draft_nodes", source, "late"] == 2
+    assert run_sync(pair.target.step()).report.counts["paceline:draft_nodes", source, "late"] == 2
 
 
 def pair_link_up(wants_states: bool = False):

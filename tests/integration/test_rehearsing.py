@@ -16,8 +16,8 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.engine import rehearsing as engine_rehearsing
 from paceline.service.learned import TunedState
-from paceline.service.supervision import Supervisor
-from paceline.verifier.rehearsing import MOST_BYTES, TTL_S, WORK_S, Shelf, is_taught, is_usable
+from paceline.service.supervision import TaskSupervisor
+from paceline.verifier.rehearsing import MOST_BYTES, TTL_S, WORK_S, SharedTuning, is_taught, is_usable
 from paceline.verifier.verifier_host import TargetHost
 from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.log_stream import VerifierCalls, verifier_calls
@@ -48,7 +48,7 @@ async def rehearsing(
         running_drafter(pair[1]) as (drafter, _),
         verifier_at(pair[0], (DRAFT_MODEL,), 2, policy=policy, learned=file) as (address, host),
         verifier_calls(address) as calls,
-        Supervisor(CollectorRegistry()).kept(host.background(store)),
+        TaskSupervisor(CollectorRegistry()).kept(host.background(store)),
     ):
         know(host, drafter)
         yield host, calls
@@ -143,7 +143,7 @@ async def test_a_session_that_comes_in_the_midst_is_served_as_if_there_were_no_r
 async def test_one_of_a_kind_rehearses_unless_it_is_gone() -> None:
     now_s = [0.0]
     documents = MemoryStore(clock=lambda: now_s[0]).documents
-    one, other, stranger = (Shelf(documents, kind) for kind in ("kind", "kind", "another"))
+    one, other, stranger = (SharedTuning(documents, kind) for kind in ("kind", "kind", "another"))
     assert await one.claim()
     assert not await other.claim()
     assert await stranger.claim()

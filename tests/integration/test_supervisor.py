@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.supervisor import BackOff, Child, ChildSpec, Supervisor
+from paceline.cluster.supervisor import BackOff, Child, ChildSpec, ProcessSupervisor
 from paceline.core.errors import ConfigError, UnavailableError
 
 SLEEPER = "import sys, time; open(sys.argv[1], 'a').close(); time.sleep(600)"
@@ -54,8 +54,8 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-async def supervisor(said: list[str]) -> AsyncIterator[Supervisor]:
-    running = Supervisor(said.append, QUICK)
+async def supervisor(said: list[str]) -> AsyncIterator[ProcessSupervisor]:
+    running = ProcessSupervisor(said.append, QUICK)
     yield running
     await running.stop(grace_s=0)
 
@@ -78,7 +78,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_start_returns_when_all_are_well(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_start_returns_when_all_are_well(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     await supervisor.start([spec(tmp_path, "a", SLEEPER), spec(tmp_path, "b", SLEEPER)], timeout_s=30)
     assert (tmp_path / "a").exists()
     assert (tmp_path / "b").exists()
@@ -86,7 +86,7 @@ async def test_start_returns_when_all_are_well(supervisor: Supervisor, tmp_path:
 
 
 async def test_a_child_that_dies_is_restarted_and_said_so(
-    supervisor: Supervisor, said: list[str], tmp_path: Path
+    supervisor: ProcessSupervisor, said: list[str], tmp_path: Path
 ) -> None:
     await supervisor.start([spec(tmp_path, "a", SLEEPER)], timeout_s=30)
     child = supervisor.child("a")
@@ -102,7 +102,7 @@ async def test_a_child_that_dies_is_restarted_and_said_so(
 
 
 async def test_a_child_that_keeps_dying_is_restarted_at_growing_intervals(
-    supervisor: Supervisor, said: list[str], tmp_path: Path
+    supervisor: ProcessSupervisor, said: list[str], tmp_path: Path
 ) -> None:
     die_after_the_first_time = (
         "import os, sys, time\n"
@@ -134,7 +134,7 @@ def test_the_back_off_doubles_to_its_bound_and_is_forgotten_after_a_long_life() 
 
 
 async def test_a_child_that_cannot_start_is_reported_with_its_last_words(
-    supervisor: Supervisor, said: list[str], tmp_path: Path
+    supervisor: ProcessSupervisor, said: list[str], tmp_path: Path
 ) -> None:
     program = "import sys; sys.exit('no such checkpoint')"
     with pytest.raises(ConfigError, match=r"b ended with exit status 1 before it was ready: no such checkpoint"):
@@ -143,7 +143,7 @@ async def test_a_child_that_cannot_start_is_reported_with_its_last_words(
 
 
 async def test_of_a_service_that_refuses_to_start_only_its_own_line_is_shown(
-    supervisor: Supervisor, tmp_path: Path
+    supervisor: ProcessSupervisor, tmp_path: Path
 ) -> None:
     program = (
         "import sys\nprint('ts=1 level=info msg=starting model=x port=1')\n"
@@ -154,7 +154,7 @@ async def test_of_a_service_that_refuses_to_start_only_its_own_line_is_shown(
 
 
 async def test_of_a_process_that_takes_long_it_is_said_what_it_does(
-    supervisor: Supervisor, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: ProcessSupervisor, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.cluster.supervisor.PROGRESS_S", 0.05)
 
@@ -168,7 +168,7 @@ async def test_of_a_process_that_takes_long_it_is_said_what_it_does(
     assert "compiles kernels, once" in said[-1]
 
 
-async def test_a_program_that_is_not_there_is_named(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_a_program_that_is_not_there_is_named(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     async def never() -> bool:
         return False
 
@@ -177,12 +177,14 @@ async def test_a_program_that_is_not_there_is_named(supervisor: Supervisor, tmp_
         await supervisor.start([missing], timeout_s=30)
 
 
-async def test_a_child_that_is_never_well_is_given_up(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_a_child_that_is_never_well_is_given_up(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"a was not ready within 0\.2 s"):
         await supervisor.start([spec(tmp_path, "a", "import time; time.sleep(600)")], timeout_s=0.2)
 
 
-async def test_stop_ends_the_last_started_first_and_lets_them_finish(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_stop_ends_the_last_started_first_and_lets_them_finish(
+    supervisor: ProcessSupervisor, tmp_path: Path
+) -> None:
     await supervisor.start([spec(tmp_path, "first", POLITE)], timeout_s=30)
     await supervisor.start([spec(tmp_path, "second", POLITE)], timeout_s=30)
     pids = [child.pid for child in supervisor.children]
@@ -192,7 +194,7 @@ async def test_stop_ends_the_last_started_first_and_lets_them_finish(supervisor:
         await gone(pid)
 
 
-async def test_a_stopped_process_is_continued_so_that_it_can_end(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_a_stopped_process_is_continued_so_that_it_can_end(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     await supervisor.start([spec(tmp_path, "a", POLITE)], timeout_s=30)
     supervisor.child("a").send_signal(signal.SIGSTOP)
     await supervisor.stop(grace_s=30)
@@ -200,7 +202,7 @@ async def test_a_stopped_process_is_continued_so_that_it_can_end(supervisor: Sup
 
 
 async def test_a_child_that_will_not_end_is_killed_and_said_so(
-    supervisor: Supervisor, said: list[str], tmp_path: Path
+    supervisor: ProcessSupervisor, said: list[str], tmp_path: Path
 ) -> None:
     await supervisor.start([spec(tmp_path, "a", STUBBORN)], timeout_s=30)
     pid = supervisor.child("a").pid
@@ -217,7 +219,7 @@ async def test_a_child_waiting_for_its_restart_is_not_started_again_by_stop(tmp_
         said.append(line)
         died.set()
 
-    slow = Supervisor(say, BackOff(first_s=600.0, most_s=600.0))
+    slow = ProcessSupervisor(say, BackOff(first_s=600.0, most_s=600.0))
     await slow.start([spec(tmp_path, "a", SLEEPER)], timeout_s=30)
     child: Child = slow.child("a")
     child.send_signal(signal.SIGKILL)

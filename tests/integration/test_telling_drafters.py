@@ -8,7 +8,7 @@ from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.target_events import DrafterNews
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.forest.linking import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from tests.support.engines import DRAFTER, EnginePair
 from tests.support.guesses import each_commit
@@ -30,11 +30,11 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(tiny_pair):
         """The drafter reads the prompt before the verifier's device does anything."""
         for early in told:
             pair.hear(early)
-        (drafts,) = finished(pair.draft.step()).to_verifiers[1]
+        (drafts,) = run_sync(pair.draft.step()).to_verifiers[1]
         assert drafts.base_lens.tolist() == [len(prompt)]
         return call(*args)
 
-    output = finished(pair.target.step(compute, told.append))
+    output = run_sync(pair.target.step(compute, told.append))
     early = told[0]
     assert [committed.token_ids for _, committed in early.committed] == [()]
     assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
@@ -70,7 +70,7 @@ def test_a_commit_is_told_in_the_middle_of_its_step_and_not_again_at_its_end(tin
     pair.submit("s0", [7, 11, 13], GREEDY)
     pair.round()
     told: list[DrafterNews] = []
-    output = finished(pair.target.step(tell=told.append))
+    output = run_sync(pair.target.step(tell=told.append))
     (news,) = told
     (commit,) = each_commit(news.to_drafters[DRAFTER])
     ((_, committed),) = output.committed

@@ -32,7 +32,7 @@ from paceline.engine.loading import model_identity
 from paceline.model_service import engine_ended
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.service.process import start_grpc_server
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 from paceline.store.base import Replica
 from paceline.tier.links import DrafterLink
 from paceline.verifier import commit_log
@@ -210,7 +210,7 @@ async def test_sessions_are_served_without_drafters_and_take_one_that_appears_an
     async with (
         running_verifier(tiny_pair[0]) as (calls, host),
         running_drafter(tiny_pair[1]) as (address, drafter),
-        Supervisor(CollectorRegistry()).kept(host.background(store)),
+        TaskSupervisor(CollectorRegistry()).kept(host.background(store)),
     ):
         plain = await calls.tokens(ask(max_tokens=200))
         # Nobody listens at the first of these addresses, which is the one that is tried first.

@@ -41,9 +41,9 @@ from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierM
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.levels import draft_by_levels
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.engine.model import Burst, Drafted
-from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 from paceline.engine.planned_step import StepPlan
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
@@ -104,7 +104,7 @@ class CountingDevice:
         del num_blocks
         return EmptyCache(self.feature_width)
 
-    def launch(self, batch: Batch, cache: EmptyCache, wanted: Walks | Ranks | None) -> HostPending:
+    def launch(self, batch: Batch, cache: EmptyCache, wanted: VerifyRequest | Ranks | None) -> HostPending:
         del cache, wanted
         self._clock.now_s += self.step_s
         positions = batch.positions[batch.logit_rows] + (self.feature_width > 0)
@@ -226,7 +226,7 @@ class Verifier:
     def step(self, seconds: float = 0.01) -> StepPlan:
         """One step, which takes so long."""
         self.device.step_s = seconds
-        output = finished(self.engine.step(tell=self._hear))
+        output = run_sync(self.engine.step(tell=self._hear))
         self.report = output.report
         self._hear(output)
         return self.plan
@@ -350,7 +350,7 @@ class Drafter:
     def step(self, seconds: float = 0.01) -> DraftPlan:
         """One step, which takes so long; what it has computed."""
         self.device.step_s = seconds
-        output = finished(self.engine.step())
+        output = run_sync(self.engine.step())
         for link, messages in output.to_verifiers.items():
             self.said.setdefault(link, []).extend(messages)
         self.broken |= output.broken_links

@@ -28,7 +28,7 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.grammar import Grammars
 from paceline.engine.loading import load_decoder, model_identity
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
@@ -176,7 +176,7 @@ class EnginePair:
         raise AssertionError("sessions did not end")
 
     def _target_step(self) -> None:
-        output = finished(self.target.step(tell=self.hear))
+        output = run_sync(self.target.step(tell=self.hear))
         self.num_preempted += output.report.counts["vllm:num_preemptions",]
         self.reports.append(output.report)
         self.hear(output)
@@ -200,7 +200,7 @@ class EnginePair:
 
     def _draft_step(self) -> None:
         assert self.draft is not None
-        for messages in finished(self.draft.step()).to_verifiers.values():
+        for messages in run_sync(self.draft.step()).to_verifiers.values():
             self.target.handle(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self.clock()))
 
     def leave(self) -> None:

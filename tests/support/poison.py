@@ -9,7 +9,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.model import Pending
-from paceline.engine.pending import Ranks, Walks
+from paceline.engine.pending import Ranks, VerifyRequest
 
 DIES, HANGS = 240, 241
 # Whatever hangs here goes on in the end: a thread that never ends would keep the test's process.
@@ -33,7 +33,7 @@ class Poison:
         """Returns the decoder, poisoned."""
         launch = decoder.launch
 
-        def poisoned(batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
+        def poisoned(batch: Batch, cache: KVCache, wanted: VerifyRequest | Ranks | None) -> Pending:
             if self._deadly and DIES in batch.token_ids:
                 raise RuntimeError("the poison works")
             if self._deadly and HANGS in batch.token_ids:

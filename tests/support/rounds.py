@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.acceptance import Verdict
-from paceline.engine.judging import Judging
-from paceline.engine.pending import HostPending, Walks, choices_of
+from paceline.engine.judging import Verification
+from paceline.engine.pending import HostPending, VerifyRequest, choices_of
 from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.sampler import RowSampler
 from paceline.engine.target_session import TargetSession
@@ -37,7 +37,7 @@ def columns(trees: Sequence[Tree], lengths: Sequence[int]) -> Guesses:
     )
 
 
-def judging(sessions: Sequence[TargetSession], trees: Sequence[Tree], logits: npt.NDArray[np.float32]) -> Judging:
+def judging(sessions: Sequence[TargetSession], trees: Sequence[Tree], logits: npt.NDArray[np.float32]) -> Verification:
     """A step that is over.
 
     Args:
@@ -50,7 +50,7 @@ def judging(sessions: Sequence[TargetSession], trees: Sequence[Tree], logits: np
     ]
     plan = StepPlan(0.0, drafters_work=False, decoding=parts, reading=[], guesses=columns(trees, lengths))
     rows = np.array([1 + len(tree) for tree in trees])
-    step = Judging(plan, (np.cumsum(rows) - rows).tolist())
+    step = Verification(plan, (np.cumsum(rows) - rows).tolist())
     step.follow(HostPending(logits))
     return step
 
@@ -67,7 +67,7 @@ def choose(sampler: RowSampler, logits: npt.NDArray[np.float32], position: int, 
         sampler.change(row[0], path)
     no_guesses = (none, none, none[:0].astype(np.int32), none[:0].astype(np.int32))
     walked = HostPending(row).follow(
-        Walks(none, np.array([position], np.int64), choices_of([sampler.choice]), *no_guesses)
+        VerifyRequest(none, np.array([position], np.int64), choices_of([sampler.choice]), *no_guesses)
     )
     if not walked.counts[0]:
         sampler.require_usable(float(row.max()))

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 from paceline.forest import ROOT
-from paceline.vllm.board import BOARD_BYTES, BoardTree, TreeBoard
+from paceline.vllm.board import BOARD_BYTES, BoardTree, SharedTrees
 from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 from tests.support.vllm_batch import HeldSessions
 
@@ -48,7 +48,7 @@ def answers(stream: Stream, delay_s: float = 0.0, first: int = 0) -> None:
         _tells(stream, step.step, *([last + guess for guess in range(1, NUM_GUESSES + 1)] for last in lasts))
 
 
-def shows_trees(stream: Stream, board: TreeBoard) -> None:
+def shows_trees(stream: Stream, board: SharedTrees) -> None:
     """The same guesses as `answers`, on the board; answers when it is asked nevertheless."""
     held = HeldSessions()
     for step in _steps(stream):
@@ -72,7 +72,7 @@ def shows_trees(stream: Stream, board: TreeBoard) -> None:
             )
 
 
-def scribbles(stream: Stream, board: TreeBoard) -> None:
+def scribbles(stream: Stream, board: SharedTrees) -> None:
     """Answers, and fills the board with what is no tree."""
     board._memory[:] = bytes([0xA5]) * BOARD_BYTES
     answers(stream)
@@ -163,7 +163,7 @@ def main() -> None:
     stream.send(ChainsMessage(NO_STEP, False))
     try:
         if script in BOARD_SCRIPTS:
-            BOARD_SCRIPTS[script](stream, TreeBoard(arguments.board))
+            BOARD_SCRIPTS[script](stream, SharedTrees(arguments.board))
         else:
             SCRIPTS[script](stream)
     except (BrokenPipeError, ConnectionResetError):

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.service import supervision
-from paceline.service.supervision import SETTLED_S, Supervisor
+from paceline.service.supervision import SETTLED_S, TaskSupervisor
 from tests.support.clock import Clock
 
 
@@ -66,7 +66,7 @@ async def test_a_task_that_dies_is_started_again_counted_and_told_of(
     death: Callable[[], Coroutine[Any, Any, None]], registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = Patient(death, death)
-    supervisor = Supervisor(registry)
+    supervisor = TaskSupervisor(registry)
     with caplog.at_level(logging.ERROR):
         async with supervisor.kept({"patient": patient.work}):
             assert restarts(registry) == 0
@@ -78,7 +78,7 @@ async def test_a_task_that_dies_is_started_again_counted_and_told_of(
 
 async def test_a_task_is_failing_until_it_has_run_for_a_while(registry: CollectorRegistry) -> None:
     clock = Clock()
-    supervisor = Supervisor(registry, clock)
+    supervisor = TaskSupervisor(registry, clock)
     patient, healthy = Patient(fails), Patient()
     async with supervisor.kept({"patient": patient.work, "healthy": healthy.work}):
         await healthy.well.wait()
@@ -94,7 +94,7 @@ async def test_a_task_that_pauses_after_its_death_is_failing_however_long_it_pau
 ) -> None:
     monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 3600.0)
     clock = Clock()
-    supervisor = Supervisor(registry, clock)
+    supervisor = TaskSupervisor(registry, clock)
     died = asyncio.Event()
 
     async def die() -> None:
@@ -120,7 +120,7 @@ async def test_tasks_end_with_the_block_even_one_that_answers_its_end_with_an_er
             raise OSError("the connection could not be closed")
 
     async with asyncio.timeout(30):
-        async with Supervisor(registry).kept({"patient": work}):
+        async with TaskSupervisor(registry).kept({"patient": work}):
             await stubborn.well.wait()
     assert stubborn.num_lives == 1
 
@@ -138,13 +138,13 @@ async def test_a_task_that_loses_the_first_cancellation_ends_with_the_block(
         await asyncio.Event().wait()
 
     async with asyncio.timeout(30):
-        async with Supervisor(registry).kept({"patient": work}):
+        async with TaskSupervisor(registry).kept({"patient": work}):
             await began.wait()
 
 
 async def test_an_error_of_the_block_ends_the_tasks_and_comes_through(registry: CollectorRegistry) -> None:
     patient = Patient()
     with pytest.raises(LookupError):
-        async with Supervisor(registry).kept({"patient": patient.work}):
+        async with TaskSupervisor(registry).kept({"patient": patient.work}):
             await patient.well.wait()
             raise LookupError

@@ -64,7 +64,7 @@ class RehearseConfig(ServerConfig):
     timeout_s: float = setting(300.0, help="Longest wait for a text of 48 tokens.", unit="seconds", low=0.1)
 
 
-class Helper:
+class HelperLink:
     """A helper that listens.
 
     Attributes:
@@ -131,14 +131,14 @@ async def rehearse(config: RehearseConfig) -> list[Sequence[str]]:
 
 
 @asynccontextmanager
-async def listening(paths: Sequence[Path]) -> AsyncIterator[list[Helper]]:
+async def listening(paths: Sequence[Path]) -> AsyncIterator[list[HelperLink]]:
     """Connects to helpers: those at these sockets, or this user's only one here.
 
     Raises:
         ConfigError: One does not listen, or which is meant is not clear.
     """
     async with AsyncExitStack() as stack:
-        helpers: list[Helper] = []
+        helpers: list[HelperLink] = []
         for path in paths or mode_sockets():
             try:
                 helpers.append(await _connected(path, stack))
@@ -155,7 +155,7 @@ async def listening(paths: Sequence[Path]) -> AsyncIterator[list[Helper]]:
         yield helpers
 
 
-async def _connected(path: Path, stack: AsyncExitStack) -> Helper:
+async def _connected(path: Path, stack: AsyncExitStack) -> HelperLink:
     try:
         reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
     except OSError as error:
@@ -163,13 +163,13 @@ async def _connected(path: Path, stack: AsyncExitStack) -> Helper:
             f"--helper {path}: no helper listens there; it starts some seconds after vLLM: {error}"
         ) from None
     stack.callback(writer.close)
-    helper = Helper(path, reader, writer)
+    helper = HelperLink(path, reader, writer)
     await helper.tell(None)
     return helper
 
 
 class _Rehearsal:
-    def __init__(self, http: httpx.AsyncClient, model: str, helpers: Sequence[Helper]) -> None:
+    def __init__(self, http: httpx.AsyncClient, model: str, helpers: Sequence[HelperLink]) -> None:
         self._http, self._model, self._helpers = http, model, helpers
         low, high = (int(share * helpers[0].vocab_size) for share in USUAL_TOKENS)
         self._tokens = range(low, max(high, low + 1))

@@ -32,7 +32,7 @@ NAMED_RESOURCES = {"CPU": "cpus", "GPU": "gpus"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierSettings:
+class FleetTier:
     """Resources of a Ray cluster that each replica of a tier takes."""
 
     cpus: float = setting(1.0, help="CPUs; whole ones are its threads where no flag sets them.", low=0.01, high=4096)
@@ -42,7 +42,7 @@ class TierSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayTier(TierSettings):
+class RayTier(FleetTier):
     """The same, with the custom resources that a replica takes and the environment variables that it gets."""
 
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def _tier(name: str, section: Any) -> RayTier:
     values = dict(_mapping(name, section))
     resources = _checked(f"{name}.resources", values.pop("resources", {}), _amount)
     env = _checked(f"{name}.env", values.pop("env", {}), _variable)
-    tier = from_mapping(TierSettings, values, f"{name}.")
+    tier = from_mapping(FleetTier, values, f"{name}.")
     if tier.gpus > 1 and not tier.gpus.is_integer():
         raise ConfigError(f"{name}.gpus must be a whole number above 1, or a part of one GPU, got {tier.gpus:g}")
     if tier.accelerator_type and not tier.gpus:

@@ -18,10 +18,10 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import served_name
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, num_parameters, resolve_checkpoints, with_heads
 from paceline.cluster.spec import (
-    Endpoint,
     FleetSpec,
     Launch,
     Ports,
+    ServicePort,
     available_cpus,
     gateway_scheme,
     plan_endpoints,
@@ -30,7 +30,7 @@ from paceline.cluster.spec import (
     share_memory,
     store_child,
 )
-from paceline.cluster.supervisor import BackOff, Child, ChildSpec, Supervisor
+from paceline.cluster.supervisor import BackOff, Child, ChildSpec, ProcessSupervisor
 from paceline.cluster.valkey import find_server
 from paceline.service.config import named, public_url
 from paceline.service.credentials import read_certificates, utc_now
@@ -52,7 +52,7 @@ class LocalFleet:
         environ: Mapping[str, str],
         say: Callable[[str], None] = lambda _: None,
         back_off: BackOff | None = None,
-        announce: Callable[[Endpoint], str] = lambda _: "",
+        announce: Callable[[ServicePort], str] = lambda _: "",
         modules: Mapping[str, str] | None = None,
     ) -> None:
         """Starts nothing yet.
@@ -67,14 +67,14 @@ class LocalFleet:
         """
         self.spec = spec
         self.redis_url = ""
-        self.endpoints: list[Endpoint] = []
+        self.endpoints: list[ServicePort] = []
         self.log_dir = Path()
         self.checkpoints: Checkpoints | None = None
         self._environ = environ
         self._say = say
         self._announce = announce
         self._modules = modules or {}
-        self._supervisor = Supervisor(say, back_off)
+        self._supervisor = ProcessSupervisor(say, back_off)
         self._temporary_dir: Path | None = None
         # Its ports, until it has stopped.
         self._held = ExitStack()
@@ -107,7 +107,7 @@ class LocalFleet:
         assert self.checkpoints is not None, "the fleet is not started"
         return served_name(self.checkpoints.target)
 
-    def endpoint(self, role: str) -> Endpoint:
+    def endpoint(self, role: str) -> ServicePort:
         """Returns where a service listens.
 
         Raises:
@@ -118,7 +118,7 @@ class LocalFleet:
                 return endpoint
         raise KeyError(role)
 
-    def endpoints_of(self, role: str) -> list[Endpoint]:
+    def endpoints_of(self, role: str) -> list[ServicePort]:
         return [endpoint for endpoint in self.endpoints if endpoint.role == role]
 
     def kill(self, role: str) -> None:
@@ -202,7 +202,7 @@ class LocalFleet:
             return []
         server = find_server(spec.redis_server)
         port = plan_store_port(spec, ports)
-        endpoint = Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
+        endpoint = ServicePort(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
         self.endpoints.append(endpoint)
         self.redis_url = f"redis://{self._announce(endpoint) or endpoint.address}"
         return [store_child(server, spec.host, port, work_dir, self._environ)]

@@ -172,7 +172,7 @@ class CpuShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class ServicePort:
     """Where one process of the fleet listens; a second port serves metrics, of a gateway gRPC."""
 
     name: str
@@ -259,7 +259,7 @@ def _share(holder: socket.socket) -> None:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
-def plan_endpoints(spec: FleetSpec, ports: Ports) -> list[Endpoint]:
+def plan_endpoints(spec: FleetSpec, ports: Ports) -> list[ServicePort]:
     """Gives each process of the services its ports.
 
     Raises:
@@ -277,7 +277,7 @@ def plan_endpoints(spec: FleetSpec, ports: Ports) -> list[Endpoint]:
             flag = f"--{role}-port"
             second_flag = "--gateway-grpc-port" if role == "gateway" else f"--{role}-metrics-port"
             endpoints.append(
-                Endpoint(
+                ServicePort(
                     name=f"{role}-{index}",
                     role=role,
                     host=spec.host,
@@ -362,7 +362,7 @@ class Launch:
 
     def model(
         self,
-        endpoint: Endpoint,
+        endpoint: ServicePort,
         checkpoint: Path | Repository,
         share: CpuShare,
         *,
@@ -408,13 +408,13 @@ class Launch:
             return SIMULATED
         return self.spec.verifier_engine if role == VERIFIER and self.spec.verifier_engine != PACELINE else ""
 
-    def gateway(self, endpoint: Endpoint, tokenizer: Path | Repository) -> ChildSpec:
+    def gateway(self, endpoint: ServicePort, tokenizer: Path | Repository) -> ChildSpec:
         spec = self.spec
         own = flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key)
         is_healthy = http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health")
         return self._child(endpoint, (*own, *spec.gateway_arg), is_healthy, 1)
 
-    def _child(self, endpoint: Endpoint, own: Sequence[str], is_healthy: HealthCheck, num_threads: int) -> ChildSpec:
+    def _child(self, endpoint: ServicePort, own: Sequence[str], is_healthy: HealthCheck, num_threads: int) -> ChildSpec:
         spec, role, drafts = self.spec, endpoint.role, endpoint.role == DRAFTER
         python = spec.verifier_python if role == VERIFIER and spec.verifier_python else sys.executable
         traces = spec.otlp_traces_endpoint

@@ -207,7 +207,7 @@ class Child:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES_SHOWN:]
 
 
-class Supervisor:
+class ProcessSupervisor:
     """Processes that start and stop together; `say` gets one line for each restart and each kill."""
 
     def __init__(self, say: Callable[[str], None], back_off: BackOff | None = None) -> None:

@@ -12,7 +12,7 @@ from paceline.cluster.checkpoints import Checkpoints, fetch_models
 from paceline.cluster.fleet_file import FleetFile, RayTier, check_for_ray, parse_fleet, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, say, table, until_ctrl_c
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import Endpoint, FleetSpec, gateway_scheme
+from paceline.cluster.spec import FleetSpec, ServicePort, gateway_scheme
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
 from paceline.service.config import as_called, exit_with_error, parse, public_url
@@ -76,7 +76,7 @@ async def _run_on_ray(
         follower.cancel()
 
 
-def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[Endpoint], places: Sequence[str]) -> str:
+def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[ServicePort], places: Sequence[str]) -> str:
     """Returns what serves and where, and a command to try it."""
     urls = [f"{gateway_scheme(spec)}://{endpoint.address}" for endpoint in gateways]
     return "\n".join(

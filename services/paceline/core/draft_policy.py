@@ -101,7 +101,7 @@ class Goodput:
 
         Args:
             drafts: Whether they draft; None: as pays.
-            over: As in `Rehearse`.
+            over: As in `SetMode`.
         """
         self.mode.rehearse(None if drafts is None else Mode.DRAFTING if drafts else Mode.PLAIN)
         self.rehearsed = over or self.rehearsed

@@ -66,7 +66,7 @@ class Paired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearse:
+class SetMode:
     """Nobody asked for the sessions from now on, and nobody is to see what becomes of them.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rehearse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
+class TuningLoaded:
     """What another engine of the same kind has learned, JSON; None: nobody has, and this one is to rehearse.
 
     Attributes:
@@ -90,7 +90,7 @@ class Taught:
     draft: str = ""
 
 
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | Rehearse | Taught
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | SetMode | TuningLoaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

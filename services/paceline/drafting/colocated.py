@@ -12,7 +12,7 @@ from paceline.core.goodput import MovingAverage
 from paceline.core.target_events import DrafterNews, DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.loop import Compute, here
+from paceline.engine.loop import Compute, inline
 from paceline.engine.target import TargetEngine
 from paceline.service.learned import Learned
 
@@ -60,7 +60,7 @@ class ColocatedEngine:
         """Numbers of the sessions that a failure now is attributed to."""
         return self._target.at_stake
 
-    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+    async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Drafts as long as that pays, then runs a step of the target; see `TargetEngine`."""
 
         def hand_on(news: DrafterNews) -> None:

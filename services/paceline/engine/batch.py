@@ -41,7 +41,7 @@ class Batch:
         logit_rows: int64 [k], the rows whose logits are wanted, in the order wanted.
         features: float32 [rows, width], for decoders that take hidden states beside tokens; None for others.
         above: A step without guesses that nobody has read yet, of a device that runs ahead: `token_ids` are places
-            among its `Walks`, and the rows' tokens those that it chooses there. None: tokens are known.
+            in its `VerifyRequest`, and the rows' tokens those that it chooses there. None: tokens are known.
     """
 
     token_ids: npt.NDArray[np.int64]

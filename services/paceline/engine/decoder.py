@@ -15,7 +15,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.model import Burst, Drafted, Pending
-from paceline.engine.pending import Ranks, Walks
+from paceline.engine.pending import Ranks, VerifyRequest
 
 
 class Decoder:
@@ -66,7 +66,7 @@ class Decoder:
 
     @memory_errors()
     @torch.inference_mode()
-    def launch(self, batch: Batch, cache: KVCache, wanted: Walks | Ranks | None) -> Pending:
+    def launch(self, batch: Batch, cache: KVCache, wanted: VerifyRequest | Ranks | None) -> Pending:
         """Starts a step; see `paceline.engine.model.Model`."""
         return self.backend.launch(batch, cache, self.states, wanted)
 

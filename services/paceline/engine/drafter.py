@@ -24,7 +24,7 @@ from paceline.core.target_events import StepReport
 from paceline.engine.draft_plan import DraftPlan, Starts
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.engine.draft_session import DraftSession, Offer
-from paceline.engine.loop import Compute, finished, here
+from paceline.engine.loop import Compute, inline, run_sync
 from paceline.engine.model import Burst, DraftModel
 from paceline.engine.packing import BatchBuilder, Nodes, PrefixRows
 from paceline.engine.pending import HostPending, Longs, Ranks, choices_of
@@ -113,7 +113,7 @@ class DraftEngine:
             state = CommittedStates(number=number, start=0, width=width, values=bytes(2 * width))
             self.handle(VerifierMessages(link=0, messages=[opened, state] if width else [opened]))
         while self.has_work():
-            finished(self.step())
+            run_sync(self.step())
         self.handle(VerifierLeft(link=0))
 
     def has_work(self) -> bool:
@@ -124,7 +124,7 @@ class DraftEngine:
         """A drafter never waits."""
         return 0.0
 
-    async def step(self, compute: Compute = here, tell: Callable[[DraftOutput], None] | None = None) -> DraftOutput:
+    async def step(self, compute: Compute = inline, tell: Callable[[DraftOutput], None] | None = None) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         del tell
         started_s = self._clock()

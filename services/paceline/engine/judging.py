@@ -17,7 +17,7 @@ from paceline.core.acceptance import SparseDraft, Verdict
 from paceline.core.messages import TokenOrigin
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
-from paceline.engine.pending import Longs, Walks, choices_of
+from paceline.engine.pending import Longs, VerifyRequest, choices_of
 from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.sampler import Logits, working_space
 from paceline.engine.target_session import TargetSession
@@ -43,7 +43,7 @@ class Round(NamedTuple):
     chances: tuple[float, ...] | None = None
 
 
-class Judging:
+class Verification:
     """A step's rows of last committed tokens, and of guesses below them.
 
     Args:
@@ -65,10 +65,10 @@ class Judging:
         # Logits that log probabilities are read from, of a few sessions at a time.
         self._read: dict[int, Logits] = {}
 
-    def _walks_of(self, parts: Sequence[Part]) -> Walks:
+    def _walks_of(self, parts: Sequence[Part]) -> VerifyRequest:
         sizes = np.array([part.num_guesses for part in self.parts], np.int64)
         stops = np.cumsum(sizes)
-        return Walks(
+        return VerifyRequest(
             rows=np.array(self.firsts, np.int64)[self._plain],
             positions=np.array([part.stop for part in parts], np.int64),
             choices=choices_of([part.session.choice for part in parts]),
@@ -131,8 +131,8 @@ class Judging:
             going = [each for each in going if each.goes_on]
         self._rounds |= {place: each.error or each.round for place, each in descents.items()}
 
-    def _descent(self, place: int) -> _Descent:
-        return _Descent(self.parts[place].session, self._plan.guesses_of(place), self.firsts[place])
+    def _descent(self, place: int) -> _TreeWalk:
+        return _TreeWalk(self.parts[place].session, self._plan.guesses_of(place), self.firsts[place])
 
     def _read_at(self, place: int) -> Logits:
         """The rows, as the model gave them, that a session's tokens were chosen from; some more come with them."""
@@ -159,7 +159,7 @@ class Judging:
         return rows
 
 
-class _Descent:
+class _TreeWalk:
     """One session on its way down its guesses.
 
     Args:
@@ -242,7 +242,7 @@ class _Descent:
         ]
 
 
-def _choose(rows: Logits, descents: Sequence[_Descent]) -> tuple[Longs, Floats]:
+def _choose(rows: Logits, descents: Sequence[_TreeWalk]) -> tuple[Longs, Floats]:
     """The next token of each session, and the chance of a guess of it where that is known."""
     drawn = [each.drawn_from for each in descents]
     chosen, chances = np.empty(len(descents), np.int64), np.zeros(len(descents))

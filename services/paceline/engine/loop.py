@@ -46,13 +46,13 @@ class Compute(Protocol):
     async def __call__(self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
 
 
-async def here(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+async def inline(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Computes in the calling thread."""
     return call(*args, **kwargs)
 
 
-def finished(step: Coroutine[Any, Any, _R]) -> _R:
-    """Runs a step that computes `here` to its end, without an event loop."""
+def run_sync(step: Coroutine[Any, Any, _R]) -> _R:
+    """Runs a step that computes `inline` to its end, without an event loop."""
     while True:
         try:
             step.send(None)
@@ -76,7 +76,7 @@ class Stepper(Protocol[EventT, OutputT]):
         """Seconds for which waiting for events beats stepping now; 0: step."""
         ...
 
-    async def step(self, compute: Compute = here, tell: Callable[[OutputT], None] | None = None) -> OutputT:
+    async def step(self, compute: Compute = inline, tell: Callable[[OutputT], None] | None = None) -> OutputT:
         """Runs a step.
 
         Args:

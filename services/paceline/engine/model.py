@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.features import Features
 from paceline.engine.batch import Batch
-from paceline.engine.pending import Longs, Rankings, Ranks, Walked, Walks
+from paceline.engine.pending import Longs, Rankings, Ranks, VerifyRequest, VerifyResult
 from paceline.engine.sampler import Logits
 from paceline.forest import Floats, Ints
 
@@ -44,7 +44,7 @@ class Pending(Protocol):
         """Whether the next step may be launched before this one is read; see `Batch.above`."""
         ...
 
-    def follow(self, walks: Walks) -> Walked:
+    def follow(self, walks: VerifyRequest) -> VerifyResult:
         """Follows the target's tokens down guesses of each session until it chooses one that was not guessed."""
         ...
 
@@ -103,7 +103,7 @@ class Model(Protocol):
         """An empty `Cache` of `num_blocks` blocks."""
         ...
 
-    def launch(self, batch: Batch, cache: Any, wanted: Walks | Ranks | None) -> Pending:
+    def launch(self, batch: Batch, cache: Any, wanted: VerifyRequest | Ranks | None) -> Pending:
         """Starts a step, and returns at once where the device works by itself.
 
         Args:

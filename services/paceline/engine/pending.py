@@ -21,7 +21,7 @@ Longs = npt.NDArray[np.int64]
 NOT_KNOWN: Longs = np.empty(0, np.int64)
 
 
-class Walks(NamedTuple):
+class VerifyRequest(NamedTuple):
     """Guesses of some sessions of a step, to be followed down by the target's tokens.
 
     Attributes:
@@ -45,7 +45,7 @@ class Walks(NamedTuple):
     others: Longs | None = None
 
 
-class Walked(NamedTuple):
+class VerifyResult(NamedTuple):
     """The target's tokens.
 
     Attributes:
@@ -92,13 +92,13 @@ def choices_of(choices: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(choices), step_kernels.CHOICE)
 
 
-def greedy_roots(count: int) -> Walks:
+def greedy_roots(count: int) -> VerifyRequest:
     """A token at each row, chosen greedily: what most steps are asked, and a device need not hand its logits over."""
     zeros, nothing = np.zeros(count, np.int64), np.zeros(0, np.int32)
     greedy = np.zeros(count, step_kernels.CHOICE)
     greedy["greedy"], greedy["inverse_temperature"], greedy["top_p"] = True, 1.0, 1.0
     greedy["log_min_p"] = -np.inf
-    return Walks(np.arange(count), zeros + 1, greedy, zeros, zeros, nothing, nothing)
+    return VerifyRequest(np.arange(count), zeros + 1, greedy, zeros, zeros, nothing, nothing)
 
 
 def warm_up() -> None:
@@ -120,9 +120,9 @@ class HostPending:
     def __init__(self, logits: Logits) -> None:
         self._logits = logits
 
-    def follow(self, walks: Walks) -> Walked:
+    def follow(self, walks: VerifyRequest) -> VerifyResult:
         num_sessions = len(walks.rows)
-        walked = Walked(
+        walked = VerifyResult(
             np.empty(len(self._logits), np.int64), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_)
         )
         if num_sessions:

@@ -21,14 +21,14 @@ from paceline.core.target_events import (
     DrafterNews,
     LinkChanged,
     Outcome,
-    Rehearse,
+    SetMode,
     StepReport,
     Submit,
     TargetEvent,
     TargetOutput,
-    Taught,
+    TuningLoaded,
 )
-from paceline.engine.loop import Compute, Stepper, here
+from paceline.engine.loop import Compute, Stepper, inline
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ MOST_UNCOUNTED = 32
 
 
 @dataclass(slots=True)
-class Take:
+class Measurement:
     """Steps of one mode at one load."""
 
     load: int
@@ -108,16 +108,16 @@ class RehearsingEngine:
         # The draft model with which it is to rehearse; empty: nobody has told it to.
         self._told_to = ""
         self._sessions: set[int] = set()
-        self._take = Take(0, drafts=False)
+        self._take = Measurement(0, drafts=False)
         self._idle_since_s = clock()
         self._spent_s, self._since_s = 0.0, clock()
 
     def handle(self, event: TargetEvent) -> None:
         match event:
-            case Taught(learned=None):
+            case TuningLoaded(learned=None):
                 self._told_to = event.draft
                 return
-            case Taught():
+            case TuningLoaded():
                 self._left.clear()
             case Submit():
                 self._stop()
@@ -151,7 +151,7 @@ class RehearsingEngine:
             return self._engine.patience_s()
         return max(0.0, self._idle_since_s + IDLE_S - self._clock())
 
-    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> DrafterNews:
+    async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> DrafterNews:
         """Runs a step; of one that is rehearsed, what drafters are told is all that is handed on."""
         if not self._engine.has_work():
             self._since_s = self._clock()
@@ -199,8 +199,8 @@ class RehearsingEngine:
 
     def _begin(self) -> None:
         """Begins what comes next, with sessions that nothing was written of: contexts of both modes are alike."""
-        self._take = take = Take(*self._left[-1])
-        self._engine.handle(Rehearse(drafts=take.drafts))
+        self._take = take = Measurement(*self._left[-1])
+        self._engine.handle(SetMode(drafts=take.drafts))
         for _ in range(take.load):
             self._submit()
 
@@ -213,7 +213,7 @@ class RehearsingEngine:
         self._sessions.clear()
         # A drafter that never answered has shown nothing.
         ends = self._answered and not self._left
-        self._engine.handle(Rehearse(drafts=None, over=self._told_to if ends else ""))
+        self._engine.handle(SetMode(drafts=None, over=self._told_to if ends else ""))
         if gives_up:
             self._left.clear()
         if not self._left:

@@ -31,17 +31,17 @@ from paceline.core.target_events import (
     LinkChanged,
     Outcome,
     Paired,
-    Rehearse,
+    SetMode,
     StepReport,
     Submit,
     TargetEvent,
     TargetLimits,
     TargetOutput,
-    Taught,
+    TuningLoaded,
 )
 from paceline.engine.batch import Batch
-from paceline.engine.judging import READ_ROWS, Judging
-from paceline.engine.loop import Compute, here
+from paceline.engine.judging import READ_ROWS, Verification
+from paceline.engine.loop import Compute, inline
 from paceline.engine.model import Model, Pending
 from paceline.engine.packing import BatchBuilder, PrefixRows
 from paceline.engine.planned_step import Part, StepPlan
@@ -148,11 +148,11 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
-            case Rehearse():
+            case SetMode():
                 self._policy.rehearse(event.drafts, over=event.over)
                 # What the steps before have left behind is not the next one's.
                 self.scheduler.report = StepReport()
-            case Taught(learned=bytes(learned)):
+            case TuningLoaded(learned=bytes(learned)):
                 resume(self, learned, "another verifier")
             case Cancel() | Paired():
                 session = self.scheduler.session(event.number)
@@ -246,7 +246,7 @@ class TargetEngine:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
         return self._ahead is None and self.scheduler.drafts_pay(draft_s, self._clock())
 
-    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+    async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Runs a step over all sessions that have something to compute.
 
         Messages to drafters, new prompts above all, and which sessions are computed for the first time are told before
@@ -294,7 +294,7 @@ class TargetEngine:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
         builder = BatchBuilder()
-        judging = Judging(plan, _pack(builder, plan))
+        judging = Verification(plan, _pack(builder, plan))
         return _Launched(plan, judging, self._decoder.launch(builder.build(), self._cache, judging.walks))
 
     def _launch_ahead(self, launched: _Launched) -> _Launched | None:
@@ -302,7 +302,7 @@ class TargetEngine:
         plan = self.scheduler.plan_ahead(launched.plan) if launched.pending.runs_ahead else None
         if plan is None:
             return None
-        judging = Judging(plan, range(len(plan.decoding)))
+        judging = Verification(plan, range(len(plan.decoding)))
         try:
             pending = self._decoder.launch(_pack_ahead(plan, launched), self._cache, judging.walks)
         except MemoryError:
@@ -310,7 +310,7 @@ class TargetEngine:
             return None
         return _Launched(plan, judging, pending)
 
-    def _commit(self, plan: StepPlan, judging: Judging, pending: Pending) -> list[Outcome]:
+    def _commit(self, plan: StepPlan, judging: Verification, pending: Pending) -> list[Outcome]:
         outcomes: list[Outcome] = []
         verdicts: list[tuple[Part, Verdict]] = []
         for place, part in enumerate(judging.parts):
@@ -386,7 +386,7 @@ class _Launched(NamedTuple):
     """A step on the device."""
 
     plan: StepPlan
-    judging: Judging
+    judging: Verification
     pending: Pending
 
 

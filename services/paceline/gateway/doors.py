@@ -28,7 +28,7 @@ from paceline.gateway.http.middleware import with_middleware
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.service.credentials import read_certificates, read_key, utc_now
-from paceline.service.fair_shares import Shares, Turnover
+from paceline.service.fair_shares import EvictingLimit, Shares
 from paceline.service.process import GrpcServer, start_grpc_server
 
 BACKLOG = 2048
@@ -222,7 +222,7 @@ async def _http_server(
     config: GatewayConfig, app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
 ) -> AsyncIterator[None]:
     """Serves the application in this event loop while a block runs."""
-    connections = Turnover(max_connections, BoundedConnection.end, lambda each: each.is_idle)
+    connections = EvictingLimit(max_connections, BoundedConnection.end, lambda each: each.is_idle)
     settings = uvicorn.Config(
         app,
         log_config=None,

@@ -38,7 +38,7 @@ from paceline.obs.metrics import GatewayMetrics, service_registry, stalls_watche
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.process import open_files_limit
-from paceline.service.supervision import Supervisor, Work
+from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Replica, Store
 from paceline.store.registry import Answers, announced, serves
 
@@ -102,7 +102,7 @@ class _Gateway:
         self._door_tls = load_door_tls(config.tls_cert, config.tls_key)
         own = {} if self._door_tls is None else {"tls-cert": self._door_tls.certificate_pem}
         show_days_left(registry, {**({} if tls is None else tls.files), **own})
-        self._supervisor = Supervisor(registry)
+        self._supervisor = TaskSupervisor(registry)
         self._metrics = GatewayMetrics(registry, codecs)
         self._keys = keys = None if config.api_keys_file is None else KeyRing(config.api_keys_file)
         if keys is not None:

@@ -101,7 +101,7 @@ class Histogram(PrometheusHistogram):
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
 
-class Family(Generic[MetricT]):
+class MetricFamily(Generic[MetricT]):
     """A metric with labels that caches its children: looking one up costs twice as much as counting.
 
     Args:
@@ -171,11 +171,11 @@ class Meter:
         """Returns a histogram, with further labels or without."""
         return self._single(Histogram, name, documentation, labels, buckets=buckets)
 
-    def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Family[Counter]:
+    def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> MetricFamily[Counter]:
         """Returns counters with labels; `known` are values of a single label that are shown from the start."""
         first = (self._model_name,) if name.startswith(VLLM) else ()
         metric = self._made(Counter, name, documentation, labels)
-        family = self.by_name[name] = Family(metric, known=((value,) for value in known), first=first)
+        family = self.by_name[name] = MetricFamily(metric, known=((value,) for value in known), first=first)
         return family
 
     def _single(
@@ -404,7 +404,7 @@ class GatewayMetrics:
         self.ejections = meter.counter(
             "paceline:ejections", "Times a verifier that failed its sessions got none for a while."
         )
-        self.replicas = Family(
+        self.replicas = MetricFamily(
             meter.gauge("paceline:replicas", "Replicas in the registry that do not drain.", ("role",)),
             known=[(role,) for role in REPLICA_ROLES],
         )
@@ -426,8 +426,8 @@ def _latency(meter: Meter, name: str, documentation: str) -> Histogram:
     return meter.histogram(name, documentation, buckets=LATENCY_BUCKETS_S)
 
 
-def _step_seconds(meter: Meter, documentation: str) -> Family[Histogram]:
-    return Family(meter.histogram("paceline:step_seconds", documentation, ("rows",), buckets=STEP_BUCKETS_S))
+def _step_seconds(meter: Meter, documentation: str) -> MetricFamily[Histogram]:
+    return MetricFamily(meter.histogram("paceline:step_seconds", documentation, ("rows",), buckets=STEP_BUCKETS_S))
 
 
 class SpeculationTotals:

@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, opening, read_arrivals
 from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
 from paceline.planning.report import LOADS, best_way, figures, promise, steady, table
-from paceline.planning.simulation import Fleet, Way
+from paceline.planning.simulation import PlannedFleet, Way
 from paceline.service.config import parse, setting
 from paceline.simulated.model import find_profile
 from paceline.simulated.profile import COMPUTED, Profile, write_profile
@@ -176,7 +176,7 @@ def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load
         plans = _cheapest(pool, profile, load, goal, config.seed)
     else:
         drafters = config.drafters or max(1, config.verifiers // USUAL_RATIO)
-        fleet = Fleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=drafters)
+        fleet = PlannedFleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=drafters)
         given = {Way.TIER.value: pool.submit(evaluate, profile, fleet, load, goal, seed=config.seed)}
         plans = _awaited(given, "simulating the fleet")
     tier = next((plan for plan in plans.values() if plan.fleet.way is Way.TIER), None)
@@ -185,7 +185,7 @@ def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load
     count = tier.fleet.num_gpus(profile) // profile.target.num_devices
     equal = {
         f"{way.value}, equal GPUs": pool.submit(
-            evaluate, profile, Fleet(way=way, num_verifiers=count), load, goal, seed=config.seed
+            evaluate, profile, PlannedFleet(way=way, num_verifiers=count), load, goal, seed=config.seed
         )
         for way in (Way.PLAIN, Way.COLOCATED)
     }

@@ -34,7 +34,7 @@ from paceline.core.target_events import (
     Submit,
     TargetEvent,
     TargetOutput,
-    Taught,
+    TuningLoaded,
 )
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
@@ -247,7 +247,7 @@ class VerifierAtWork:
 
     async def rehearse(self) -> None:
         """Finds out what drafting is worth at each load, as verifiers do while nobody waits."""
-        self._engine.post(Taught(learned=None, draft=IDENTITY.name))
+        self._engine.post(TuningLoaded(learned=None, draft=IDENTITY.name))
         await self._rehearsed.wait()
 
     async def serve(self, asked: Request) -> None:

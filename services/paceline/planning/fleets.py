@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.planning.arrivals import Arrival
-from paceline.planning.simulation import Fleet, Outcome, Way, run_open
+from paceline.planning.simulation import Outcome, PlannedFleet, Way, run_open
 from paceline.simulated.profile import Profile
 
 # Verifiers to a drafter that a search tries.
@@ -56,7 +56,7 @@ class Plan:
         meets: Whether the goals are met.
     """
 
-    fleet: Fleet
+    fleet: PlannedFleet
     profile: Profile
     outcome: Outcome
     offered_tokens_per_s: float
@@ -73,7 +73,7 @@ class Plan:
         return self.offered_tokens_per_s if self.meets else min(able, self.offered_tokens_per_s)
 
 
-def evaluate(profile: Profile, fleet: Fleet, load: Sequence[Arrival], goal: Goal, *, seed: int = 0) -> Plan:
+def evaluate(profile: Profile, fleet: PlannedFleet, load: Sequence[Arrival], goal: Goal, *, seed: int = 0) -> Plan:
     """Simulates one cell of a fleet under its share of the load.
 
     Raises:
@@ -110,7 +110,7 @@ def least_fleet(
 
     def of(num_verifiers: int) -> Plan:
         drafters = max(1, round(num_verifiers / ratio)) if way is Way.TIER else 0
-        fleet = Fleet(way=way, num_verifiers=num_verifiers, num_drafters=drafters)
+        fleet = PlannedFleet(way=way, num_verifiers=num_verifiers, num_drafters=drafters)
         return evaluate(profile, fleet, load, goal, seed=seed)
 
     high = _least_verifiers(profile, load)

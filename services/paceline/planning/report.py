@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.planning.fleets import Plan
-from paceline.planning.simulation import PERCENTILES, Fleet, Outcome, Way, run_closed
+from paceline.planning.simulation import PERCENTILES, Outcome, PlannedFleet, Way, run_closed
 from paceline.simulated.profile import Profile
 
 # Streams; a profile's target may hold fewer.
@@ -52,8 +52,8 @@ def steady(
     )
 
 
-def _pair(way: Way) -> Fleet:
-    return Fleet(way=way, num_drafters=int(way is Way.TIER))
+def _pair(way: Way) -> PlannedFleet:
+    return PlannedFleet(way=way, num_drafters=int(way is Way.TIER))
 
 
 def best_way(rates: Mapping[Way, float]) -> Way:

@@ -26,7 +26,7 @@ class Way(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class PlannedFleet:
     """Verifiers, and with a tier the drafters that they share evenly.
 
     Raises:
@@ -47,11 +47,11 @@ class Fleet:
             )
 
     @property
-    def cell(self) -> Fleet:
+    def cell(self) -> PlannedFleet:
         """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone."""
         if self.way is not Way.TIER:
-            return Fleet(way=self.way)
-        return Fleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)
+            return PlannedFleet(way=self.way)
+        return PlannedFleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)
 
     def num_gpus(self, profile: Profile) -> int:
         return self.num_verifiers * profile.target.num_devices + self.num_drafters * profile.drafter.num_devices
@@ -134,7 +134,7 @@ def _percentiles(values: Sequence[float]) -> list[float]:
 class _CellAtWork:
     """Verifiers at work that share one drafter at most; `seed` is of the luck with step times."""
 
-    def __init__(self, profile: Profile, cell: Fleet, loop: JumpingLoop, seed: int) -> None:
+    def __init__(self, profile: Profile, cell: PlannedFleet, loop: JumpingLoop, seed: int) -> None:
         inside = cell.way is Way.COLOCATED
         self._profile = profile.sharing() if inside else profile
         drafter = DrafterAtWork(profile, loop, seed) if cell.num_drafters else None
@@ -174,7 +174,7 @@ class _CellAtWork:
 
 def run_open(
     profile: Profile,
-    cell: Fleet,
+    cell: PlannedFleet,
     arrivals: Sequence[Arrival],
     *,
     warm_up_s: float = 0.0,
@@ -215,7 +215,7 @@ def run_open(
 
 def run_closed(
     profile: Profile,
-    cell: Fleet,
+    cell: PlannedFleet,
     lengths: Iterable[tuple[int, int]],
     *,
     streams: int,

@@ -56,12 +56,12 @@ def current_caller() -> Caller:
     return _caller.get()
 
 
-def become(caller: Caller) -> None:
+def set_current_caller(caller: Caller) -> None:
     """Makes a caller the current one, for the rest of this task."""
     _caller.set(caller)
 
 
-def fits(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, total: int) -> bool:
+def may_take(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, total: int) -> bool:
     """Whether a key may take more of a thing now: up to an equal share, beyond it while an eighth stays free.
 
     So greedy keys shrink to their share as they give things back, without anything being taken from them.
@@ -85,7 +85,7 @@ def fits(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, total
 
 
 class Shares:
-    """A bounded thing, shared by the callers as `fits` describes; belongs to one event loop.
+    """A bounded thing, shared by the callers as `may_take` describes; belongs to one event loop.
 
     Args:
         total: All there is.
@@ -112,13 +112,13 @@ class Shares:
         """Returns the amount that a caller holds."""
         return self._held[caller.name]
 
-    def take(self, amount: int, caller: Caller) -> Held:
+    def take(self, amount: int, caller: Caller) -> Lease:
         """Holds an amount for a caller.
 
         Raises:
             OverloadedError: There is not that much, or it is left to other callers.
         """
-        held = Held(self, caller)
+        held = Lease(self, caller)
         held.resize(amount)
         return held
 
@@ -145,7 +145,7 @@ class Shares:
             if not self._held[caller.name] and caller.name not in self._waiting:
                 self._last_turns.pop(caller.name, None)
 
-    async def wait(self, amount: int, held: Held) -> None:
+    async def wait(self, amount: int, held: Lease) -> None:
         """Returns once it is a caller's turn and so much more is held for it."""
         turn = _Turn(amount, held, asyncio.get_running_loop().create_future())
         mine = self._waiting.setdefault(held.caller.name, deque())
@@ -181,18 +181,18 @@ class Shares:
         return None
 
     def _fits(self, amount: int, caller: Caller) -> bool:
-        return fits(amount, key=caller.name, held=self._held, num_keys=caller.num_keys, total=self.total)
+        return may_take(amount, key=caller.name, held=self._held, num_keys=caller.num_keys, total=self.total)
 
 
 class _Turn(NamedTuple):
     """An amount that is waited for."""
 
     amount: int
-    held: Held
+    held: Lease
     come: asyncio.Future[None]
 
 
-class Held:
+class Lease:
     """What a caller holds; a context manager that gives it back."""
 
     def __init__(self, shares: Shares, caller: Caller) -> None:
@@ -271,7 +271,7 @@ def _be_nice(niceness: int) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + niceness)
 
 
-class Turnover(Generic[HolderT]):
+class EvictingLimit(Generic[HolderT]):
     """A limited number of holders without a key: one more ends the one that was used longest ago.
 
     Args:

@@ -29,7 +29,7 @@ CANCEL_AGAIN_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-class Supervisor:
+class TaskSupervisor:
     """Starts background tasks again when they end, after a pause that grows from 0.1 to 5 s.
 
     Args:

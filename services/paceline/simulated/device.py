@@ -17,7 +17,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
 from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted
-from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 from paceline.simulated.guesses import GuessLaw, GuessTable, Logits
 from paceline.simulated.profile import DeviceFacts
 from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contributions, mixed
@@ -158,7 +158,7 @@ class SimulatedTarget:
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)
 
-    def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
+    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> HostPending:
         """Takes a step's time."""
         del wanted
         started_s = self._pace.now_s()
@@ -187,7 +187,7 @@ class SimulatedDraft:
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)
 
-    def launch(self, batch: Batch, cache: DigestCache, wanted: Walks | Ranks | None) -> HostPending:
+    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> HostPending:
         """Takes a step's time."""
         del wanted
         started_s = self._pace.now_s()

@@ -49,7 +49,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelSize:
     """A model's sizes; the KV cache is in bfloat16."""
 
     name: str
@@ -72,15 +72,15 @@ GPUS = {
 }
 # Shapes of Qwen2.5, Qwen3 and Llama 3; other sizes take layers and KV of the nearest.
 MODELS = {
-    "0.5b": Model(name="0.5B", parameters=0.49e9, layers=24, kv_bytes_per_token=12_288),
-    "0.6b": Model(name="0.6B", parameters=0.6e9, layers=28, kv_bytes_per_token=114_688),
-    "1b": Model(name="1B", parameters=1.24e9, layers=16, kv_bytes_per_token=32_768),
-    "1.7b": Model(name="1.7B", parameters=1.72e9, layers=28, kv_bytes_per_token=114_688),
-    "4b": Model(name="4B", parameters=4.02e9, layers=36, kv_bytes_per_token=147_456),
-    "8b": Model(name="8B", parameters=8.03e9, layers=32, kv_bytes_per_token=131_072),
-    "14b": Model(name="14B", parameters=14.8e9, layers=40, kv_bytes_per_token=163_840),
-    "32b": Model(name="32B", parameters=32.8e9, layers=64, kv_bytes_per_token=262_144),
-    "70b": Model(name="70B", parameters=70.6e9, layers=80, kv_bytes_per_token=327_680),
+    "0.5b": ModelSize(name="0.5B", parameters=0.49e9, layers=24, kv_bytes_per_token=12_288),
+    "0.6b": ModelSize(name="0.6B", parameters=0.6e9, layers=28, kv_bytes_per_token=114_688),
+    "1b": ModelSize(name="1B", parameters=1.24e9, layers=16, kv_bytes_per_token=32_768),
+    "1.7b": ModelSize(name="1.7B", parameters=1.72e9, layers=28, kv_bytes_per_token=114_688),
+    "4b": ModelSize(name="4B", parameters=4.02e9, layers=36, kv_bytes_per_token=147_456),
+    "8b": ModelSize(name="8B", parameters=8.03e9, layers=32, kv_bytes_per_token=131_072),
+    "14b": ModelSize(name="14B", parameters=14.8e9, layers=40, kv_bytes_per_token=163_840),
+    "32b": ModelSize(name="32B", parameters=32.8e9, layers=64, kv_bytes_per_token=262_144),
+    "70b": ModelSize(name="70B", parameters=70.6e9, layers=80, kv_bytes_per_token=327_680),
 }
 
 
@@ -113,7 +113,7 @@ def computed_profile(name: str) -> Profile:
     )
 
 
-def _model(name: str) -> Model:
+def _model(name: str) -> ModelSize:
     """A model of any number of parameters, `14b`, and of any width of its weights, `14b-fp8`."""
     match = _SIZE.fullmatch(name.lower())
     if match is None or not 0 < (parameters := float(match[1]) * 1e9) <= MOST_PARAMETERS:
@@ -137,13 +137,13 @@ def _gpu(name: str) -> Gpu:
     return found
 
 
-def _drafter(model: Model, gpu: Gpu, count: int) -> DrafterFacts:
+def _drafter(model: ModelSize, gpu: Gpu, count: int) -> DrafterFacts:
     return DrafterFacts(
         **_device(model, gpu, count), max_sessions=1024, draft_width=3, draft_rows=128, draft_rows_per_session=4
     )
 
 
-def _device(model: Model, gpu: Gpu, count: int) -> dict[str, Any]:
+def _device(model: ModelSize, gpu: Gpu, count: int) -> dict[str, Any]:
     """Facts of a device by the names of `DeviceFacts`."""
     bytes_per_s = REACHED_BANDWIDTH * gpu.bytes_per_s * count
     flops = REACHED_FLOPS * gpu.flops * count
@@ -163,7 +163,7 @@ def _device(model: Model, gpu: Gpu, count: int) -> dict[str, Any]:
     }
 
 
-def _kv_tokens(model: Model, gpu: Gpu, count: int, beside: Model | None = None) -> int:
+def _kv_tokens(model: ModelSize, gpu: Gpu, count: int, beside: ModelSize | None = None) -> int:
     """Tokens that fit beside the weights; with another model beside, each token takes the KV of both."""
     weight_bytes = model.weight_bytes + (beside.weight_bytes if beside else 0.0)
     per_token = model.kv_bytes_per_token + (beside.kv_bytes_per_token if beside else 0)

@@ -14,7 +14,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.service.credentials import FleetTls, channel
 from paceline.service.process import CHANNEL_OPTIONS
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 from paceline.store.base import Replica, Store
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ EXPIRY_S = 5.0
 
 
 @asynccontextmanager
-async def announced(store: Store, replica: Callable[[], Replica], supervisor: Supervisor) -> AsyncIterator[None]:
+async def announced(store: Store, replica: Callable[[], Replica], supervisor: TaskSupervisor) -> AsyncIterator[None]:
     """Announces `replica()` every second and withdraws it at the end.
 
     An older entry of the replica is removed first, with its mark to drain.

@@ -61,7 +61,7 @@ class SessionLog:
     @property
     def holds_back(self) -> bool:
         """Whether tokens wait that may not leave yet."""
-        return bool(self._waiting) and not self.gateway.lets_go(self)
+        return bool(self._waiting) and not self.gateway.is_ready(self)
 
     def put(self, committed: CommittedTokens, now_s: float) -> None:
         """Adds what a step committed.
@@ -88,12 +88,12 @@ class SessionLog:
 
     def release(self, now_s: float | None) -> None:
         self._released_s = now_s
-        self.gateway.let_go(self)
+        self.gateway.mark_ready(self)
 
     def fail(self, error: PacelineError) -> None:
         """The session has ended early; tokens committed before go out first."""
         if self._waiting:
-            self.gateway.let_go(self)
+            self.gateway.mark_ready(self)
         self.gateway.end(self.number, error)
 
     def leave(self) -> None:
@@ -101,7 +101,7 @@ class SessionLog:
         self.gateway.waiting.remove(sum(size for _, size in self._waiting))
         self._waiting.clear()
         self._waiting.append((CommittedTokens(token_ids=(), offset=self._offset, speculation=self._record), 0))
-        self.gateway.let_go(self)
+        self.gateway.mark_ready(self)
 
     def take(self, most_bytes: int, now_s: float) -> tuple[CommittedTokens, int]:
         """Returns what has gathered, in one piece, and its bytes; of very much only a part."""
@@ -118,7 +118,7 @@ class SessionLog:
                 committed = committed._replace(speculation=None)
         return committed, num_bytes
 
-    def is_told(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing waits."""
         return not self._waiting
 
@@ -171,11 +171,11 @@ class GatewayLog:
         """Whether more sessions wait to be told of than run anywhere: the gateway starts them, and does not read."""
         return max(len(self._taken), len(self._ended), len(self._leaving)) > MAX_SESSIONS
 
-    def lets_go(self, session: SessionLog) -> bool:
+    def is_ready(self, session: SessionLog) -> bool:
         """Whether what waits of a session leaves with the next message."""
         return session.number in self._leaving
 
-    def let_go(self, session: SessionLog) -> None:
+    def mark_ready(self, session: SessionLog) -> None:
         self._leaving[session.number] = session
         self._ready.set()
 
@@ -234,7 +234,7 @@ class GatewayLog:
         for number, session in list(self._leaving.items()):
             if left <= 0 or len(outcomes) == PART_ENTRIES:
                 break
-            if session.is_told():
+            if session.is_empty():
                 del self._leaving[number]
                 continue
             committed, num_bytes = session.take(left, now_s)
@@ -242,7 +242,7 @@ class GatewayLog:
             left -= num_bytes
             self.waiting.remove(num_bytes)
             del self._leaving[number]
-            if not session.is_told():
+            if not session.is_empty():
                 # Behind those that had no turn.
                 self._leaving[number] = session
         return outcomes

@@ -16,7 +16,7 @@ from paceline import __version__
 from paceline.core.calibration import check
 from paceline.core.draft_policy import REHEARSED, Goodput
 from paceline.core.errors import UnavailableError
-from paceline.core.target_events import TargetEvent, Taught
+from paceline.core.target_events import TargetEvent, TuningLoaded
 from paceline.service.learned import Learned
 from paceline.store.base import FINAL, Document, Documents, Keeping, Store
 from paceline.verifier.served import ServedEngine
@@ -98,11 +98,11 @@ class Rehearser:
         served = self._served
         facts = __version__, served.learned.kind, served.identity.arithmetic, served.max_num_seqs, served.max_rows
         kind = repr((*facts, self._draft))
-        shelf = Shelf(store.documents, hashlib.sha256(kind.encode()).hexdigest())
+        shelf = SharedTuning(store.documents, hashlib.sha256(kind.encode()).hexdigest())
         while not is_taught(await self._learned(), self._draft):
             known = await shelf.learned()
             if known and is_usable(known, self._draft):
-                self._post(Taught(learned=known))
+                self._post(TuningLoaded(learned=known))
                 break
             if known:
                 await shelf.forget()
@@ -113,9 +113,9 @@ class Rehearser:
         self.done.set()
         await asyncio.Event().wait()
 
-    async def _rehearse(self, shelf: Shelf) -> None:
+    async def _rehearse(self, shelf: SharedTuning) -> None:
         logger.info("rehearses while nobody waits", extra={"sessions": self._served.max_num_seqs})
-        self._post(Taught(learned=None, draft=self._draft))
+        self._post(TuningLoaded(learned=None, draft=self._draft))
         await self._over.wait()
         learned = await self._learned()
         if is_taught(learned, self._draft):
@@ -126,7 +126,7 @@ class Rehearser:
             logger.warning("has rehearsed to no end: the drafter did not answer, or the engine takes no such session")
 
 
-class Shelf:
+class SharedTuning:
     """What one kind of verifiers has learned, in the store; where that does not answer, everyone rehearses.
 
     Args:

@@ -13,7 +13,7 @@ from paceline.core.pages import longest_session
 from paceline.core.params import COUPLED, REJECTION, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
 from paceline.core.target_events import DrafterNews, Submit, TargetEvent
 from paceline.engine.grammar import Grammars
-from paceline.engine.loop import Stepper, finished
+from paceline.engine.loop import Stepper, run_sync
 from paceline.service.learned import NO_STATE, Learned, TunedState
 from paceline.verifier.config import NEVER
 from paceline.verifier.vllm.helper_line import HelperLine
@@ -138,4 +138,4 @@ def warm_up(engine: TargetStepper, samplings: Sequence[SamplingParams], speculat
         )
         engine.handle(Submit(request=request, number=index))
     while engine.has_work():
-        finished(engine.step())
+        run_sync(engine.step())

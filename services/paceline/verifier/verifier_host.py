@@ -66,7 +66,7 @@ UNREAD = "the gateway does not read its log"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _UnderWay:
+class _ActiveSession:
     """A session that runs here; `methods` are those of the drafter tier.
 
     `begun` is False while `compiling` its grammar. `closing` ends its trace.
@@ -142,10 +142,10 @@ class TargetHost:
         )
         self._stepper: TargetStepper | None = None
         # By number: an id may come back while outputs of its cancelled namesake are under way.
-        self._sessions: dict[int, _UnderWay] = {}
-        self._under_way: dict[str, _UnderWay] = {}
+        self._sessions: dict[int, _ActiveSession] = {}
+        self._under_way: dict[str, _ActiveSession] = {}
         # Sessions of each gateway by the numbers that it has given them.
-        self._gateways: dict[GatewayLog, dict[int, _UnderWay]] = {}
+        self._gateways: dict[GatewayLog, dict[int, _ActiveSession]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
         self._rehearser = Rehearser(served, post=self._post, learned=self._learned_now)
@@ -240,7 +240,7 @@ class TargetHost:
         for each in self._under_way.values():
             self._pair_anew(each)
 
-    def _pair_anew(self, session: _UnderWay) -> None:
+    def _pair_anew(self, session: _ActiveSession) -> None:
         """Gives a session another drafter if its own has gone, or its first one."""
         before, address = session.drafter_address, self.drafters.choose(session.methods, session.drafter_address)
         if address == before:
@@ -358,7 +358,7 @@ class TargetHost:
             request = trace.hand_on(request)
             self._fence(request)
             methods = self._methods(request)
-            mine = _UnderWay(
+            mine = _ActiveSession(
                 number=next(self._numbers),
                 request=request,
                 log=SessionLog(
@@ -397,11 +397,11 @@ class TargetHost:
             session.log.leave()
             self._forget(session, asyncio.CancelledError())
 
-    def _end(self, session: _UnderWay, error: PacelineError) -> None:
+    def _end(self, session: _ActiveSession, error: PacelineError) -> None:
         session.log.fail(error)
         self._forget(session, error)
 
-    def _forget(self, session: _UnderWay, error: BaseException | None = None) -> None:
+    def _forget(self, session: _ActiveSession, error: BaseException | None = None) -> None:
         """A session is over; None: the engine has ended it with a result."""
         request, log = session.request, session.log
         if session.compiling is not None and session.compiling is not asyncio.current_task():
@@ -425,7 +425,7 @@ class TargetHost:
             # If the engine has ended it, this does nothing.
             self._post(Cancel(number=number))
 
-    async def _compile(self, mine: _UnderWay) -> None:
+    async def _compile(self, mine: _ActiveSession) -> None:
         """Compiles the grammar of a session, then begins it; its gateway sees signs of life meanwhile."""
         request = mine.request
         try:
@@ -442,7 +442,7 @@ class TargetHost:
             logger.exception("a grammar could not be compiled", extra={"session_id": request.session_id})
             self._end(mine, PacelineError(f"grammar: cannot be compiled ({type(error).__name__})"))
 
-    def _begin(self, mine: _UnderWay, grammar: GrammarState | None = None) -> None:
+    def _begin(self, mine: _ActiveSession, grammar: GrammarState | None = None) -> None:
         self.engine.post(
             Submit(
                 request=mine.request,
@@ -543,7 +543,7 @@ class TargetHost:
         self._gathering.after_step()
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)
 
-    def _tell(self, session: _UnderWay, outcome: CommittedTokens | PacelineError, now_s: float) -> None:
+    def _tell(self, session: _ActiveSession, outcome: CommittedTokens | PacelineError, now_s: float) -> None:
         """Notes for the gateway what a step committed of a session, or that it ended it."""
         if isinstance(outcome, PacelineError):
             self._end(session, outcome)

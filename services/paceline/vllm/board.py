@@ -36,7 +36,7 @@ BOARD_BYTES = NUM_RECORDS * _RECORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class AtHand:
+class ReadyDrafts:
     """The guesses of a session for the next step.
 
     Attributes:
@@ -76,7 +76,7 @@ class BoardTree:
     token_ids: Sequence[int]
     parents: Sequence[int]
 
-    def at_hand(self, new_token_ids: Sequence[int], most: int) -> AtHand:
+    def at_hand(self, new_token_ids: Sequence[int], most: int) -> ReadyDrafts:
         """What the tree holds below the tokens that were committed since.
 
         Args:
@@ -99,10 +99,10 @@ class BoardTree:
             node = self._best_child(node)
         return self._chain(token_ids, survivals, is_leaf=node is None and len(token_ids) < most)
 
-    def _chain(self, token_ids: list[int], survivals: list[float], *, is_leaf: bool) -> AtHand:
+    def _chain(self, token_ids: list[int], survivals: list[float], *, is_leaf: bool) -> ReadyDrafts:
         child = self.child_share * (survivals[-1] if survivals else 1.0)
         gain = child if is_leaf and child > self.price and not math.isnan(self.wait_share) else 0.0
-        return AtHand(token_ids, 1.0 + sum(survivals), gain, self.wait_share)
+        return ReadyDrafts(token_ids, 1.0 + sum(survivals), gain, self.wait_share)
 
     def _followed(self, token_ids: Sequence[int]) -> int | None:
         """The node of the last of some tokens; None: they were not all guessed."""
@@ -124,7 +124,7 @@ class BoardTree:
         return best
 
 
-def worth_waiting(at_hand: Sequence[AtHand]) -> bool:
+def worth_waiting(at_hand: Sequence[ReadyDrafts]) -> bool:
     """Whether a step over these sessions should wait for their drafters: the rule of `StepDrafts.worth_waiting`."""
     gainful = [each for each in at_hand if each.gain > 0.0]
     if not gainful:
@@ -161,7 +161,7 @@ class SessionNumbers:
         self._holders.clear()
 
 
-class TreeBoard:
+class SharedTrees:
     """The memory that a helper writes and its proposer reads.
 
     Args:

@@ -24,7 +24,7 @@ from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport, num_accepted_of
 from paceline.forest import NONE, Calls, Forest, Gathered, Ints, rows_of, warm_up
 from paceline.tier.drafters import Drafters
-from paceline.vllm.board import MOST_NODES, BoardTree, TreeBoard
+from paceline.vllm.board import MOST_NODES, BoardTree, SharedTrees
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
@@ -255,7 +255,7 @@ class ChainScheduler:
         for session, count in zip(decoding, counts.tolist(), strict=True):
             session.verifies = [*itertools.islice(tokens, count)]
 
-    def show(self, board: TreeBoard) -> None:
+    def show(self, board: SharedTrees) -> None:
         """Writes what sessions have at hand, as far as it has changed."""
         if not self.drafts or not self._clock.knows:
             return

@@ -35,11 +35,11 @@ from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import TunedState, kept_in
 from paceline.service.process import collect_rarely, run, settle_heap
-from paceline.service.supervision import Supervisor, Work
+from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
 from paceline.tier.drafters import Drafters
-from paceline.vllm.board import TreeBoard
+from paceline.vllm.board import SharedTrees
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.rehearsal import LINE_BYTES, Rehearsal
 from paceline.vllm.settings import HelperJob
@@ -68,7 +68,9 @@ class Helper:
         rehearsal: For `paceline rehearse`, and a verifier around vLLM.
     """
 
-    def __init__(self, job: HelperJob, to_proposer: ToProposer, board: TreeBoard, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, job: HelperJob, to_proposer: ToProposer, board: SharedTrees, registry: CollectorRegistry
+    ) -> None:
         self._job = job
         self._proposer = to_proposer
         self._board = board
@@ -232,7 +234,7 @@ class Helper:
             asyncio.get_running_loop().call_soon(record_step, self._metrics, report)
 
 
-async def serve(job: HelperJob, to_proposer: ToProposer, board: TreeBoard) -> None:
+async def serve(job: HelperJob, to_proposer: ToProposer, board: SharedTrees) -> None:
     """Answers a proposer until it closes its end.
 
     Raises:
@@ -249,7 +251,7 @@ async def serve(job: HelperJob, to_proposer: ToProposer, board: TreeBoard) -> No
             stack.enter_context(metrics_server(registry, host.strip("[]"), int(port) + job.engine))
         await stack.enter_async_context(_told_the_mode(job.mode_socket, helper.rehearsal))
         stack.push_async_callback(helper.close)
-        await stack.enter_async_context(Supervisor(registry).kept(helper.background(store)))
+        await stack.enter_async_context(TaskSupervisor(registry).kept(helper.background(store)))
         settle_heap()
         collect_rarely()
         helper.begin()
@@ -298,7 +300,7 @@ def main() -> None:
     arguments = parser.parse_args()
     setup_logging("vllm-helper")
     to_proposer = Connection(arguments.fd)
-    run(serve(to_proposer.recv(), to_proposer, TreeBoard(arguments.board)), prog=PROG)
+    run(serve(to_proposer.recv(), to_proposer, SharedTrees(arguments.board)), prog=PROG)
 
 
 if __name__ == "__main__":

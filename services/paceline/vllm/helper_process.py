@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse_cpus
-from paceline.vllm.board import TreeBoard, make_board
+from paceline.vllm.board import SharedTrees, make_board
 from paceline.vllm.settings import HelperJob
 from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
@@ -86,7 +86,7 @@ class HelperProcess:
         return self._life is not None
 
     @property
-    def board(self) -> TreeBoard | None:
+    def board(self) -> SharedTrees | None:
         """What the helper has at hand; None without a helper."""
         return self._life.board if self._life else None
 
@@ -221,7 +221,7 @@ class HelperProcess:
     def _started(self) -> _Life:
         file = make_board()
         try:
-            board, (ours, theirs) = TreeBoard(file), _stream_pair()
+            board, (ours, theirs) = SharedTrees(file), _stream_pair()
             with theirs:
                 process = self._process(theirs.fileno(), file)
             ours.send(self._job)
@@ -253,7 +253,7 @@ class _Life:
 
     process: subprocess.Popen[bytes]
     stream: Stream
-    board: TreeBoard
+    board: SharedTrees
     given_up: str = ""
 
     def give_up(self, reason: str) -> None:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ModeCommand:
     """What a line says.
 
     Raises:
@@ -45,7 +45,7 @@ class Order:
             raise ValueError("over and unasked must be true or false")
 
 
-AS_PAYS = Order(None, over=False)
+AS_PAYS = ModeCommand(None, over=False)
 
 
 class Rehearsal:
@@ -92,7 +92,7 @@ class Rehearsal:
 
     def _answer(self, line: bytes) -> Mapping[str, Any]:
         try:
-            self._obey(Order(**json.loads(line)))
+            self._obey(ModeCommand(**json.loads(line)))
         except (ValueError, TypeError, RecursionError) as error:
             return {"error": f"{line[:200]!r} is not understood: {error}"}
         return self.state()
@@ -107,7 +107,7 @@ class Rehearsal:
             "learned": self._learner.learned(),
         }
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: ModeCommand) -> None:
         """Has steps draft or not from now on. What was seen before counts for little."""
         self.unasked = order.unasked
         if order.learned is not None:

@@ -34,7 +34,7 @@ class RequestStep:
 
 
 @dataclass(slots=True)
-class _Session:
+class _RequestSession:
     number: int
     tokens: list[int]
 
@@ -43,7 +43,7 @@ class RequestSessions:
     """Gives requests their sessions, step by step."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _RequestSession] = {}
         self._tokens: dict[int, list[int]] = {}
         self._numbers = SessionNumbers()
 
@@ -87,7 +87,7 @@ class RequestSessions:
         self._numbers.free_all()
 
     def _opened(self, name: str, tokens: Sequence[int], *, reads: bool) -> RowTokens:
-        session = self._sessions[name] = _Session(self._numbers.take(), list(tokens))
+        session = self._sessions[name] = _RequestSession(self._numbers.take(), list(tokens))
         self._tokens[session.number] = session.tokens
         return RowTokens(session.number, 0, [*session.tokens], reads)
 
@@ -98,7 +98,7 @@ class RequestSessions:
         return session.number
 
 
-def _continued(session: _Session, sampled: Sequence[int], num_verified: int) -> RowTokens:
+def _continued(session: _RequestSession, sampled: Sequence[int], num_verified: int) -> RowTokens:
     base_len = len(session.tokens)
     session.tokens += sampled
     return RowTokens(session.number, base_len, sampled, not sampled, num_verified)

@@ -26,7 +26,7 @@ SWEEP_EVERY_S = 1.0
 UNLIMITED_TOKENS = 1 << 62
 
 
-class _Session:
+class _RowSession:
     """The tokens of one session, as the helper knows them."""
 
     __slots__ = ("call", "handed", "handed_in_call", "length", "number", "seen_s", "tail", "tokens")
@@ -66,8 +66,8 @@ class RowSessions:
     """Gives rows their sessions, call by call."""
 
     def __init__(self) -> None:
-        self._sessions: dict[int, _Session] = {}
-        self._of_rows: list[_Session | None] = []
+        self._sessions: dict[int, _RowSession] = {}
+        self._of_rows: list[_RowSession | None] = []
         self._call = 0
         self._numbers = SessionNumbers()
         self._swept_s = float("-inf")
@@ -124,9 +124,9 @@ class RowSessions:
         self._numbers.free_all()
         self._of_rows = []
 
-    def _from_last_call(self, known: Sequence[int], token_ids: NDArray[np.int32]) -> list[_Session | None]:
+    def _from_last_call(self, known: Sequence[int], token_ids: NDArray[np.int32]) -> list[_RowSession | None]:
         """Returns the session that each row had in the last call, where its tokens still fit."""
-        found: list[_Session | None] = [None] * len(known)
+        found: list[_RowSession | None] = [None] * len(known)
         for place, session in enumerate(self._of_rows[: len(known)]):
             if session is not None and session.length == known[place] and session.ends_as(token_ids[place]):
                 session.call = self._call
@@ -135,7 +135,7 @@ class RowSessions:
 
     def _search(
         self,
-        found: list[_Session | None],
+        found: list[_RowSession | None],
         known: Sequence[int],
         lengths: Sequence[int],
         token_ids: NDArray[np.int32],
@@ -155,13 +155,13 @@ class RowSessions:
                 session.call = self._call
             found[place] = session
 
-    def _opened(self) -> _Session:
-        session = _Session(self._numbers.take())
+    def _opened(self) -> _RowSession:
+        session = _RowSession(self._numbers.take())
         self._sessions[session.number] = session
         return session
 
     def _row(
-        self, session: _Session, row: NDArray[np.int32], length: int, sampled: Sequence[int], now_s: float
+        self, session: _RowSession, row: NDArray[np.int32], length: int, sampled: Sequence[int], now_s: float
     ) -> RowTokens:
         base_len = session.length
         session.seen_s = now_s
@@ -197,14 +197,14 @@ class RowSessions:
 class _Unseen:
     """The sessions that no row of a call has yet, searched by content."""
 
-    def __init__(self, sessions: Sequence[_Session]) -> None:
+    def __init__(self, sessions: Sequence[_RowSession]) -> None:
         # The longest first: then the helper knows most of the row.
         self._sessions = sorted(sessions, key=lambda session: -session.length)
         self._lengths = np.array([session.length for session in self._sessions], np.int64)
         self._lasts = np.array([session.tokens[session.length - 1] for session in self._sessions], np.int32)
         self._free = np.ones(len(self._sessions), np.bool_)
 
-    def take(self, row: NDArray[np.int32], length: int) -> _Session | None:
+    def take(self, row: NDArray[np.int32], length: int) -> _RowSession | None:
         """Takes the longest session whose tokens a row begins with.
 
         It may be shorter than the row: near the greatest length vLLM skips calls, for all rows.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from paceline.service.config import parse_cpus
-from paceline.vllm.board import AtHand, TreeBoard, worth_waiting
+from paceline.vllm.board import ReadyDrafts, SharedTrees, worth_waiting
 from paceline.vllm.expansion import mend_expansion
 from paceline.vllm.helper_process import HelperProcess, free_cpus
 from paceline.vllm.places import mode_socket, tokenizer_folder
@@ -40,7 +40,7 @@ STEPS_REMEMBERED = 15
 _log = logging.getLogger(__name__)
 
 
-class Sessions(Protocol):
+class RowReader(Protocol):
     """Which session each of vLLM's rows has, as a runner shows them; sessions have numbers here."""
 
     def forget(self) -> None:
@@ -67,7 +67,7 @@ class TierClient:
         ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
     """
 
-    def __init__(self, vllm_config: Any, sessions: Sessions) -> None:
+    def __init__(self, vllm_config: Any, sessions: RowReader) -> None:
         settings = settings_of(vllm_config.additional_config)
         check_version(installed_version(), settings.untested)
         self.failures: Counter[str] = Counter()
@@ -133,7 +133,7 @@ class TierClient:
         return guesses
 
     def _exchange(
-        self, helper: HelperProcess, board: TreeBoard, observed: Observed, began_s: float
+        self, helper: HelperProcess, board: SharedTrees, observed: Observed, began_s: float
     ) -> Sequence[Sequence[int]]:
         """Tells a step; returns guesses for its rows, if there are any."""
         awaited = helper.awaits and not all(row.reads for row in observed.rows)
@@ -142,9 +142,9 @@ class TierClient:
         answer = helper.exchange(message, began_s + self._pace.most_wait_s)
         return taken or (answer.chains if answer else ())
 
-    def _at_hand(self, board: TreeBoard, rows: Sequence[RowTokens]) -> list[Sequence[int]]:
+    def _at_hand(self, board: SharedTrees, rows: Sequence[RowTokens]) -> list[Sequence[int]]:
         """The guesses of all rows on the board; none if the helper must be asked, or waiting for more pays."""
-        found: list[AtHand] = []
+        found: list[ReadyDrafts] = []
         for row in rows:
             tree = None if row.reads or not row.base_len else board.read(row.session)
             if tree is None:

@@ -21,7 +21,7 @@ from paceline.obs.metrics import (
     tell_replica,
 )
 from paceline.service.credentials import show_days_left
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 from tests.support.references.tables import WRITTEN_BY, code, table
 
 SERVICES: Mapping[str, Callable[[CollectorRegistry], object]] = {
@@ -115,7 +115,7 @@ def _registry(letter: str, stack: ExitStack) -> CollectorRegistry:
     registry = service_registry("some role")
     tell_replica(registry, role="some role", replica_id="r", address="a:1")
     SERVICES[letter](registry)
-    Supervisor(registry)
+    TaskSupervisor(registry)
     stack.enter_context(stalls_watched(registry))
     show_days_left(registry, {})
     return registry

@@ -7,13 +7,13 @@ from typing import Any
 
 from paceline.cluster.fleet_file import ray_tiers
 from paceline.cluster.ray.fleet import bundle_of
-from paceline.cluster.ray.host import Order
-from paceline.cluster.spec import Endpoint, FleetSpec
+from paceline.cluster.ray.host import ServiceSpec
+from paceline.cluster.spec import FleetSpec, ServicePort
 from paceline.service.config import load
 from paceline.verifier.config import VerifierConfig
 
 
-def order(**more: Any) -> Order:
+def order(**more: Any) -> ServiceSpec:
     settings: dict[str, Any] = {
         "name": "verifier-1",
         "role": "verifier",
@@ -24,11 +24,11 @@ def order(**more: Any) -> Order:
         "log_dir": Path("/logs"),
         "num_threads": 4,
     }
-    return Order(**(settings | more))
+    return ServiceSpec(**(settings | more))
 
 
-def endpoint(role: str = "verifier") -> Endpoint:
-    return Endpoint(name=f"{role}-1", role=role, host="10.0.0.7", port=4100, second_port=4101)
+def endpoint(role: str = "verifier") -> ServicePort:
+    return ServicePort(name=f"{role}-1", role=role, host="10.0.0.7", port=4100, second_port=4101)
 
 
 def test_a_verifier_announces_where_its_node_is_reached() -> None:

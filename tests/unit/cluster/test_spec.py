@@ -28,10 +28,10 @@ from paceline.cluster.checkpoints import (
 from paceline.cluster.spec import (
     UNCLAIMED,
     CpuShare,
-    Endpoint,
     FleetSpec,
     Launch,
     Ports,
+    ServicePort,
     plan_endpoints,
     plan_store_port,
     share_cpus,
@@ -44,9 +44,9 @@ from paceline.gateway.doors import listening_socket
 from paceline.service.config import load
 
 HOST = "127.0.0.1"
-VERIFIER = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
-DRAFTER = Endpoint(name="drafter-0", role="drafter", host="127.0.0.1", port=3, second_port=4)
-GATEWAY = Endpoint(name="gateway-0", role="gateway", host="127.0.0.1", port=5, second_port=6)
+VERIFIER = ServicePort(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
+DRAFTER = ServicePort(name="drafter-0", role="drafter", host="127.0.0.1", port=3, second_port=4)
+GATEWAY = ServicePort(name="gateway-0", role="gateway", host="127.0.0.1", port=5, second_port=6)
 
 
 def fleet(*argv: str) -> FleetSpec:
@@ -66,7 +66,7 @@ def launch(spec: FleetSpec) -> Launch:
     return Launch(spec=spec, redis_url="redis://:secret@r", log_dir=Path("/l"), environ={})
 
 
-def model(spec: FleetSpec, endpoint: Endpoint = VERIFIER, share: CpuShare = ALONE, **more: float) -> ChildSpec:
+def model(spec: FleetSpec, endpoint: ServicePort = VERIFIER, share: CpuShare = ALONE, **more: float) -> ChildSpec:
     return launch(spec).model(endpoint, Path("/m"), share, **more)
 
 
@@ -88,7 +88,7 @@ def port_in_use() -> Iterator[str]:
         yield str(taken.getsockname()[1])
 
 
-def planned(spec: FleetSpec) -> list[Endpoint]:
+def planned(spec: FleetSpec) -> list[ServicePort]:
     with ExitStack() as held:
         return plan_endpoints(spec, Ports(HOST, held))
 
@@ -98,7 +98,7 @@ def store_port(spec: FleetSpec) -> int:
         return plan_store_port(spec, Ports(HOST, held))
 
 
-def all_ports(endpoints: Iterable[Endpoint]) -> list[int]:
+def all_ports(endpoints: Iterable[ServicePort]) -> list[int]:
     return [port for endpoint in endpoints for port in (endpoint.port, endpoint.second_port)]
 
 

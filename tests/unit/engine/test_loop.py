@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.errors import UnavailableError
 from paceline.engine import loop
-from paceline.engine.loop import Device, EngineLoop, here
+from paceline.engine.loop import Device, EngineLoop, inline
 
 
 class Adder:
@@ -39,7 +39,7 @@ class Adder:
     def patience_s(self) -> float:
         return self.patience
 
-    async def step(self, compute=here, tell=None) -> int:
+    async def step(self, compute=inline, tell=None) -> int:
         self.fresh = False
         await compute(self.computes)
         if self.total < 0:
@@ -64,11 +64,11 @@ class Held:
     """A call that lasts until it is let go."""
 
     def __init__(self) -> None:
-        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.begun, self.mark_ready = threading.Event(), threading.Event()
 
     def __call__(self) -> None:
         self.begun.set()
-        self.let_go.wait(10)
+        self.mark_ready.wait(10)
 
 
 async def test_every_event_is_handled_once_and_those_of_one_step_together() -> None:
@@ -140,7 +140,7 @@ async def test_what_the_device_is_inside_of_shows_until_it_comes_back_and_the_lo
         engine.post(5)
         await asyncio.to_thread(held.begun.wait, 10)
         assert engine.device.at_work == engine.device.num_calls == 2  # it has made the stepper
-        held.let_go.set()
+        held.mark_ready.set()
         assert await soon(outputs.get()) == 5
         assert engine.device.at_work is None
 
@@ -152,7 +152,7 @@ async def test_what_can_wait_is_done_once_the_device_is_at_work_or_when_nothing_
     computing = asyncio.create_task(device.run(held))
     await soon(done.wait())
     assert device.at_work
-    held.let_go.set()
+    held.mark_ready.set()
     await computing
     done.clear()
     device.meanwhile(done.set)
@@ -163,7 +163,7 @@ async def test_what_can_wait_is_done_once_the_device_is_at_work_or_when_nothing_
 
 async def test_what_others_wait_for_is_delivered_in_the_middle_of_a_step() -> None:
     class Telling(Adder):
-        async def step(self, compute=here, tell=None) -> int:
+        async def step(self, compute=inline, tell=None) -> int:
             tell(-1)
             assert outputs.get_nowait() == -1
             return await super().step(compute)
@@ -186,7 +186,7 @@ async def test_a_peer_that_sends_more_than_a_step_takes_waits_and_nobody_else(mo
         await engine.post_from("modest", 1000, 40)
         engine.post(1000)
         assert not any(each.done() for each in held_up)
-        held.let_go.set()
+        held.mark_ready.set()
         await soon(asyncio.gather(*held_up))
         while await soon(outputs.get()) < 3211:
             pass
@@ -208,7 +208,7 @@ async def test_a_peer_that_waits_for_an_engine_is_told_that_it_has_ended(monkeyp
         insisting = asyncio.create_task(insist())
         await asyncio.sleep(0)
         closing = asyncio.create_task(engine.close())
-        held.let_go.set()
+        held.mark_ready.set()
         with pytest.raises(UnavailableError):
             await soon(insisting)
         await closing

@@ -15,14 +15,14 @@ from paceline.core.target_events import (
     DrafterNews,
     LinkChanged,
     Outcome,
-    Rehearse,
+    SetMode,
     StepReport,
     Submit,
     TargetEvent,
     TargetOutput,
-    Taught,
+    TuningLoaded,
 )
-from paceline.engine.loop import Compute, finished, here
+from paceline.engine.loop import Compute, inline, run_sync
 from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_S, MOST_STEPS, MOST_UNCOUNTED, RehearsingEngine
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="", vocab_size=100, context_len=512)
@@ -57,7 +57,7 @@ class Engine:
                 self.drafters.add(event.drafter_address)
             case Cancel():
                 self.sessions.remove(event.number)
-            case Rehearse():
+            case SetMode():
                 self.drafts, self.over = event.drafts, event.over
 
     def has_work(self) -> bool:
@@ -66,7 +66,7 @@ class Engine:
     def patience_s(self) -> float:
         return 0.0
 
-    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+    async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         del compute
         report, committed = self.report(), self.committed
         report.num_rows, report.gammas, self.committed = 1, [0] * len(self.sessions), []
@@ -90,7 +90,7 @@ class Play:
             over=self.ended,
         )
         self.outside.handle(LinkChanged(address="drafter", up=True))
-        self.outside.handle(Taught(learned=None, draft=DRAFT))
+        self.outside.handle(TuningLoaded(learned=None, draft=DRAFT))
 
     def ended(self) -> None:
         self.num_ended += 1
@@ -101,7 +101,7 @@ class Play:
         for _ in range(count):
             assert self.outside.has_work()
             self.now_s += self.outside.patience_s()
-            news = finished(self.outside.step(tell=lambda told: self.seen(told)))
+            news = run_sync(self.outside.step(tell=lambda told: self.seen(told)))
         return news
 
     def seen(self, news: DrafterNews) -> None:
@@ -199,5 +199,5 @@ def test_an_engine_that_takes_no_such_session_is_left_alone(play: Play) -> None:
 
 
 def test_what_another_has_learned_takes_its_place(play: Play) -> None:
-    play.outside.handle(Taught(learned=b"{}"))
+    play.outside.handle(TuningLoaded(learned=b"{}"))
     assert not play.outside.has_work()

@@ -15,7 +15,7 @@ from paceline.planning import report
 from paceline.planning.arrivals import Arrival
 from paceline.planning.fleets import Goal, dealt, evaluate, least_fleet
 from paceline.planning.report import paces
-from paceline.planning.simulation import Fleet, Way
+from paceline.planning.simulation import PlannedFleet, Way
 from paceline.simulated.profile import read_profile, write_profile
 from paceline.simulated.roofline import computed_profile
 from tests.unit.planning.facts import profile, sure_guesses
@@ -42,15 +42,15 @@ def test_requests_are_dealt_out_evenly(share: int, of: int) -> None:
 def test_a_fleet_counts_gpus_of_both_tiers() -> None:
     facts = profile()
     two_each = replace(facts, target=replace(facts.target, num_devices=2))
-    fleet = Fleet(way=Way.TIER, num_verifiers=8, num_drafters=2)
+    fleet = PlannedFleet(way=Way.TIER, num_verifiers=8, num_drafters=2)
     assert fleet.num_gpus(two_each) == 18
     assert fleet.price_per_hour(two_each) == 8 * 2 * 4.0 + 2 * 1.0
     assert (fleet.cell.num_verifiers, fleet.cell.num_drafters) == (4, 1)
 
 
 def test_all_cells_together_have_the_whole_rate() -> None:
-    alone = evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=1), LOAD, LOOSE)
-    four = evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=4), LOAD, LOOSE)
+    alone = evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=1), LOAD, LOOSE)
+    four = evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=4), LOAD, LOOSE)
     assert (len(alone.outcome.requests), len(four.outcome.requests)) == (200, 50)
     assert four.tokens_per_s == pytest.approx(50 * 20, rel=0.1)
 
@@ -62,20 +62,20 @@ def test_the_least_fleet_does_and_a_smaller_one_does_not() -> None:
     assert best is not None
     assert best.meets
     assert best.fleet.num_verifiers > 1
-    fewer = Fleet(way=Way.PLAIN, num_verifiers=best.fleet.num_verifiers - 1)
+    fewer = PlannedFleet(way=Way.PLAIN, num_verifiers=best.fleet.num_verifiers - 1)
     assert not evaluate(profile(), fewer, heavy, goal).meets
     assert least_fleet(profile(), Way.PLAIN, 1, LOAD, Goal(ttft_s=5.0, itl_s=0.001)) is None, "none of any size does"
 
 
 def test_an_answer_may_take_as_long_as_the_goal_lets_each_of_its_tokens_take() -> None:
     long = [Arrival(at_s, 20, 4000) for at_s in (0.0, 0.5, 1.0)]
-    plan = evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=1), long, Goal(ttft_s=1.0, itl_s=0.02))
+    plan = evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=1), long, Goal(ttft_s=1.0, itl_s=0.02))
     assert plan.outcome.requests[-1].pieces[-1][0] > 40.0
     assert plan.meets
 
 
 def test_a_cell_that_nobody_asks_shows_nothing() -> None:
-    assert not evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=200), LOAD[:100], LOOSE).meets
+    assert not evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=200), LOAD[:100], LOOSE).meets
 
 
 def test_the_command_compares_a_fleet_with_as_many_gpus_and_misses_goals_by_its_exit_status(

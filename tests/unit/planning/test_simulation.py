@@ -18,12 +18,12 @@ from paceline.core.step_time import StepCost
 from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
 from paceline.planning.engines import DrafterAtWork, JumpingLoop, Link, VerifierAtWork, simulate
-from paceline.planning.simulation import Fleet, Outcome, Way, run_closed, run_open
+from paceline.planning.simulation import Outcome, PlannedFleet, Way, run_closed, run_open
 from tests.unit.planning.facts import ROW_S, STEP_S, equal, profile, sure_guesses
 
-PLAIN = Fleet(way=Way.PLAIN)
-TIER = Fleet(way=Way.TIER, num_drafters=1)
-COLOCATED = Fleet(way=Way.COLOCATED)
+PLAIN = PlannedFleet(way=Way.PLAIN)
+TIER = PlannedFleet(way=Way.TIER, num_drafters=1)
+COLOCATED = PlannedFleet(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
 
@@ -34,14 +34,14 @@ def received(outcome: Outcome) -> list[int]:
 
 @WAYS
 @pytest.mark.parametrize("kv_tokens", [32_768, 320], ids=["room for all", "room for few, so sessions lose their pages"])
-def test_every_token_asked_for_comes_out_once(cell: Fleet, kv_tokens: int) -> None:
+def test_every_token_asked_for_comes_out_once(cell: PlannedFleet, kv_tokens: int) -> None:
     outcome = run_open(profile(kv_tokens=kv_tokens, noise=0.05), cell, MIXED)
     assert received(outcome) == [each.num_output_tokens for each in MIXED]
     assert outcome.num_unfinished == 0
 
 
 @WAYS
-def test_the_seed_decides_everything(cell: Fleet) -> None:
+def test_the_seed_decides_everything(cell: PlannedFleet) -> None:
     first, again, other = (run_open(profile(noise=0.1), cell, MIXED, seed=seed) for seed in (1, 1, 2))
     assert first.requests == again.requests
     assert first.requests != other.requests
@@ -179,7 +179,7 @@ def test_the_clock_jumps_and_what_never_happens_is_not_waited_for() -> None:
 
 
 @WAYS
-def test_an_engine_that_raises_ends_the_simulation(cell: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_raises_ends_the_simulation(cell: PlannedFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TargetEngine, "step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_open(profile(), cell, MIXED)
@@ -205,7 +205,7 @@ def test_what_never_keeps_up_is_given_up_and_counted() -> None:
 
 def test_fleets_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_verifiers"):
-        Fleet(way=Way.PLAIN, num_verifiers=0)
+        PlannedFleet(way=Way.PLAIN, num_verifiers=0)
     for way, drafters in ((Way.TIER, 0), (Way.TIER, 2), (Way.COLOCATED, 1)):
         with pytest.raises(ConfigError, match="num_drafters"):
-            Fleet(way=way, num_drafters=drafters)
+            PlannedFleet(way=way, num_drafters=drafters)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import OverloadedError
-from paceline.service.fair_shares import Caller, FairThreads, Shares, Turnover, fits
+from paceline.service.fair_shares import Caller, EvictingLimit, FairThreads, Shares, may_take
 
 PLACES = st.integers(1, 300)
 HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 60))
@@ -22,29 +22,29 @@ HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 60))
 
 def take_all(held: dict[str, int], key: str, *, num_keys: int, total: int) -> int:
     """Lets a key take places one by one until it is refused; returns how many it holds then."""
-    while fits(1, key=key, held=held, num_keys=num_keys, total=total):
+    while may_take(1, key=key, held=held, num_keys=num_keys, total=total):
         held[key] = held.get(key, 0) + 1
     return held[key]
 
 
 @given(max_sessions=PLACES, held=st.integers(0, 300), wanted=st.integers(1, 300))
 def test_a_key_without_rivals_may_take_all_places(max_sessions: int, held: int, wanted: int) -> None:
-    fit = fits(wanted, key="a", held={"a": held}, num_keys=1, total=max_sessions)
+    fit = may_take(wanted, key="a", held={"a": held}, num_keys=1, total=max_sessions)
     assert fit == (held + wanted <= max_sessions)
 
 
 @given(max_sessions=PLACES, num_keys=st.integers(2, 50))
 def test_what_fits_at_all_fits_while_nobody_holds_anything(max_sessions: int, num_keys: int) -> None:
     """128 choices at a gateway with 128 places were told to come again, for ever."""
-    assert fits(max_sessions, key="a", held={"b": 0}, num_keys=num_keys, total=max_sessions)
-    assert not fits(max_sessions + 1, key="a", held={}, num_keys=num_keys, total=max_sessions)
+    assert may_take(max_sessions, key="a", held={"b": 0}, num_keys=num_keys, total=max_sessions)
+    assert not may_take(max_sessions + 1, key="a", held={}, num_keys=num_keys, total=max_sessions)
 
 
 @given(max_sessions=PLACES, held=HELD, wanted=st.integers(1, 60), num_keys=st.integers(1, 50))
 def test_no_more_places_are_given_than_there_are(
     max_sessions: int, held: dict[str, int], wanted: int, num_keys: int
 ) -> None:
-    if fits(wanted, key="a", held=held, num_keys=num_keys, total=max_sessions):
+    if may_take(wanted, key="a", held=held, num_keys=num_keys, total=max_sessions):
         assert sum(held.values()) + wanted <= max_sessions
 
 
@@ -53,7 +53,7 @@ def test_a_greedy_key_leaves_room_for_a_newcomer_and_not_more_than_an_eighth(max
     held: dict[str, int] = {}
     taken = take_all(held, "greedy", num_keys=num_keys, total=max_sessions)
     assert max_sessions - taken == -(-max_sessions // 8)
-    assert fits(1, key="newcomer", held=held, num_keys=num_keys, total=max_sessions)
+    assert may_take(1, key="newcomer", held=held, num_keys=num_keys, total=max_sessions)
 
 
 @given(max_sessions=PLACES, held=HELD, num_keys=st.integers(8, 50))
@@ -63,7 +63,7 @@ def test_a_key_below_its_share_is_only_ever_refused_for_want_of_a_free_place(
     active = {key for key, count in held.items() if count} | {"a"}
     if held.get("a", 0) + 1 <= max_sessions // (len(active) + 1):
         free = max_sessions - sum(held.values())
-        assert fits(1, key="a", held=held, num_keys=num_keys, total=max_sessions) == (free >= 1)
+        assert may_take(1, key="a", held=held, num_keys=num_keys, total=max_sessions) == (free >= 1)
 
 
 def test_keys_that_all_want_everything_end_with_equal_parts_even_if_the_greedy_one_asks_first() -> None:
@@ -85,7 +85,7 @@ def test_rivals_who_want_little_cost_an_eighth_at_most() -> None:
     assert sum(held.values()) == 32 - 4
     take_all(rest := {"a": 1, "greedy": 0}, "greedy", num_keys=100, total=32)
     assert sum(rest.values()) == 32 - 4
-    assert [fits(n, key="a", held={"b": 1}, num_keys=2, total=8) for n in (4, 6, 7)] == [True, True, False]
+    assert [may_take(n, key="a", held={"b": 1}, num_keys=2, total=8) for n in (4, 6, 7)] == [True, True, False]
 
 
 async def test_callers_that_wait_take_turns_and_one_that_leaves_holds_nothing() -> None:
@@ -136,7 +136,7 @@ async def test_what_waits_behind_something_large_is_served_when_that_leaves() ->
 
 def test_one_holder_more_ends_the_idle_one_that_was_used_longest_ago() -> None:
     ended: list[str] = []
-    holders: Turnover[str] = Turnover(3, ended.append, lambda name: name != "busy")
+    holders: EvictingLimit[str] = EvictingLimit(3, ended.append, lambda name: name != "busy")
     for name in ("busy", "a", "b"):
         holders.add(name)
     holders.note_use("a")
@@ -145,7 +145,7 @@ def test_one_holder_more_ends_the_idle_one_that_was_used_longest_ago() -> None:
     holders.remove("c")
     holders.add("e")
     assert ended == ["b", "a"]
-    alone: Turnover[str] = Turnover(1, ended.append, lambda name: name != "busy")
+    alone: EvictingLimit[str] = EvictingLimit(1, ended.append, lambda name: name != "busy")
     alone.add("busy")
     alone.add("late")
     assert ended == ["b", "a", "late"]
@@ -185,12 +185,12 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_owners_of_work_take_turns_however_much_of_it_one_has(bench: Bench) -> None:
-    let_go = await bench.hold()
+    mark_ready = await bench.hold()
     greedy = [bench.begin("greedy") for _ in range(4)]
     await asyncio.sleep(0)
     modest = [bench.begin("modest") for _ in range(2)]
     await asyncio.sleep(0)
-    let_go()
+    mark_ready()
     await asyncio.gather(*greedy, *modest)
     assert bench.order == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
 
@@ -205,13 +205,13 @@ async def test_results_errors_and_the_callers_context_come_through(bench: Bench)
 
 async def test_work_waits_for_a_bounded_time_and_leaves_with_its_caller() -> None:
     bench = Bench(longest_wait_s=0.02)
-    let_go = await bench.hold()
+    mark_ready = await bench.hold()
     left = bench.begin("left")
     await asyncio.sleep(0)
     left.cancel()
     with pytest.raises(OverloadedError, match=r"work: it has waited for 0\.02 s"):
         await bench.begin("late")
-    let_go()
+    mark_ready()
     await bench.holding
     await bench.begin("after")
     assert bench.order == ["after"]

@@ -18,7 +18,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Submit
 from paceline.drafter.__main__ import _engine
 from paceline.drafter.config import DrafterConfig
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.simulated.profile import write_profile
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.served import ServedEngine, TargetStepper
@@ -66,7 +66,7 @@ def serials_that_end(engine: TargetStepper) -> Iterator[int]:
     for _ in range(10_000):
         if not engine.has_work():
             return
-        for number, outcome in finished(engine.step()).committed:
+        for number, outcome in run_sync(engine.step()).committed:
             if isinstance(outcome, CommittedTokens) and outcome.result is not None:
                 yield number
 
@@ -79,7 +79,7 @@ def text_of(served: ServedEngine, *, speculative: bool) -> tuple[list[int], int]
     tokens: list[int] = []
     accepted = 0
     while engine.has_work():
-        output = finished(engine.step())
+        output = run_sync(engine.step())
         accepted += sum(output.report.accepted)
         tokens += [
             token_id

@@ -11,8 +11,8 @@ import pytest
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.target_events import Cancel, DrafterNews, Rehearse, Submit, TargetOutput, Taught
-from paceline.engine.loop import finished
+from paceline.core.target_events import Cancel, DrafterNews, SetMode, Submit, TargetOutput, TuningLoaded
+from paceline.engine.loop import run_sync
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from paceline.verifier.vllm.helper_line import HelperLine
 from tests.support.clock import Clock
@@ -127,7 +127,7 @@ def outcomes(output: TargetOutput | None) -> dict[int, Any]:
 def told_before(engine: VllmEngine) -> TargetOutput:
     """What is told before a step, in which nothing happens."""
     told: list[DrafterNews] = []
-    finished(engine.step(tell=told.append))
+    run_sync(engine.step(tell=told.append))
     (output,) = told
     assert isinstance(output, TargetOutput)
     return output
@@ -144,8 +144,8 @@ def test_tokens_come_out_as_they_are_generated_and_the_last_ones_with_the_result
     assert begun(engine) == {1: CommittedTokens(token_ids=(), running=True)}
     counts = SimpleNamespace(histogram=[1, 0, 2, 0], num_draft_tokens=6)
     script.answers.extend([[answer(1, 5, 6)], [answer(1, 7, reason="stop", counts=counts)]])
-    assert outcomes(finished(engine.step())) == {1: CommittedTokens(token_ids=(5, 6))}
-    last = outcomes(finished(engine.step()))[1]
+    assert outcomes(run_sync(engine.step())) == {1: CommittedTokens(token_ids=(5, 6))}
+    last = outcomes(run_sync(engine.step()))[1]
     assert (last.token_ids, last.offset) == ((7,), 2)
     assert last.result.finish_reason is FinishReason.STOP
     assert (last.result.num_prompt_tokens, last.result.num_cached_tokens, last.result.num_generated_tokens) == (2, 1, 3)
@@ -166,7 +166,7 @@ def test_a_session_that_moved_here_goes_on_behind_its_committed_tokens(engine: V
     assert prompt == {"type": "token", "prompt_token_ids": [1, 2, 3, 4], "cache_salt": "mine"}
     assert params["max_tokens"] == 8
     script.answers.append([answer(1, 5, reason="length")])
-    committed = outcomes(finished(engine.step()))[1]
+    committed = outcomes(run_sync(engine.step()))[1]
     assert committed.offset == 2
     assert committed.result.num_generated_tokens == 1
 
@@ -175,7 +175,7 @@ def test_a_session_whose_penalties_forget_says_that_its_law_is_another(engine: V
     submit(engine, 1, committed=(3,), sampling=SamplingParams(max_tokens=9, presence_penalty=1.0))
     begun(engine)
     script.answers.append([answer(1, 5, reason="length")])
-    committed = outcomes(finished(engine.step()))[1]
+    committed = outcomes(run_sync(engine.step()))[1]
     assert committed.lossy
     assert committed.result.speculation.lossy
 
@@ -190,7 +190,7 @@ def test_log_probabilities_are_those_of_the_chosen_token_and_of_the_best_ones(
     among = {9: entry(logprob=-2.0, rank=2), 8: entry(logprob=-0.1, rank=1)}
     script.answers.append([answer(1, 5, 9, logprobs=[beside, among])])
     top = ((8, -0.1), (9, -2.0))
-    assert outcomes(finished(engine.step()))[1].logprobs == (
+    assert outcomes(run_sync(engine.step()))[1].logprobs == (
         PositionLogprobs(token_id=5, logprob=-3.0, top=top),
         PositionLogprobs(token_id=9, logprob=-2.0, top=top),
     )
@@ -202,7 +202,7 @@ def test_a_session_whose_client_left_is_ended_and_not_heard_of_again(engine: Vll
     script.answers.append([answer(1, 5)])
     for _ in range(2):
         engine.handle(Cancel(number=1))
-        assert outcomes(finished(engine.step())) == {}
+        assert outcomes(run_sync(engine.step())) == {}
         assert script.aborted == ["1"]
 
 
@@ -211,7 +211,7 @@ def test_reports_do_not_go_on_telling_of_sessions_that_have_left(engine: VllmEng
     assert told_before(engine).report.num_running == 1
     engine.handle(Cancel(number=1))
     assert engine.has_work()
-    assert finished(engine.step()).report.num_running == 0
+    assert run_sync(engine.step()).report.num_running == 0
     assert not engine.has_work()
 
 
@@ -220,7 +220,7 @@ def test_a_session_that_vllm_gives_up_goes_on_elsewhere(engine: VllmEngine, scri
     submit(engine, 1)
     begun(engine)
     script.answers.append([answer(1, reason=reason)])
-    assert isinstance(outcomes(finished(engine.step()))[1], UnavailableError)
+    assert isinstance(outcomes(run_sync(engine.step()))[1], UnavailableError)
     assert not engine.has_work()
 
 
@@ -238,7 +238,7 @@ def test_a_dead_engine_is_not_taken_for_a_refusal(engine: VllmEngine, script: Sc
     script.refusal = RuntimeError("dead")
     submit(engine, 1)
     with pytest.raises(RuntimeError, match="dead"):
-        finished(engine.step())
+        run_sync(engine.step())
 
 
 def test_only_sessions_that_have_a_place_say_that_they_run(engine: VllmEngine) -> None:
@@ -272,7 +272,7 @@ def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Scrip
         ),
         SimpleNamespace(num_preempted_reqs=1, num_prompt_tokens=4),
     )
-    report = finished(engine.step()).report
+    report = run_sync(engine.step()).report
     assert (report.gammas, report.accepted) == ([3, 2], [1, 0])
     assert report.levels == {"vllm:kv_cache_usage_perc": 0.25}
     names = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions")
@@ -283,16 +283,16 @@ def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Scrip
 def test_in_a_rehearsal_the_helper_decides_and_says_whether_drafters_answered(
     engine: VllmEngine, script: Script, helper: HelperSpy
 ) -> None:
-    engine.handle(Rehearse(drafts=True))
-    engine.handle(Rehearse(drafts=None, over="draft"))
-    engine.handle(Taught(learned=b"{}"))
-    engine.handle(Taught(learned=None))
+    engine.handle(SetMode(drafts=True))
+    engine.handle(SetMode(drafts=None, over="draft"))
+    engine.handle(TuningLoaded(learned=b"{}"))
+    engine.handle(TuningLoaded(learned=None))
     assert helper.told == [(True, False), (None, True), b"{}"]
     assert not engine.has_work()
     submit(engine, 1)
     submit(engine, 2)
     script.answers.extend([[answer(1, 5), answer(2, 6)]] * 2)
-    report = finished(engine.step()).report
+    report = run_sync(engine.step()).report
     assert (report.gammas, report.responded) == ([0, 0], True)
     helper.responded = False
-    assert not finished(engine.step()).report.responded
+    assert not run_sync(engine.step()).report.responded

@@ -18,10 +18,10 @@ from paceline.forest import ROOT, Forest, rows_of
 from paceline.vllm.board import (
     MOST_NODES,
     NUM_RECORDS,
-    AtHand,
     BoardTree,
+    ReadyDrafts,
     SessionNumbers,
-    TreeBoard,
+    SharedTrees,
     make_board,
     worth_waiting,
 )
@@ -41,9 +41,9 @@ TREE = BoardTree(
 
 
 @pytest.fixture
-def board() -> Iterator[TreeBoard]:
+def board() -> Iterator[SharedTrees]:
     file = make_board()
-    made = TreeBoard(file)
+    made = SharedTrees(file)
     os.close(file)
     yield made
     made.close()
@@ -51,14 +51,14 @@ def board() -> Iterator[TreeBoard]:
 
 def test_a_tree_is_read_as_it_was_written_in_another_mapping_too() -> None:
     file = make_board()
-    ours, theirs = TreeBoard(file), TreeBoard(file)
+    ours, theirs = SharedTrees(file), SharedTrees(file)
     os.close(file)
     ours.write(7, TREE)
     assert theirs.read(7) == TREE
     assert theirs.read(8) is None
 
 
-def test_two_sessions_of_one_place_take_turns_and_are_never_mixed_up(board: TreeBoard) -> None:
+def test_two_sessions_of_one_place_take_turns_and_are_never_mixed_up(board: SharedTrees) -> None:
     board.write(7, TREE)
     board.write(7 + NUM_RECORDS, replace(TREE, committed_len=99))
     assert board.read(7) is None
@@ -86,7 +86,7 @@ def test_a_session_that_lives_long_keeps_its_place_to_itself_while_there_are_oth
     assert numbers.take() == beyond + 2
 
 
-def test_of_a_tree_with_too_many_nodes_the_first_are_kept(board: TreeBoard) -> None:
+def test_of_a_tree_with_too_many_nodes_the_first_are_kept(board: SharedTrees) -> None:
     count = MOST_NODES + 9
     chain = replace(TREE, weights=[-0.1] * count, token_ids=[*range(count)], parents=[ROOT, *range(count - 1)])
     board.write(1, chain)
@@ -95,7 +95,7 @@ def test_of_a_tree_with_too_many_nodes_the_first_are_kept(board: TreeBoard) -> N
     assert len(found.parents) == len(found.token_ids) == MOST_NODES
 
 
-def test_a_record_that_has_changed_anywhere_is_not_taken_for_a_tree(board: TreeBoard) -> None:
+def test_a_record_that_has_changed_anywhere_is_not_taken_for_a_tree(board: SharedTrees) -> None:
     board.write(0, TREE)
     for place in range(56 + 16 * len(TREE.parents)):
         board._memory[place] ^= 0x41
@@ -104,7 +104,7 @@ def test_a_record_that_has_changed_anywhere_is_not_taken_for_a_tree(board: TreeB
     assert board.read(0) == TREE
 
 
-def test_a_reader_beside_a_writer_sees_whole_trees_or_none(board: TreeBoard) -> None:
+def test_a_reader_beside_a_writer_sees_whole_trees_or_none(board: SharedTrees) -> None:
     trees = [TREE, replace(TREE, committed_len=21, token_ids=[50, 60, 80, 70, 90])]
     over = threading.Event()
 
@@ -157,7 +157,7 @@ def test_guesses_that_may_not_follow_or_do_not_pay_are_left_out() -> None:
 def test_a_step_waits_for_nodes_by_what_they_add_and_take() -> None:
     # All that was guessed has been used up, or the text has left it: the next node is half a token in a quarter step.
     for new in ([5, 6, 7], [4]):
-        assert TREE.at_hand(new, 7) == AtHand([], 1.0, 0.5, 0.25)
+        assert TREE.at_hand(new, 7) == ReadyDrafts([], 1.0, 0.5, 0.25)
     assert worth_waiting([TREE.at_hand([4], 7)])
     assert not worth_waiting([replace(TREE, wait_share=0.75).at_hand([4], 7)])
     # The drafter does not draft what is less likely; what a step verifies is another matter.

@@ -12,7 +12,7 @@ from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.target_events import DraftsArrived, LinkChanged
-from paceline.vllm.board import TreeBoard, make_board
+from paceline.vllm.board import SharedTrees, make_board
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.helper import MAX_EAGER_BATCH, max_eager_batch
 from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
@@ -36,7 +36,7 @@ class Vllm:
         drafter: ToldDrafter | None = None,
         plain_s: float = 0.010,
         guess_s: float = 0.0002,
-        board: TreeBoard | None = None,
+        board: SharedTrees | None = None,
     ) -> None:
         self.pairing = Pairing()
         self.pairing.know([DrafterCandidate(address=DRAFTER)])
@@ -248,7 +248,7 @@ def test_drafters_on_other_hosts_are_tried_at_any_load(drafters: tuple[str, ...]
 def test_what_the_board_shows_is_what_the_scheduler_would_answer_and_taking_it_counts_the_same() -> None:
     asked, looked = (
         Vllm(Goodput(max_nodes=MAX_CHAIN)),
-        Vllm(Goodput(max_nodes=MAX_CHAIN), board=TreeBoard(make_board())),
+        Vllm(Goodput(max_nodes=MAX_CHAIN), board=SharedTrees(make_board())),
     )
     for vllm in (asked, looked):
         vllm.begin(1)

@@ -26,9 +26,9 @@ from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.fleet_file import RayTier, check_for_ray
 from paceline.cluster.health import store_health
-from paceline.cluster.ray.host import Order, Report, ServiceHost, own_address
-from paceline.cluster.spec import PORT_STRIDE, Endpoint, FleetSpec, Ports, plan_store_port, store_child
-from paceline.cluster.supervisor import Supervisor
+from paceline.cluster.ray.host import Report, ServiceHost, ServiceSpec, own_address
+from paceline.cluster.spec import PORT_STRIDE, FleetSpec, Ports, ServicePort, plan_store_port, store_child
+from paceline.cluster.supervisor import ProcessSupervisor
 from paceline.cluster.valkey import find_server
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
@@ -46,7 +46,7 @@ ACCELERATOR_SHARE = 0.001
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Replica:
+class RayReplica:
     """A replica as the launcher knows it: its actor, and that actor's last report."""
 
     name: str
@@ -60,7 +60,7 @@ class Replica:
     _asked_s: float = field(default=0.0, init=False)
 
     @property
-    def endpoint(self) -> Endpoint | None:
+    def endpoint(self) -> ServicePort | None:
         """Where it listens; None while it is not well."""
         return self.report.endpoint if self.report is not None and self.report.well else None
 
@@ -133,7 +133,7 @@ class RayFleet:
         self._tiers = tiers
         self._environ = environ
         self._say = say
-        self._replicas: list[Replica] = []
+        self._replicas: list[RayReplica] = []
         self._exits = AsyncExitStack()
         self._log_dir = Path()
 
@@ -154,7 +154,7 @@ class RayFleet:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def endpoints(self, role: str) -> list[Endpoint]:
+    def endpoints(self, role: str) -> list[ServicePort]:
         """Returns where the replicas of a role listen that are well."""
         return [each.endpoint for each in self._replicas if each.role == role and each.endpoint is not None]
 
@@ -221,9 +221,9 @@ class RayFleet:
                 max_restarts=-1,
                 scheduling_strategy=place,
             ).remote(order)
-            self._replicas.append(Replica(name=order.name, role=role, actor=actor, group=group))
+            self._replicas.append(RayReplica(name=order.name, role=role, actor=actor, group=group))
 
-    def _order(self, role: str, number: int) -> Order:
+    def _order(self, role: str, number: int) -> ServiceSpec:
         assert self.checkpoints is not None, "the fleet is not started"
         spec, tier, checkpoint = self.spec, self._tiers[role], self.checkpoints.target
         if role == DRAFTER:
@@ -231,7 +231,7 @@ class RayFleet:
         ports = (spec.gateway_port, spec.gateway_grpc_port) if role == GATEWAY else (0, 0)
         port, second_port = (first and first + number * PORT_STRIDE for first in ports)
         threads = {VERIFIER: spec.verifier_threads, DRAFTER: spec.drafter_threads}.get(role)
-        return Order(
+        return ServiceSpec(
             name=f"{role}-{number}",
             role=role,
             services=spec,
@@ -283,7 +283,7 @@ async def shared_store(spec: FleetSpec, environ: Mapping[str, str], say: Callabl
         port = plan_store_port(spec, Ports(host, held))
     password = secrets.token_urlsafe(24)
     url = f"redis://:{password}@{host_port(host, port)}"
-    supervisor = Supervisor(say)
+    supervisor = ProcessSupervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as work_dir:
         child = store_child(find_server(spec.redis_server), host, port, Path(work_dir), environ)
         # Every user of the host may read command lines; only the owner may read the folder.

@@ -18,7 +18,7 @@ import ray
 
 from paceline.checkpoints.source import Repository, repository_of
 from paceline.cluster.foreground import say
-from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, Launch, Ports
+from paceline.cluster.spec import CpuShare, FleetSpec, Launch, Ports, ServicePort
 from paceline.cluster.supervisor import BackOff, Child, ChildSpec
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import GATEWAY
@@ -28,7 +28,7 @@ FAILED_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ServiceSpec:
     """A replica that an actor is to run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Order:
     env: Mapping[str, str] = field(default_factory=dict)
     back_off: BackOff = field(default_factory=BackOff)
 
-    def child(self, endpoint: Endpoint) -> ChildSpec:
+    def child(self, endpoint: ServicePort) -> ChildSpec:
         """Returns the process of the replica on this node."""
         environ = {**os.environ, **self.env}
         launch = Launch(spec=self.services, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ)
@@ -79,7 +79,7 @@ class Report:
     """The state of a replica; `error` is what ended the last life, until the next one is well."""
 
     node: str
-    endpoint: Endpoint | None = None
+    endpoint: ServicePort | None = None
     pid: int | None = None
     well: bool = False
     error: str = ""
@@ -88,10 +88,10 @@ class Report:
 class ServiceHost:
     """An actor of Ray that runs one service."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ServiceSpec) -> None:
         self._order = order
         self._node = ray.get_runtime_context().get_node_id()
-        self._endpoint: Endpoint | None = None
+        self._endpoint: ServicePort | None = None
         self._child: Child | None = None
         self._num_lives = 0
         self._error = ""
@@ -157,11 +157,11 @@ class ServiceHost:
                 spec.log_path.parent.rmdir()
 
 
-def _endpoint(order: Order) -> Endpoint:
+def _endpoint(order: ServiceSpec) -> ServicePort:
     host = own_address()
     with ExitStack() as held:
         ports = Ports(host, held)
-        return Endpoint(
+        return ServicePort(
             name=order.name,
             role=order.role,
             host=host,

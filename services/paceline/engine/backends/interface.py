@@ -16,7 +16,7 @@ from paceline.engine.kv import KVCache
 from paceline.engine.layers import Head, Linear, LlamaWeights
 from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted, Pending
-from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 
 Layers = tuple[int, ...] | None
 # Of one batch in one layer: writes new keys and values [rows, G, D] into the rows' slots, and has query [rows, H, D]
@@ -71,7 +71,7 @@ class Backend(ABC):
             layers: Runs these layers alone, in this order; None runs all.
         """
 
-    def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> Pending:
+    def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: VerifyRequest | Ranks | None) -> Pending:
         """Starts a step; see `paceline.engine.model.Model`."""
         return HostPending(self.forward(batch, cache, kept).cpu().numpy())
 

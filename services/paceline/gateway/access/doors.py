@@ -14,8 +14,8 @@ from functools import partial
 from paceline.core.errors import PacelineError, UnauthenticatedError
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import RateLimit
-from paceline.service.fair_shares import Caller, become
-from paceline.service.supervision import Supervisor
+from paceline.service.fair_shares import Caller, set_current_caller
+from paceline.service.supervision import TaskSupervisor
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
@@ -47,7 +47,7 @@ class Access:
             OverloadedError: The key has used up its requests of the last minute.
         """
         try:
-            become(await self._caller(authorization))
+            set_current_caller(await self._caller(authorization))
         except PacelineError as error:
             self._on_refused(error)
             raise
@@ -76,7 +76,7 @@ async def guarded(
     ring: KeyRing | None,
     redis_url: str,
     on_refused: Callable[[PacelineError], None],
-    supervisor: Supervisor,
+    supervisor: TaskSupervisor,
     *,
     plain_text: bool,
 ) -> AsyncIterator[Access | None]:

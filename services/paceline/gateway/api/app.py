@@ -36,7 +36,7 @@ from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.attributes import CHAT, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracer
-from paceline.service.supervision import Supervisor
+from paceline.service.supervision import TaskSupervisor
 
 OWNER = "paceline"
 # As older clients of OpenAI's and those of vLLM read it.
@@ -64,7 +64,7 @@ def create_app(
     ping_s: float = 0.0,
     console: Figures | None = None,
     tracer: Tracer = OFF,
-    supervisor: Supervisor,
+    supervisor: TaskSupervisor,
     keys: KeyRing | None = None,
 ) -> Starlette:
     """Returns the application.
@@ -109,7 +109,7 @@ def create_app(
 
 
 def _status_routes(
-    sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor, keys: KeyRing | None
+    sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: TaskSupervisor, keys: KeyRing | None
 ) -> list[BaseRoute]:
     """Health, load, version and metrics."""
 

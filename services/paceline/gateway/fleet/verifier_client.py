@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 # Takes what a verifier tells of a session, and tells whether its client has all that it wants.
-Take = Callable[[CommittedTokens], bool]
+OnCommit = Callable[[CommittedTokens], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,14 +81,14 @@ class RunningCall:
 
     asked: AskedSession
     address: str
-    take: Take
+    take: OnCommit
     _: KW_ONLY
     ran: bool = False
     taken_s: float | None = None
     unheard: bool = False
     ended_by: Exception | None = None
     is_left: bool = False
-    _stream: _Stream | None = None
+    _stream: _VerifierStream | None = None
     _num_heard: int = 0
     _error: Exception | None = None
     _context: Context = field(default_factory=copy_context)
@@ -105,7 +105,7 @@ class RunningCall:
         assert self._stream is not None, "it has begun"
         return self._stream.heard_s
 
-    def begun(self, stream: _Stream) -> None:
+    def begun(self, stream: _VerifierStream) -> None:
         self._stream = stream
 
     def put(self, outcome: CommittedTokens | PacelineError) -> None:
@@ -171,7 +171,7 @@ class RunningCall:
             raise self._error
 
 
-class _Stream:
+class _VerifierStream:
     """All sessions of this gateway on one verifier; dialled with the first of them.
 
     Attributes:
@@ -355,7 +355,7 @@ class VerifierClient:
         self._tls = tls
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _VerifierStream] = {}
         self._abort_reason = ""
 
     @property
@@ -363,7 +363,7 @@ class VerifierClient:
         """Whether `abort` was called."""
         return bool(self._abort_reason)
 
-    def running(self, address: str, request: GenerateRequest, vocab_size: int, take: Take) -> RunningCall:
+    def running(self, address: str, request: GenerateRequest, vocab_size: int, take: OnCommit) -> RunningCall:
         """Returns the state of a session that is about to begin; see `RunningCall`."""
         return RunningCall(AskedSession(request=request, vocab_size=vocab_size), address, take)
 
@@ -418,7 +418,7 @@ class VerifierClient:
             stream.close()
         await self._channels.pop(address).close(None)
 
-    def _stream(self, address: str) -> _Stream:
+    def _stream(self, address: str) -> _VerifierStream:
         opened = self._channels.get(address)
         if opened is None:
             opened = channel(address, tls=self._tls, role=VERIFIER, options=_CHANNEL_OPTIONS)
@@ -426,5 +426,5 @@ class VerifierClient:
         stream = self._streams.get(address)
         if stream is None or stream.over:
             stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(opened)
-            stream = self._streams[address] = _Stream(address, stub, self._silence_s, self._clock)
+            stream = self._streams[address] = _VerifierStream(address, stub, self._silence_s, self._clock)
         return stream

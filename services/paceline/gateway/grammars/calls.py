@@ -32,7 +32,7 @@ _LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class CallFormat:
     """How models of a family write calls.
 
     Attributes:
@@ -87,7 +87,7 @@ def enforced_calls(toolbox: Toolbox) -> str:
     return grammar_of_json_schema(toolbox.with_parameters(given).schema, field="tools", exact=False)
 
 
-def _check_names(toolbox: Toolbox, writes: Family) -> None:
+def _check_names(toolbox: Toolbox, writes: CallFormat) -> None:
     """Refuses strict tools whose calls the reader of the family could not read."""
     for (schema, strict), name in zip(toolbox.parameters, toolbox.names, strict=True):
         properties = schema.get("properties")
@@ -348,10 +348,10 @@ def _keywords(arguments: list[_Argument], at: int) -> Iterator[str]:
     yield f'further_{at}_{len(arguments)}: ""'
 
 
-FAMILIES: Mapping[str, Family] = {
-    HERMES: Family(schemas=_of_arguments, rules=_hermes),
-    LLAMA3_JSON: Family(schemas=_of_arguments, rules=_llama3),
-    MISTRAL: Family(schemas=_of_arguments, rules=_mistral),
-    QWEN3_CODER: Family(schemas=_of_each_bare_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
-    PYTHONIC: Family(schemas=_of_each_argument, rules=_pythonic, can_write=_is_python_name),
+FAMILIES: Mapping[str, CallFormat] = {
+    HERMES: CallFormat(schemas=_of_arguments, rules=_hermes),
+    LLAMA3_JSON: CallFormat(schemas=_of_arguments, rules=_llama3),
+    MISTRAL: CallFormat(schemas=_of_arguments, rules=_mistral),
+    QWEN3_CODER: CallFormat(schemas=_of_each_bare_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
+    PYTHONIC: CallFormat(schemas=_of_each_argument, rules=_pythonic, can_write=_is_python_name),
 }

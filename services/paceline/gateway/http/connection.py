@@ -18,7 +18,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from paceline.gateway.http.errors import HttpError
-from paceline.service.fair_shares import Turnover
+from paceline.service.fair_shares import EvictingLimit
 
 # Head, trailers and the framing of chunks; a body in chunks of one byte brings five bytes of framing with each.
 MAX_FRAMING_BYTES = 64 * 1024
@@ -44,7 +44,7 @@ class BoundedConnection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *arguments: Any, connections: Turnover[BoundedConnection], **settings: Any) -> None:
+    def __init__(self, *arguments: Any, connections: EvictingLimit[BoundedConnection], **settings: Any) -> None:
         """Takes uvicorn's arguments, and the connections of the door.
 
         The door admits fewer requests at once than connections, so there is nearly always an idle one to end: 800 that

@@ -30,7 +30,7 @@ from paceline.gateway.message.reasoning import (
     ThinkReader,
 )
 from paceline.gateway.message.tool_calls import json_formats, pythonic
-from paceline.gateway.message.tool_calls.json_call import Extent, ListOnly, NamedCall
+from paceline.gateway.message.tool_calls.json_call import BracketScanner, ListOnly, NamedCall
 from paceline.gateway.message.tool_calls.marked_json import DEEPSEEK_MARKS, GEMMA4_MARKS, KIMI_MARKS, MarkedJsonCalls
 from paceline.gateway.message.tool_calls.tagged import (
     DSML,
@@ -309,7 +309,7 @@ def begins_thinking(reasoning: str, prompt_end: str) -> bool:
     return opened
 
 
-class StoppingReader:
+class StopReader:
     """Reads a message up to its end. How its text is cut does not change the result.
 
     Args:
@@ -332,7 +332,7 @@ class StoppingReader:
         self._include = include
         self._one_call = one_call
         # Of the arguments of the only call; None: it has not begun.
-        self._extent: Extent | None = None
+        self._extent: BracketScanner | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> list[Part]:
         """Takes further text; returns what is certain by now. Nothing may be fed once the message is over.
@@ -366,7 +366,7 @@ class StoppingReader:
 
     def _of_call(self, part: Part) -> list[Part]:
         if isinstance(part, CallBegin) and self._one_call:
-            self._extent = Extent()
+            self._extent = BracketScanner()
         elif isinstance(part, CallArguments) and self._extent is not None:
             length = self._extent.scan(part.text)
             self.over = length is not None

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class GrowingCall:
     """One call as it grows."""
 
     id: str
@@ -43,7 +43,7 @@ class Message:
     def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: list[Call] = []
+        self.calls: list[GrowingCall] = []
         self.call_id = partial(call_id, session_id, short=form is not None and form.short_ids)
 
     def take(self, parts: Sequence[Part]) -> Sequence[Part]:
@@ -55,7 +55,7 @@ class Message:
                 case Reasoning():
                     self.reasoning.append(part.text)
                 case CallBegin():
-                    self.calls.append(Call(id=self.call_id(len(self.calls)), name=part.name))
+                    self.calls.append(GrowingCall(id=self.call_id(len(self.calls)), name=part.name))
                 case CallArguments():
                     self.calls[-1].arguments.append(part.text)
         return parts

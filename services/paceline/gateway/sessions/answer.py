@@ -18,7 +18,7 @@ from paceline.core.messages import (
     Timings,
     TokenOrigin,
 )
-from paceline.gateway.message.form import MessageForm, StoppingReader
+from paceline.gateway.message.form import MessageForm, StopReader
 from paceline.gateway.message.reader import Content, Part, content_of, joined
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Piece
@@ -163,7 +163,7 @@ class TextStream:
         self._has_form = request.form is not None
         decodes = codec.showing(form.shown if request.skip_special_tokens else None)
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
-        self._reader = StoppingReader(form.reader(), request.stops, include=include_stop, one_call=not form.parallel)
+        self._reader = StopReader(form.reader(), request.stops, include=include_stop, one_call=not form.parallel)
         self._token_texts = TokenTexts() if request.token_origins else None
         self._reasoning = form.reasoning_count(partial(codec.decode, special_tokens=True))
         self._one_by_one = request.may_stop_early or request.token_origins

@@ -28,7 +28,7 @@ from paceline.core.grammar import FIELD as GRAMMAR_FIELD
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest, SpeculationRecord
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.routing import Router
-from paceline.gateway.fleet.verifier_client import RunningCall, Take, VerifierClient
+from paceline.gateway.fleet.verifier_client import OnCommit, RunningCall, VerifierClient
 from paceline.gateway.sessions.output import sum_of_records
 from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.request import SessionRequest
@@ -130,7 +130,7 @@ class Failover:
     def _max_wait_of(self, request: SessionRequest) -> float:
         return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
 
-    async def run(self, request: SessionRequest, recorded: RecordedSession, take: Take) -> None:
+    async def run(self, request: SessionRequest, recorded: RecordedSession, take: OnCommit) -> None:
         """Runs what the record lacks of a session, on one verifier after another, and adds it to the record.
 
         Args:
@@ -172,7 +172,7 @@ class Failover:
         verifier: Replica,
         recorded: RecordedSession,
         earlier: SpeculationRecord | None,
-        take: Take,
+        take: OnCommit,
         step: CommittedTokens,
     ) -> bool:
         """Adds to the record what a verifier has committed, and hands it on."""

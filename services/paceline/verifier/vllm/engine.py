@@ -16,15 +16,15 @@ from paceline.core.target_events import (
     Cancel,
     DrafterNews,
     Outcome,
-    Rehearse,
+    SetMode,
     StepReport,
     Submit,
     TargetEvent,
     TargetOutput,
-    Taught,
     TracedStart,
+    TuningLoaded,
 )
-from paceline.engine.loop import Compute, here
+from paceline.engine.loop import Compute, inline
 from paceline.service.learned import Learned
 from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.verifier.vllm.results import (
@@ -56,7 +56,7 @@ class LastStats:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Session:
+class _VllmSession:
     """A session from its submission to its last token.
 
     Attributes:
@@ -113,7 +113,7 @@ class VllmEngine:
         self._stats = stats
         self._clock = clock
         # Sessions that vLLM has, by number.
-        self._running: dict[int, _Session] = {}
+        self._running: dict[int, _VllmSession] = {}
         self._events: list[TargetEvent] = []
         self._outcomes: list[Outcome] = []
         self._kv_usage = 0.0
@@ -134,9 +134,9 @@ class VllmEngine:
         match event:
             case Submit() | Cancel():
                 self._events.append(event)
-            case Rehearse() if self._helper is not None:
+            case SetMode() if self._helper is not None:
                 self._helper.rehearse(event.drafts, over=bool(event.over))
-            case Taught(learned=bytes(learned)) if self._helper is not None:
+            case TuningLoaded(learned=bytes(learned)) if self._helper is not None:
                 self._helper.teach(learned)
 
     def has_work(self) -> bool:
@@ -147,7 +147,7 @@ class VllmEngine:
         """0: vLLM waits for no drafts."""
         return 0.0
 
-    async def step(self, compute: Compute = here, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
+    async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Waits for vLLM's next outputs; refusals, and which sessions run in the step, are told before."""
         if self._events:
             await compute(self._take_in)
@@ -184,7 +184,7 @@ class VllmEngine:
         except InvalidRequestError as error:
             self._outcomes.append((event.number, error))
             return
-        session = _Session(
+        session = _VllmSession(
             submit=event,
             submitted_s=self._clock() if event.arrived_s is None else event.arrived_s,
             lossy=counted_anew(request),
@@ -192,7 +192,7 @@ class VllmEngine:
         )
         self._hand_over(session)
 
-    def _hand_over(self, session: _Session) -> None:
+    def _hand_over(self, session: _VllmSession) -> None:
         request, number = session.submit.request, session.submit.number
         prompt = {"type": "token", "prompt_token_ids": [*request.prompt_token_ids, *request.committed_token_ids]}
         if request.cache_salt:
@@ -249,11 +249,11 @@ class VllmEngine:
         return TargetOutput(committed=outcomes, to_drafters={}, broken_links={}, report=report)
 
 
-def _runs(session: _Session) -> CommittedTokens:
+def _runs(session: _VllmSession) -> CommittedTokens:
     return CommittedTokens(token_ids=(), offset=session.num_generated, running=True)
 
 
-def _committed(session: _Session, output: Any, offset: int) -> CommittedTokens:
+def _committed(session: _VllmSession, output: Any, offset: int) -> CommittedTokens:
     answer, count = output.outputs[0], session.submit.request.sampling.logprobs
     positions = () if count is None else zip(answer.token_ids, answer.logprobs, strict=True)
     return CommittedTokens(
@@ -265,7 +265,7 @@ def _committed(session: _Session, output: Any, offset: int) -> CommittedTokens:
     )
 
 
-def _result(session: _Session, output: Any) -> GenerateResult:
+def _result(session: _VllmSession, output: Any) -> GenerateResult:
     answer, request = output.outputs[0], session.submit.request
     return GenerateResult(
         finish_reason=FINISH_REASONS[answer.finish_reason],
@@ -282,7 +282,7 @@ def _result(session: _Session, output: Any) -> GenerateResult:
     )
 
 
-def _start(session: _Session, output: Any) -> TracedStart:
+def _start(session: _VllmSession, output: Any) -> TracedStart:
     return TracedStart(
         number=session.submit.number,
         submitted_s=session.submitted_s,

@@ -57,7 +57,7 @@ OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 PRELOAD = "LD_PRELOAD"
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not there for the type checker
+class _VllmParser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not there for the type checker
     """vLLM's parser, but it raises instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
@@ -109,7 +109,7 @@ def engine_arguments(config: VerifierConfig) -> Any:
     Raises:
         ConfigError: One is wrong, or follows from our settings; names it.
     """
-    parser = _Parser(prog="vllm", add_help=False, allow_abbrev=False)
+    parser = _VllmParser(prog="vllm", add_help=False, allow_abbrev=False)
     EngineArgs.add_cli_args(parser)
     given = parser.parse_args(list(config.vllm_arg))
     for name, ours in DECIDED.items():

@@ -17,7 +17,7 @@ KINDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 def lanes_of(batch: Batch, kv_heads: int, rows: int) -> attention.Lanes:
     arrays = plan.field_arrays(batch, rows, kv_heads, trash=0)
-    return plan.Fields.of({name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}).lanes
+    return plan.PlanFields.of({name: torch.from_numpy(array).to(DEVICE) for name, array in arrays.items()}).lanes
 
 
 def attended_slots(batch: Batch, row: int) -> np.ndarray:

@@ -25,9 +25,9 @@ from paceline.engine.backends.interface import Backend
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.eagle3 import read_eagle3
-from paceline.engine.loop import finished
+from paceline.engine.loop import run_sync
 from paceline.engine.model import Burst
-from paceline.engine.pending import HostPending, Ranks, Walks
+from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 from paceline.engine.target import TargetEngine
 from paceline.forest import NONE
 from tests.support.eagle import save_eagle3
@@ -95,7 +95,7 @@ def test_tokens_down_guesses_are_the_cpus_for_four_bytes_a_row_and_one_wait(prep
     read_prompts(decoder, cache)
     # Guesses that the target would take, so that it is followed down them.
     tokens = np.array([*PROMPT[6:8], 7, 9], np.int32)
-    walks = Walks(
+    walks = VerifyRequest(
         rows=np.array([0, 3]),
         positions=np.array([6, 5]),
         choices=choices_of(0, 2**40 + 5),
@@ -126,7 +126,7 @@ def test_rows_that_nobody_follows_or_changes_come_only_when_they_are_asked_for(p
     cache = decoder.new_cache(NUM_BLOCKS)
     read_prompts(decoder, cache)
     nothing, none = np.zeros(0, np.int32), np.zeros(1, np.int64)
-    walks = Walks(none, np.array([6]), choices_of(0), none, none, nothing, nothing, others=np.array([3, 4]))
+    walks = VerifyRequest(none, np.array([6]), choices_of(0), none, none, nothing, nothing, others=np.array([3, 4]))
     stream.work_until(stream.num_launched)
     stream.forget()
     pending = decoder.launch(two_trees(), cache, walks)
@@ -267,7 +267,7 @@ def texts_of(decoder: Decoder, stop: int) -> list[list[int]]:
         engine.handle(Submit(request=request, number=number))
     texts: list[list[int]] = [[], [], []]
     while engine.num_sessions:
-        for number, committed in finished(engine.step()).committed:
+        for number, committed in run_sync(engine.step()).committed:
             texts[number] += committed.token_ids
     return texts
 

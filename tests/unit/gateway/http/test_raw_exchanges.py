@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from paceline.gateway.http.connection import BoundedConnection
-from paceline.service.fair_shares import Turnover
+from paceline.service.fair_shares import EvictingLimit
 
 CLOSE = b"connection: close\r\n"
 POST = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
@@ -123,7 +123,7 @@ async def exchanged(sent: bytes, piece: int) -> Client:
     config = uvicorn.Config(echo, log_config=None, access_log=False, lifespan="off", ws="none")
     config.load()
     state, client = ServerState(), Client()
-    connection = BoundedConnection(config, state, {}, connections=Turnover(8, BoundedConnection.end))
+    connection = BoundedConnection(config, state, {}, connections=EvictingLimit(8, BoundedConnection.end))
     connection.connection_made(client)
     for at in range(0, len(sent), piece):
         if not client.closed:

@@ -30,8 +30,8 @@ from paceline.engine.backends.cuda.plan import (
     ROWS,
     TABLE_BYTES,
     Array,
-    Fields,
     Ints,
+    PlanFields,
     StepBuffer,
     aligned_bytes,
     field_arrays,
@@ -48,7 +48,7 @@ from paceline.engine.kv import KVCache
 from paceline.engine.layers import LlamaWeights
 from paceline.engine.levels import below
 from paceline.engine.model import Burst, Drafted
-from paceline.engine.pending import Ranks, Walks
+from paceline.engine.pending import Ranks, VerifyRequest
 from paceline.forest import NONE
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,9 @@ class CudaBackend(LlamaBackend):
             self.stream.run(partial(steps.cache.move, trash, trash))
 
     @override
-    def launch(self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: Walks | Ranks | None) -> CudaPending:
+    def launch(
+        self, batch: Batch, cache: KVCache, kept: StateLayout, wanted: VerifyRequest | Ranks | None
+    ) -> CudaPending:
         asked = Asked.of(batch, wanted)
         logits, sent = self._launch(batch, cache, kept, None, asked.arrays)
         return CudaPending(self.stream, logits, asked, sent, self.config.vocab_size)
@@ -207,7 +209,7 @@ class _Steps:
     def _works(self, sizes: Sequence[int], kept: StateLayout) -> Iterator[Work]:
         """The layers over rows that write to the trash; a buffer lies where it will when such a step comes."""
         for rows in sizes:
-            place = Fields.of(self._buffer.send(self._arrays(self._blank, rows)))
+            place = PlanFields.of(self._buffer.send(self._arrays(self._blank, rows)))
             yield partial(self._layers.forward, place, self.cache, kept, self._final[:rows])
 
     def _level_works(self, sizes: Sequence[int], kept: StateLayout) -> Iterator[Work]:
@@ -250,7 +252,7 @@ class _Steps:
 
     def _level(self, sent: Mapping[str, torch.Tensor], found: torch.Tensor, kept: StateLayout) -> None:
         """A level below rows: they become those of their best guesses, and are ranked."""
-        rows, level, positions = Fields.of(sent), sent["level"], sent["asked_positions"]
+        rows, level, positions = PlanFields.of(sent), sent["level"], sent["asked_positions"]
         if rows.features is not None:
             rows.features.copy_(self.cache.states[rows.slots])
         go_down(
@@ -291,7 +293,7 @@ class _Steps:
             assert isinstance(batch.above, CudaPending), "a step of this device"
             self._stream.run(partial(_take_tokens, batch.above, sent["token_ids"]))
         recorded = self._recorded.get(rows) if fits and layers is None and kept is self._kept else None
-        self._stream.run(recorded or partial(self._layers.forward, Fields.of(sent), cache, kept, final, layers))
+        self._stream.run(recorded or partial(self._layers.forward, PlanFields.of(sent), cache, kept, final, layers))
         return final, sent
 
 

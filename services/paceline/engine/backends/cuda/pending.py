@@ -17,7 +17,7 @@ from paceline.engine.backends.cuda.plan import choice_words
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.backends.interface import memory_errors
 from paceline.engine.batch import Batch
-from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, Walked, Walks
+from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, VerifyRequest, VerifyResult
 from paceline.engine.sampler import Logits, working_space
 
 NO_LOGITS: Logits = np.empty((0, 1), np.float32)
@@ -37,7 +37,7 @@ class Asked:
         places: int64 [all rows], where each is among the others; -1: it is not.
     """
 
-    wanted: Walks | Ranks | None
+    wanted: VerifyRequest | Ranks | None
     rows: Longs
     positions: Longs
     choices: npt.NDArray[Any]
@@ -45,7 +45,7 @@ class Asked:
     places: Longs
 
     @classmethod
-    def of(cls, batch: Batch, wanted: Walks | Ranks | None) -> Asked:
+    def of(cls, batch: Batch, wanted: VerifyRequest | Ranks | None) -> Asked:
         """A token at each row of the walks, since none knows yet which are on the path."""
         rows, positions, choices = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, step_kernels.CHOICE)
         if isinstance(wanted, Ranks):
@@ -56,7 +56,10 @@ class Asked:
             of_rows = batch.positions[batch.logit_rows]
             positions = np.repeat(wanted.positions - of_rows[wanted.rows], counts) + of_rows[rows]
             choices = np.repeat(wanted.choices, counts)
-        places, others = np.full(len(batch.logit_rows), -1), wanted.others if isinstance(wanted, Walks) else None
+        places, others = (
+            np.full(len(batch.logit_rows), -1),
+            wanted.others if isinstance(wanted, VerifyRequest) else None,
+        )
         if others is None:
             others = np.setdiff1d(np.arange(len(places)), rows)
         places[others] = np.arange(len(others))
@@ -123,11 +126,11 @@ class CudaPending:
         return self._chosen[0]
 
     @memory_errors()
-    def follow(self, walks: Walks) -> Walked:
+    def follow(self, walks: VerifyRequest) -> VerifyResult:
         if walks is not self._asked.wanted:
             return self._on_host().follow(walks)
         tokens, num_sessions = np.empty(len(self._asked.places), np.int64), len(walks.rows)
-        walked = Walked(np.empty_like(tokens), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_))
+        walked = VerifyResult(np.empty_like(tokens), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_))
         if num_sessions:
             self._done.wait()
             assert self._answers is not None, "sessions have rows"

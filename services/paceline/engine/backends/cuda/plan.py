@@ -46,7 +46,7 @@ def lane_width(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fields:
+class PlanFields:
     """What the layers of a step read on the device, padded to its rows.
 
     Attributes:
@@ -63,7 +63,7 @@ class Fields:
     features: torch.Tensor | None
 
     @classmethod
-    def of(cls, sent: Mapping[str, torch.Tensor]) -> Fields:
+    def of(cls, sent: Mapping[str, torch.Tensor]) -> PlanFields:
         """The arrays that `field_arrays` made, once they are on the device."""
         lanes = Lanes(**{each.name: sent[each.name] for each in dataclasses.fields(Lanes)})
         own = {name: sent[name] for name in ("slots", "token_ids", "positions")}
@@ -71,7 +71,7 @@ class Fields:
 
 
 def field_arrays(batch: Batch, rows: int, kv_heads: int, trash: int) -> dict[str, Array]:
-    """`Fields` of a batch by name, padded to `rows` rows: their sizes follow from that, but for the tables'.
+    """`PlanFields` of a batch by name, padded to `rows` rows: their sizes follow from that, but for the tables'.
 
     Args:
         trash: A slot to which padded rows write.

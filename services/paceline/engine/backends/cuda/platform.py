@@ -12,7 +12,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cuda.attention import attend
 from paceline.engine.backends.cuda.backend import CudaBackend
 from paceline.engine.backends.cuda.kv import CudaKVCache
-from paceline.engine.backends.cuda.plan import Fields, StepBuffer, aligned_bytes, field_arrays
+from paceline.engine.backends.cuda.plan import PlanFields, StepBuffer, aligned_bytes, field_arrays
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.backends.interface import Attention, Platform
 from paceline.engine.batch import Batch
@@ -57,7 +57,7 @@ class _GenericAttention:
 
     def __init__(self, batch: Batch, stream: Stream) -> None:
         self._batch, self._stream = batch, stream
-        self._rows: Fields | None = None
+        self._rows: PlanFields | None = None
 
     def attend(
         self,
@@ -71,7 +71,7 @@ class _GenericAttention:
         """An `Attention`."""
         if self._rows is None:
             arrays = field_arrays(self._batch, self._batch.num_rows, values.shape[1], 0)
-            self._rows = Fields.of(StepBuffer(self._stream, sum(map(aligned_bytes, arrays.values()))).send(arrays))
+            self._rows = PlanFields.of(StepBuffer(self._stream, sum(map(aligned_bytes, arrays.values()))).send(arrays))
         slots = self._rows.slots
         block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         keys[block, :, :, offset] = new_keys.to(keys.dtype)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from paceline.engine.backends.cuda.attention import attend
 from paceline.engine.backends.cuda.kv import CudaKVCache
 from paceline.engine.backends.cuda.layer_kernels import add_norm, rope_store, silu_mul
-from paceline.engine.backends.cuda.plan import Fields
+from paceline.engine.backends.cuda.plan import PlanFields
 from paceline.engine.backends.interface import Layers
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
@@ -43,7 +43,7 @@ class CudaLayers:
         )
 
     def forward(
-        self, rows: Fields, cache: CudaKVCache, kept: StateLayout, normed: torch.Tensor, layers: Layers = None
+        self, rows: PlanFields, cache: CudaKVCache, kept: StateLayout, normed: torch.Tensor, layers: Layers = None
     ) -> None:
         """Writes the rows' KV and states, and their final hidden states [rows, hidden] into `normed`."""
         weights, config = self._weights, self._config
@@ -70,7 +70,7 @@ class CudaLayers:
             tapped[len(weights.layers)] = residual
             cache.keep_states(rows.slots, kept.states(tapped, normed.float()))
 
-    def _enter(self, rows: Fields) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _enter(self, rows: PlanFields) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream [rows, hidden] before the first layer, and what that layer takes if not its norm."""
         embedded = functional.embedding(rows.token_ids, self._weights.embedding).float()
         feature_norm, first = self._weights.feature_norm, self._weights.layers[0]

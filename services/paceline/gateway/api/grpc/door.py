@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import InvalidRequestError, OverloadedError
 from paceline.gateway.http.connection import SEND_TIMEOUT_S
 from paceline.gateway.http.errors import ClientStalledError
-from paceline.service.fair_shares import RETRY_AFTER_S, Held, Shares, Turnover, current_caller
+from paceline.service.fair_shares import RETRY_AFTER_S, EvictingLimit, Lease, Shares, current_caller
 from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
 # As gRPC's own default. The worst message of this size takes 0.15 s to parse; only callers with a key get that far.
@@ -77,8 +77,8 @@ class GrpcDoor(WrappingInterceptor):
         self._calls = calls
         self._reading = reading
         self._timeout_s = timeout_s
-        self._health_calls = Turnover(MAX_HEALTH_CALLS, _end_now)
-        self._health_reads = Turnover(MAX_HEALTH_READS, _end_now)
+        self._health_calls = EvictingLimit(MAX_HEALTH_CALLS, _end_now)
+        self._health_reads = EvictingLimit(MAX_HEALTH_READS, _end_now)
 
     def wrap(self, handler: Any, method: str) -> Any:
         """Lets a call in before its message is read."""
@@ -106,12 +106,12 @@ class GrpcDoor(WrappingInterceptor):
 
         return serve
 
-    async def _each(self, handler: Any, messages: AsyncIterator[bytes], held: Held) -> AsyncIterator[Any]:
+    async def _each(self, handler: Any, messages: AsyncIterator[bytes], held: Lease) -> AsyncIterator[Any]:
         """Yields the messages of a stream, each within the time limit."""
         while (data := await self._next(messages, held)) is not None:
             yield _parse(handler, data)
 
-    async def _next(self, messages: AsyncIterator[bytes], held: Held) -> bytes | None:
+    async def _next(self, messages: AsyncIterator[bytes], held: Lease) -> bytes | None:
         """Returns the next message, read as soon as there is room for it, which stays held; None: there is none."""
         held.release()
         try:
@@ -128,7 +128,7 @@ class GrpcDoor(WrappingInterceptor):
 
 
 @asynccontextmanager
-async def _place(among: Turnover[asyncio.Timeout]) -> AsyncIterator[None]:
+async def _place(among: EvictingLimit[asyncio.Timeout]) -> AsyncIterator[None]:
     """Holds a place while a block runs.
 
     Raises:
@@ -175,7 +175,7 @@ async def _deadline(timeout_s: float) -> AsyncIterator[None]:
         raise InvalidRequestError(FIELD, f"did not arrive within {timeout_s:g} s") from None
 
 
-async def _answer(handler: Any, request: Any, context: Any, held: Held | None = None) -> Any:
+async def _answer(handler: Any, request: Any, context: Any, held: Lease | None = None) -> Any:
     """Serves a call; the room of its message is freed with the first answer.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, OverloadedError, SessionNotFoundError, UnavailableError
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.response import to_json
-from paceline.service.fair_shares import Held, Shares, current_caller
+from paceline.service.fair_shares import Lease, Shares, current_caller
 from paceline.store.base import EPOCHS_PER_OWNER, FINAL, Document, Documents, Keeping
 
 Json = dict[str, Any]
@@ -150,7 +150,7 @@ class _Waiting:
     """A response that is not written yet, and its place among what waits."""
 
     kept: KeptResponse
-    held: Held
+    held: Lease
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\[\s\S])*")\s*,\s*"(?:arg
 _BLANK = re.compile(r"\s*")
 
 
-class Extent:
+class BracketScanner:
     """Finds the end of a JSON object or array, or of one in Python's notation, in text that comes in pieces.
 
     It looks at each character once and at brackets and quotes only, so the text between need not be JSON.
@@ -89,7 +89,7 @@ class JsonCall(StatefulReader):
         super().__init__(self._begin)
         self.failed = False
         self._heads = tuple(f'{_BEGIN}{json.dumps(name, ensure_ascii=False)}, "parameters": ' for name in only)
-        self._extent = Extent()
+        self._extent = BracketScanner()
         self._num_scanned = 0
 
     def _begin(self) -> bool:
@@ -101,7 +101,7 @@ class JsonCall(StatefulReader):
         if head is not None and isinstance(name, str) and name:
             self.take(head.end())
             self.parts.append(CallBegin(name))
-            self._extent = Extent()
+            self._extent = BracketScanner()
             self.state = self._arguments
             return True
         blank = _BLANK.match(self.held, 0, MAX_HEAD_CHARS)
@@ -142,7 +142,7 @@ class JsonCall(StatefulReader):
     def _tail(self) -> bool:
         self.skip_blank()
         if self.held.startswith(","):
-            self._extent = Extent(depth=1)
+            self._extent = BracketScanner(depth=1)
             self.state = self._further_members
             return True
         if self.held or self.final:

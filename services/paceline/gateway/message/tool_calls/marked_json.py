@@ -17,7 +17,7 @@ from paceline.gateway.message.reader import (
     StatefulReader,
     first_marker,
 )
-from paceline.gateway.message.tool_calls.json_call import Extent
+from paceline.gateway.message.tool_calls.json_call import BracketScanner
 from paceline.gateway.message.tool_calls.tagged import bare_value
 from paceline.gateway.text.streaming import certain_len
 
@@ -86,7 +86,7 @@ class JsonObject(StatefulReader):
 
     def __init__(self) -> None:
         super().__init__(self._object)
-        self._extent = Extent()
+        self._extent = BracketScanner()
 
     def _object(self) -> bool:
         length = self._extent.scan(self.held)

@@ -14,7 +14,7 @@ from paceline.gateway.message.reader import (
     Part,
     StatefulReader,
 )
-from paceline.gateway.message.tool_calls.json_call import Extent
+from paceline.gateway.message.tool_calls.json_call import BracketScanner
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 _MAY_BEGIN = re.compile(r"\[\s*(?:\Z|[A-Za-z_][\w.]*\s*(?:\(|\Z))")
@@ -28,7 +28,7 @@ class PythonicCalls(StatefulReader):
     def __init__(self) -> None:
         super().__init__(self._begin)
         self._before = ""
-        self._extent = Extent(quotes="\"'")
+        self._extent = BracketScanner(quotes="\"'")
         self._num_scanned = 0
 
     def _begin(self) -> bool:
