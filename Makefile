@@ -98,12 +98,15 @@ load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=1 SPECULA
 locust: $(DEV) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/python -m loadtest locust $(ARGS)
 
-.PHONY: references modules
+.PHONY: references modules count
 references: $(DEV) ## write the reference pages of docs/ from the code, after a change of flags, fields or metrics
 	$(BIN)/python -m tests.support.references
 
 modules: ## list every module with the first sentence of its docstring
 	@$(PYTHON) tools/modules.py
+
+count: ## lines, classes, functions and modules by feature
+	@$(PYTHON) tools/count.py $(ARGS)
 
 docs: $(DEV) ## the site of the docs, into reports/site, by a tool in an environment of its own
 	$(BIN)/python -m tests.support.site
