@@ -152,7 +152,7 @@ class Verifier:
         facts = DeviceFacts(name="target", rows=(1, rows), seconds=(STEP_S, STEP_S + ROW_S * rows))
         policy = Goodput(replace(facts.cost, node_s=ROW_S), max_nodes=num_nodes)
         # Known loads: nothing is tried for the sake of comparison.
-        policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 2.0)])
+        policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 0.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
         decoder = SimulatedTarget(models.law, pace, models.identity.vocab_size)
         self.engine = TargetEngine(

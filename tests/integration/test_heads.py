@@ -86,8 +86,9 @@ def run_long(pair, count=4) -> None:
 
 
 def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(counting):
-    pair = counting_pair(counting, policy=Goodput())
-    # More sessions begin without drafts.
+    policy = Goodput()
+    policy.rehearse(True)
+    pair = counting_pair(counting, policy=policy)
     run_long(pair, 2)
     num_turns = 0
     for session in pair.sessions.values():

@@ -106,7 +106,9 @@ def test_log_probabilities_belong_to_the_committed_tokens(tiny_pair):
 
 
 def test_a_drafter_is_equally_sure_of_every_token_of_a_chain(tiny_pair):
-    pair = engines(tiny_pair, policy=Goodput())
+    policy = Goodput()
+    policy.rehearse(True)
+    pair = engines(tiny_pair, policy=policy)
     run(pair, SAMPLED)
     record = run(pair, SAMPLED, name="again").result.speculation
     assert record.num_accepted_draft_tokens > 0

@@ -22,14 +22,13 @@ from paceline.core.errors import (
 )
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.api.grpc import door
 from paceline.gateway.http.errors import to_http
 from paceline.gateway.text import chat_template
 from paceline.rpc.v1 import verifier_pb2
 from paceline.service.status import ErrorInterceptor, error_from_rpc
 
 # Modules with subclasses of their own.
-ELSEWHERE = (processors, door, chat_template)
+ELSEWHERE = (processors, chat_template)
 REQUEST = GenerateRequest(
     session_id="s",
     epoch=1,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.drafting_mode import MAX_EAGER_BATCH, DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, best_prefix, is_worth
+from paceline.core.goodput import LEAST_SURVIVAL, USUAL_WEIGHT, MovingAverage, best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.core.target_events import Reason
 from paceline.forest import Bools, Ints, Picked
@@ -253,7 +253,9 @@ class FixedGamma(Goodput):
     def observe(
         self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
     ) -> None:
-        """Learns nothing."""
+        """Learns how long a step takes, for waits."""
+        if not other_rows:
+            self.step_s += USUAL_WEIGHT * (step_s - self.step_s)
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
