@@ -1,4 +1,4 @@
-"""Which engine serves which family of models, as docs/models.md: from the table that our engine refuses by."""
+"""Writes docs/models.md from the table by which our engine refuses models."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from tests.support.references.tables import WRITTEN_BY, code, table
 
 HEAD = f"""# Models
 
-Which engine serves which family of models. {WRITTEN_BY}
-Our engine refuses models by the same table. `paceline models check NAME` shows the answer for one
-model. [How to name a model of your own](bring-your-own-model.md).
+This page lists the engines of each model family. {WRITTEN_BY}
+Our engine refuses models by the same table. `paceline models check NAME` shows the engines of one model.
+[Bring your own model](bring-your-own-model.md) explains names and downloads.
 
-Our engine computes what transformers computes, on a CPU or one GPU. It has two decoders:
+Our engine runs on a CPU or one GPU and computes the same function as transformers. It has two decoders:
 
-* **fast**: made for the family, its layers fused and its weights packed.
-* **generic**: transformers' own modules around our paged attention. At start it runs a short text through both
-  attentions, and refuses the model if their logits differ. Causal models that are not in the table are tried so, too.
+* **fast**: written for the family, with fused layers and packed weights.
+* **generic**: transformers' own modules with our paged attention. At start it runs a short text through both
+  attentions, and refuses the model if their logits differ. Causal models outside the table are tried with this
+  decoder, too.
 
 vLLM runs behind the same gateway with `--engine vllm`, with the same drafters. Use it for large models on GPUs.
 
 ## CPUs
 
-The fast decoder multiplies by loops of its own. Weights are bfloat16 or float32, as the checkpoint has them.
+The fast decoder multiplies with our own compiled loops. Weights keep the checkpoint's type, bfloat16 or float32.
 
-| CPU | instructions | such as |
+| CPU | instructions | examples |
 | --- | --- | --- |
 | x86-64 with AVX2 and FMA | fused multiply-adds, 16 registers of 8 | Intel since Haswell; AMD Zen 1 to 3 |
 | x86-64 with AVX-512 | fused multiply-adds, 32 registers of 16 | Intel servers since Skylake |
 | x86-64 with AVX-512 and BF16, AMD | the instruction for pairs of bfloat16 | AMD since Zen 4 |
-| ARM | fused multiply-adds, 32 registers of 4 | the code was generated and read, and has not run |
-| x86-64 without FMA | products and sums, each rounded | texts may differ; the start says so |
+| ARM | fused multiply-adds, 32 registers of 4 | not run; only the generated code was checked |
+| x86-64 without FMA | products and sums, each rounded | texts may differ; the service warns at start |
 
 **The same seed gives the same tokens on all CPUs with fused multiply-add.** Every sum has one order and one rounding,
-whatever instructions compute it. A test compiles for each set of instructions that a machine has, and compares logits
-and 200 texts. [Speed by CPU](benchmarks.md).
+whatever the instructions. A test compiles for each instruction set of the machine, and compares logits and 200
+texts. [Speed by CPU](benchmarks.md).
 
 ## Families
 
-vLLM serves all of these.
+vLLM serves all these families.
 
 """
 BESIDE = "\n## Limits within a family\n\n"
-# An entry of config.json, what our engine does then, and what a user can do.
+# An entry of config.json, our engine's reaction, and advice.
 RULES = (
     (
         "`quantization_config` (AWQ, GPTQ, FP8, compressed-tensors, bitsandbytes, MXFP4)",
@@ -49,48 +50,48 @@ RULES = (
         "name the checkpoint with bf16 weights, or use `--engine vllm`",
     ),
     (
-        "`auto_map`, of an architecture that transformers does not know",
-        "refuses it: code of a checkpoint is never run",
+        "`auto_map`, with an architecture that transformers does not know",
+        "refuses it: a checkpoint's code never runs",
         "name another model, or use `--engine vllm --vllm-arg=--trust-remote-code`",
     ),
     (
-        "`rope_scaling` of the kinds `dynamic` and `longrope`",
+        "`rope_scaling` of type `dynamic` or `longrope`",
         "refuses it: a row would depend on the other rows of its batch",
         "use `--engine vllm`",
     ),
     (
-        "`rope_scaling` of the kind `linear`",
+        "`rope_scaling` of type `linear`",
         "serves `factor` times `max_position_embeddings`",
         "nothing",
     ),
     (
-        "`rope_scaling` of the kind `yarn`",
+        "`rope_scaling` of type `yarn`",
         "serves `max_position_embeddings`",
-        "ask for up to `factor` times the original length with `--max-model-len`; short texts may lose by it",
+        "set up to `factor` times the original length with `--max-model-len`; short texts may get worse",
     ),
     (
-        "`tie_word_embeddings`, and another `lm_head.weight` in the file",
+        "`tie_word_embeddings`, and a different `lm_head.weight` in the file",
         "uses the file's, with a warning, as transformers and vLLM do",
         "correct config.json",
     ),
     (
-        "a field that is null, of another type or out of range",
-        "refuses it in one line, in transformers' words or its own",
-        "correct the file, or copy the original's",
+        "a field that is null, of a wrong type or out of range",
+        "refuses it with a one-line error, from transformers or our own",
+        "correct the file, or copy the original file",
     ),
     (
         "`sliding_window`",
-        "serves texts up to the window, where it changes nothing",
-        "use `--engine vllm` for longer ones",
+        "serves texts up to the window, where the window changes nothing",
+        "use `--engine vllm` for longer texts",
     ),
     ("`vision_config`", "refuses it", "use `--engine vllm`, which serves the text alone"),
 )
 TAIL = """
-Tokens that end a text are those of `generation_config.json`, or else of `config.json`, and the `eos_token` of
-`tokenizer_config.json`. Ids outside the vocabulary are ignored with a warning. `models check` shows this beforehand.
+End-of-text tokens come from `generation_config.json`, or else from `config.json`, and from the `eos_token` of
+`tokenizer_config.json`. Ids outside the vocabulary only cause a warning, which `models check` shows beforehand.
 
-Weights are read from `*.safetensors`. Pickle files (`.bin`, `.pt`), which can run code when read, and GGUF files are
-refused, with a sentence that says what to do.
+Our engine reads weights from `*.safetensors`. It refuses GGUF files, and pickle files (`.bin`, `.pt`), which can run
+code when read; the error names a fix.
 """
 DECODERS = {LEAN: "fast", GENERIC: "generic"}
 
@@ -98,13 +99,13 @@ DECODERS = {LEAN: "fast", GENERIC: "generic"}
 def page() -> str:
     """The whole page."""
     families = table(
-        ("family", "architectures", "our engine", "such as"),
+        ("family", "architectures", "our engine", "example"),
         (
             (family.name, ", ".join(map(code, family.architectures)), _ours(family), family.example)
             for family in FAMILIES
         ),
     )
-    return HEAD + families + BESIDE + table(("in `config.json`", "our engine", "what to do"), RULES) + TAIL
+    return HEAD + families + BESIDE + table(("in `config.json`", "our engine", "advice"), RULES) + TAIL
 
 
 def _ours(family: Family) -> str:
