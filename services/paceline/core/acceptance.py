@@ -18,7 +18,7 @@ from paceline.core.params import ACCEPTANCE_RULES, COUPLED, TIER_METHODS, Specul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a round commits: accepted draft tokens, and the one that follows them.
+    """The tokens that a round commits: accepted draft tokens, and the one after them.
 
     Args:
         token_ids: At least one.

@@ -38,7 +38,7 @@ class CalibrationStore(Generic[Key]):
             if len(self._known) < MAX_CALIBRATIONS:
                 known = self._forest.new_calibration()
             else:
-                # That of the drafter that was paired longest ago; what is left of its sessions teaches another.
+                # Drops the drafter that was paired longest ago; the rest of its sessions teaches another.
                 known = self._known.pop(next(iter(self._known)))
             self._forest.set_calibration(known, self._learned.get(self._kind_of(key), UNLEARNED))
         self._known[key] = known

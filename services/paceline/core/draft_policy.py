@@ -162,7 +162,7 @@ class Goodput:
         ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
         count = 0
         if num_sessions:
-            # One row more than there are guesses: the price of a first one.
+            # At least one guess is priced: the price of a first one.
             seconds = self.times.with_guesses(num_sessions + other_rows, max(1, len(ranked)), drafts=self.drafts)
             best = best_prefix(num_sessions, ranked, self._between_s.value + seconds[: len(ranked) + 1])
             count = best.count

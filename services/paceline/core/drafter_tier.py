@@ -16,7 +16,7 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
 from paceline.forest import NONE, Forest, Ints, rows_of
 
-# Tokens of the sessions that a step tells again to a drafter that has missed commits; beyond it has to ask again. One
+# Tokens of sessions that a step sends again to a drafter that missed commits; beyond this it must ask again. A drafter
 # that always asks would have all its sessions sent whole in each step.
 MOST_RESENT = 65_536
 

@@ -138,7 +138,7 @@ class Load:
     """The rates of steps over about so many sessions, and one allowance for all trials.
 
     Args:
-        mode: That in use, trials apart.
+        mode: The mode in use, trials apart.
         loss: Share by which drafting is expected to be slower before it was tried; None: nothing is known.
 
     Attributes:
@@ -186,7 +186,7 @@ class Load:
     def count(self, mode: Mode, tokens: float, time: float) -> None:
         """Adds a step of a mode to its rate."""
         for rate in self.rates.values():
-            # One step of each rate is kept: better than nothing.
+            # Each rate keeps one step: better than nothing.
             rate.forget(max(1.0, rate.steps * 0.5 ** (1.0 / HALF_LIFE)))
         self.rates[mode].add(tokens, time)
 
@@ -273,7 +273,7 @@ class DraftingMode:
 
     @property
     def mode(self) -> Mode:
-        """That of the next step."""
+        """The next step's mode."""
         return Mode.PLAIN if self._load is None else self.rehearsing or self._load.current
 
     @property
@@ -301,7 +301,7 @@ class DraftingMode:
         """Announces a step over so many sessions, at least one, in any of some modes; returns which.
 
         Args:
-            num_sessions: Those included whose prompts are read.
+            num_sessions: Running sessions, including those in prefill.
             possible: Modes that these sessions can be served in; `PLAIN` is always one.
         """
         exact = self._recent = max(math.log2(num_sessions), self._recent - FALL)
@@ -321,7 +321,7 @@ class DraftingMode:
         """Adds a step; one that brought no token, or took no time, is ignored.
 
         Args:
-            num_sessions: Those that decoded.
+            num_sessions: Sessions that decoded.
             tokens: Committed by these.
             seconds: From the end of the step before it, without the time of prompts.
             plain_s: Of a plain step over as many sessions by the start-up profile.

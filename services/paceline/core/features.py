@@ -56,7 +56,7 @@ class FeatureBuffer:
 
     @property
     def stop(self) -> int:
-        """One more than the last position that is here."""
+        """End of the stored positions, exclusive."""
         return self.start + len(self._rows)
 
     def add(self, message: CommittedStates) -> None:
@@ -79,7 +79,7 @@ class FeatureBuffer:
         return self._rows[start - self.start : stop - self.start]
 
     def drop_before(self, position: int) -> None:
-        """Those before a position will not be asked for again."""
+        """Drops the states before a position; nobody asks for them again."""
         if position > self.start:
             self._rows = self._rows[position - self.start :].copy()
             self.start = position

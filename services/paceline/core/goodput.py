@@ -1,6 +1,6 @@
 """The one objective: expected tokens over the seconds that they take.
 
-Whatever a step may spend time on brings some expected tokens for some seconds: verify one more guess, wait for the
+Each option of a step brings some expected tokens for some seconds: verify one more guess, wait for the
 next ones. Of options in their order of merit, with expected tokens `E` before any of them and gains
 `g_1 >= g_2 >= ...`, the best are the first
 

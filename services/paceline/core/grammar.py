@@ -1,4 +1,4 @@
-"""What a grammar lets follow the output of a session: which text tokens, and when the text ends.
+"""The tokens that a grammar allows after a session's output, and when its text ends.
 
 Knows no library of grammars; `GrammarState` is what one has to offer. A token that ends the text is no part of it: it
 may be chosen where the grammar may end, whatever the text of that token, and where the grammar has ended nothing else.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from paceline.core.errors import InvalidRequestError
 
-# One bit an id, uint8 [bytes]: id i is bit i % 8 of byte i // 8.
+# A bit per token id, uint8 [bytes]: id i is bit i % 8 of byte i // 8.
 Bits = npt.NDArray[np.uint8]
 
 FIELD = "grammar"
@@ -43,7 +43,7 @@ class GrammarState(Protocol):
 
         Raises:
             InvalidRequestError: The grammar is too complex for a bounded time.
-            MovedError: What the session shares with others is used up; placed anew, it goes on by itself.
+            MovedError: The session's share of the lexer is used up; placed anew, it goes on by itself.
         """
         ...
 
@@ -57,7 +57,7 @@ class GrammarState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may follow at one place.
+    """The tokens that may follow at one position.
 
     Attributes:
         bits: By id, [bytes].
@@ -75,7 +75,7 @@ class OutputGrammar:
         state: Before the first token of the output.
         vocab_size: Ids of the model.
         stop_ids: Tokens that end the session.
-        eos_token_ids: Of the model. Those that do not end the session fill what is left of it once the text has ended.
+        eos_token_ids: Of the model. Ids that do not end the session fill the rest of it once the text has ended.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class OutputGrammar:
         self._state = state
         self._num_bytes = -(-vocab_size // 8)
         self._stop_ids = stop_ids
-        # What is never text: fed to no grammar.
+        # These ids are never text: no grammar gets them.
         self._ends = stop_ids | frozenset(eos_token_ids)
-        # What a text that cannot go on is followed by.
+        # Tokens that follow a text which cannot go on.
         self._last = tuple(stop_ids) or tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._over = False
@@ -118,7 +118,7 @@ class OutputGrammar:
         return not ends or ((self._over or self._state.may_end) and all(each in self._last for each in ends))
 
     def after(self, path: Sequence[int] = ()) -> Allowed:
-        """What may follow the output and a path of tokens; behind one that it forbids, anything.
+        """Tokens that may follow the output and a path of tokens; after a forbidden path, any.
 
         Raises:
             InvalidRequestError: The grammar is too complex, or leads nowhere.

@@ -55,7 +55,7 @@ class SessionLink:
     """A session's link to its drafter.
 
     Args:
-        request: What is generated.
+        request: The request that the session runs.
         number: The session's name in messages.
         tokens: Prompt and output so far; grows by `commit`.
         tree: The guesses beyond them.
@@ -118,7 +118,7 @@ class SessionLink:
         """Another drafter takes over; what the first may still send is dropped.
 
         Returns:
-            What to send to the first.
+            The message to the first.
         """
         closed = self.close()
         self.address = address
@@ -230,7 +230,7 @@ def merge(
 
 
 class NewTokens(NamedTuple):
-    """What a step commits to a session.
+    """The tokens that a step commits to a session.
 
     Attributes:
         token_ids: At least one.
@@ -244,7 +244,7 @@ class NewTokens(NamedTuple):
 
     @property
     def all_chances(self) -> Sequence[float]:
-        """One for each token, -1 where it is not known."""
+        """A probability for each token; -1: not known."""
         known = self.chances or ()
         return [*known, *[-1.0] * (len(self.token_ids) - len(known))]
 

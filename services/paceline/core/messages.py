@@ -67,7 +67,7 @@ def distribution_only(arithmetic: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """What must agree between replicas before they are paired.
+    """The model's identity, which must agree between replicas before they are paired.
 
     A verifier and a drafter need the same vocabulary; verifiers that take over one another's sessions need the same
     `weights_hash` too, or the text would change, and the same `arithmetic`, or its last bits could. `states_hash` names
@@ -159,7 +159,7 @@ def sizes_of(ends: Ints) -> Ints:
 
 
 class Commit(NamedTuple):
-    """What one session has committed, and what is to be drafted for it; see `Commits`."""
+    """A session's committed tokens, and the drafts to make for it; see `Commits`."""
 
     number: int
     base_len: int
@@ -170,7 +170,7 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Commits:
-    """What some sessions have committed, in columns; tokens come session by session, oldest first.
+    """Committed tokens of several sessions, in columns; session by session, oldest first.
 
     Attributes:
         numbers: int32 `[sessions]`, see `OpenSession`.
@@ -234,7 +234,7 @@ class Drafts:
         parent_ids: int32 `[nodes]`; 0: the last committed token that the drafter knew.
         tokens: int32 `[nodes]`, the guesses.
         confidences: float64 `[nodes]`, from 0 to 1.
-        distributions: What each guess was sampled from, for the rules that ask for it; else none.
+        distributions: Distribution each guess was sampled from, for rules that ask for it; else none.
     """
 
     numbers: Ints
@@ -265,7 +265,7 @@ class Drafts:
         return self.only(first), self.only(~first)
 
     def only(self, sessions: Bools, nodes: Bools | None = None) -> Drafts:
-        """Those of some sessions.
+        """Keeps the drafts of some sessions.
 
         Args:
             sessions: bool `[sessions]`.
@@ -308,7 +308,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(SessionParams):
-    """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
+    """A session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
     A `whole` text is handed to the client in one piece, so that its tokens may gather. `traceparent` is the W3C trace
     context it runs in.
@@ -343,7 +343,7 @@ class PositionLogprobs:
 
 
 class SpeculationRecord(NamedTuple):
-    """What speculation did for one session; a round is a step that verified at least one draft token.
+    """Speculation counts of a session; a round is a step that verified at least one draft token.
 
     `lossy` marks a text whose distribution is not the target's, by penalties that were counted anew; `mixed` one that
     verifiers of different arithmetic have computed; `distribution_only` one of an engine that preserves the
@@ -416,7 +416,7 @@ class GenerateResult:
 class TokenOrigin(enum.Enum):
     """How a committed token came about: a draft token that matched, or the target's own.
 
-    That is recovered where none of the draft tokens verified in its place matched, bonus after the last one had, and
+    The target's own token is recovered where no verified draft token matched, bonus after the last one had, and
     plain where the step verified none.
     """
 
@@ -434,7 +434,7 @@ class CommittedTokens(NamedTuple):
     `origins`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
     Without tokens it tells something else of the session: `running`, that the engine computes it now, or its record, or
-    `prompt_logprobs`. Those are of the prompt's tokens from `prompt_offset` on; all come before the first token.
+    `prompt_logprobs`. `prompt_logprobs` start at `prompt_offset`; all come before the first token.
     """
 
     token_ids: tuple[int, ...]

@@ -13,14 +13,14 @@ from paceline.core.params import DRAFT_MODEL
 
 # A stream that is down for this time loses its sessions to others; dialling takes a few milliseconds.
 DOWN_S = 0.2
-# What a round trip is taken to last before it is measured: within a zone, and to another or an unknown one.
+# Assumed round trip before a measurement: within a zone, and to another or an unknown one.
 NEAR_S, FAR_S = 0.0005, 0.002
 # A drafter that is full answers later than an idle one by this time.
 FULL_S = 0.02
 
 
 def expected_round_trip_s(zone: str, other: str) -> float:
-    """What a round trip between two zones is taken to last before it is measured; an empty name is an unknown zone."""
+    """The assumed round trip between two zones before it is measured; an empty name is an unknown zone."""
     return NEAR_S if zone and zone == other else FAR_S
 
 
@@ -29,7 +29,7 @@ class DrafterCandidate:
     """A drafter that takes sessions.
 
     Attributes:
-        method: What it serves.
+        method: The drafting method it serves.
         num_sessions: Sessions of all verifiers that it drafts for, as it last reported.
         max_sessions: Sessions it has room for.
         down_s: Seconds for which the stream to it has been down; 0: it is up, or it has not been dialled yet.
@@ -78,7 +78,7 @@ class Pairing:
         """Returns the address of the drafter that a session should have; the present one if none is better.
 
         Args:
-            methods: Those of drafters that the session may be drafted by; none: it gets no drafter.
+            methods: Methods the session may be drafted by; none: it gets no drafter.
             current: Address of its drafter; empty: it has none.
         """
         own = self._drafters.get(current)

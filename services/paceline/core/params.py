@@ -1,4 +1,4 @@
-"""What a request asks for: sampling and speculation, validated on construction.
+"""Request parameters: sampling and speculation, validated on construction.
 
 `SAMPLING` and `SESSION` are the tables of parameters. The doors of the gateway, the wire, session records and vLLM's
 engine read them, so that a new number stands here, in the protos, and where it is used.
@@ -185,7 +185,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request asks of speculation.
+    """A request's speculation parameters.
 
     `acceptance` "" is the verifier's default. Under "coupled" nothing of this changes the tokens, under "rejection"
     nothing changes their distribution. Which names are served, a verifier says. Of what the client predicts of the
@@ -231,7 +231,7 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionParams:
-    """What a session is run with, wherever it is: gateways, verifiers, drafters and records carry all of it.
+    """Parameters of a session wherever it runs: gateways, verifiers, drafters and records carry all of them.
 
     Cached pages are shared only under the same `cache_salt`. Sessions of lower `priority` come first among those of
     their `tenant`, a digest of whose they are.

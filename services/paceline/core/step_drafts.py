@@ -1,4 +1,4 @@
-"""What a step verifies of the guesses, whether it waits for more of them, and which prices drafters receive.
+"""Chooses the guesses that a step verifies, whether it waits for more, and the prices that drafters receive.
 
 The part of a scheduler that knows drafts, and nothing of pages, rows or places: our engine's scheduler, and that of the
 tier under vLLM, share it.
@@ -19,7 +19,7 @@ LEAST_WAIT_S = 1e-6
 
 
 class Choice(NamedTuple):
-    """What a step verifies.
+    """The guesses that a step verifies.
 
     Attributes:
         counts: int32 `[sessions]`, nodes of each that decodes.

@@ -1,4 +1,4 @@
-"""What goes into the verifier's engine and what comes out, as plain values."""
+"""Inputs and outputs of the verifier's engine, as plain values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SetMode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningLoaded:
-    """What another engine of the same kind has learned, JSON; None: nobody has, and this one is to rehearse.
+    """Tuning learned by another engine of the same kind, JSON; None: there is none, and this one is to rehearse.
 
     Attributes:
         draft: Names the draft model that is linked: with another one, drafting is worth something else.
@@ -136,7 +136,7 @@ class TracedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRound:
-    """One decoding step of a session that is traced.
+    """A decoding step of a traced session.
 
     Attributes:
         at_s: When its tokens were committed.
@@ -145,7 +145,7 @@ class TracedRound:
         batch_size: Sessions that committed tokens in the step.
         price: Of the step.
         num_rows: Rows of the step, all sessions together.
-        num_prompt_rows: Those of prompts.
+        num_prompt_rows: Prompt rows among them.
         wait_s: From the end of the step before to the plan of this one: the wait for drafts, and events.
         step_s: From its plan to its tokens: mostly the device's time.
     """
@@ -234,7 +234,7 @@ class Reason(enum.StrEnum):
 
 @dataclass(slots=True)
 class StepReport:
-    """What one step of a target or draft model did, for metrics and traces.
+    """A report on a step of a target or draft model, for metrics and traces.
 
     Attributes:
         counts: Amounts for counters, by the name of the metric in `paceline.obs.metrics` and its labels.
@@ -301,7 +301,7 @@ Outcome = tuple[int, CommittedTokens | PacelineError]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterNews:
-    """What drafters are told, by their addresses, and the links that are to be reset."""
+    """Messages to drafters by address, and the links to reset."""
 
     to_drafters: dict[str, list[ToDrafter]]
     broken_links: dict[str, RemoteProtocolError]
@@ -309,7 +309,7 @@ class DrafterNews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput(DrafterNews):
-    """What goes out after a step."""
+    """A step's output."""
 
     committed: Sequence[Outcome]
     report: StepReport

@@ -1,4 +1,4 @@
-"""One session's tree in a verifier's forest as sources see it."""
+"""A session's tree in a verifier's forest as sources see it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class DraftTree:
         return self.forest.best(rows_of([self.row]), rows_of([limit]))
 
     def leaves(self, limit: int) -> list[int]:
-        """Those of the best `limit` nodes that have no children, best first."""
+        """Returns the childless nodes among the best `limit`, best first."""
         slots = self.best(limit).slots[0]
         return [slot for slot in slots[slots != NONE].tolist() if not self.forest.has_child(self.row, slot)]
 

@@ -69,5 +69,5 @@ class Batch:
 
     @property
     def attention_arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """What attention needs: sequences, context_lens, ancestors, num_ancestors, block_tables."""
+        """Arrays that attention needs: sequences, context_lens, ancestors, num_ancestors, block_tables."""
         return self.sequences, self.context_lens, self.ancestors, self.num_ancestors, self.block_tables

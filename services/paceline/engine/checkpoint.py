@@ -50,7 +50,7 @@ class Checkpoint:
         return name in self._shard_of
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """One tensor.
+        """Reads a tensor.
 
         Raises:
             ConfigError: It is missing, or has another shape than the config asks for.

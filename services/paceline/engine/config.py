@@ -23,7 +23,7 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What every decoder has.
+    """Settings that every decoder has.
 
     Attributes:
         model_type: transformers' name of the family, e.g. "llama".
@@ -77,7 +77,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """What the lean decoder needs beyond `DecoderConfig`."""
+    """Shape settings of the lean decoder beyond `DecoderConfig`."""
 
     hidden_size: int
     intermediate_size: int

@@ -22,10 +22,10 @@ class Decoder:
     """A causal language model over paged KV.
 
     Args:
-        backend: What computes its steps.
+        backend: The backend that runs its steps.
 
     Attributes:
-        states: What steps keep of each row beside its KV.
+        states: States that steps keep per row, beside its KV.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -36,7 +36,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """What one step reads of the weights."""
+        """Weight bytes that a step reads."""
         return self.backend.weight_bytes + self.states.nbytes
 
     @property

@@ -1,4 +1,4 @@
-"""What a drafter's next step computes, and what comes of it."""
+"""Plan and results of a drafter's next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CatchingUp:
 
     Attributes:
         start: First row of its pages.
-        stop: One more than the last.
+        stop: End of the rows, exclusive.
         expands: Whether the children of the root are wanted, too.
     """
 
@@ -115,7 +115,7 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One step.
+    """The plan of a step.
 
     Attributes:
         growing: Nodes whose children are computed.

@@ -89,7 +89,7 @@ class DraftLimits:
 
 
 class DraftPace:
-    """What a level of guesses takes, and how often each verifier commits."""
+    """Time per level of guesses, and how often each verifier commits."""
 
     def __init__(self) -> None:
         self._level = MovingAverage(FIRST_LEVEL_S)
@@ -99,7 +99,7 @@ class DraftPace:
 
     @property
     def num_verifiers(self) -> int:
-        """Those that commit."""
+        """Verifiers that commit."""
         return len(self._rounds)
 
     def took(self, seconds: float, num_levels: int) -> None:
@@ -159,8 +159,8 @@ class DraftScheduler:
         self._limits = limits
         self._identity, self._feature_width = identity, feature_width
         self._sessions: dict[Key, DraftSession] = {}
-        # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew. Those
-        # that were refused last are at the end.
+        # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew. The
+        # last refused are at the end.
         self._refused: dict[Key, None] = {}
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
@@ -318,7 +318,7 @@ class DraftScheduler:
     # Stepping
 
     def plan(self, now_s: float) -> DraftPlan:
-        """What the next step computes; nothing while messages wait that a verifier may be waiting for."""
+        """Plans the next step; nothing while messages wait that a verifier may be waiting for."""
         self._planned_s = now_s
         if self._outgoing:
             return DraftPlan()

@@ -1,4 +1,4 @@
-"""One session inside the drafter's engine: its end of the protocol, its pages, its row in the forest, and its sampler.
+"""A session inside the drafter's engine: its end of the protocol, its pages, its row in the forest, and its sampler.
 
 It is soft state: what a verifier has committed is all that it takes to build it anew. Its messages name it by a number
 that is never used again, and say how many committed tokens their sender knew; nothing is ever rolled back.
@@ -21,7 +21,7 @@ from paceline.engine.sampler import Logits, RowSampler
 
 
 class Offer(NamedTuple):
-    """What may follow a node, or the root.
+    """Candidates that may follow a node, or the root.
 
     Attributes:
         slot: Of the node, or ROOT.
@@ -135,7 +135,7 @@ class DraftSession:
             kept: Slot and position of each, oldest first.
 
         Returns:
-            What is to be moved, from slot to slot.
+            The moves from slot to slot.
         """
         in_place = self.features is None and self.pages.num_computed == base_len
         if not kept or not in_place or not self.pages.reserve(base_len + len(kept)):
@@ -144,7 +144,7 @@ class DraftSession:
         self.pages.mark_computed(base_len + len(kept))
         return moves
 
-    # What there is to compute
+    # Rows to compute
 
     @property
     def first_position(self) -> int:

@@ -16,7 +16,7 @@ from paceline.engine.draft_plan import Starts
 from paceline.engine.draft_session import DraftSession, Offer
 from paceline.forest import NONE, ROOT, Calls, Floats, Forest, Ints, rows_of
 
-# What goes to verifiers, by their streams.
+# Messages to verifiers, by their streams.
 Messages = list[tuple[int, Drafts]]
 
 
@@ -67,7 +67,7 @@ class DraftedTrees:
             row,
             session.tokens,
             chain=session.chain,
-            # What was drafted from a head's own features is computed anew from the target's.
+            # Rows drafted from a head's own features are computed anew from the target's.
             keeps_kv=session.features is None,
             price=session.price,
             room=session.room,

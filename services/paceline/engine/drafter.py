@@ -1,6 +1,6 @@
 """The drafter's engine: a small language model grows the trees of many sessions in shared batches.
 
-It owns the draft model, which it has computed where the device is (`engine.loop`). What a step computes is the draft
+It owns the draft model, which it has computed where the device is (`engine.loop`). The plan of a step is the draft
 scheduler's.
 """
 
@@ -44,7 +44,7 @@ FIRST_SAMPLINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
-    """What goes to the verifiers after a step."""
+    """Messages to the verifiers after a step."""
 
     to_verifiers: dict[int, list[ToVerifier]]
     broken_links: dict[int, RemoteProtocolError]
@@ -56,7 +56,7 @@ class DraftEngine:
 
     Args:
         decoder: The draft model.
-        identity: What it calls itself.
+        identity: The drafter's own name.
         num_blocks: Pages of committed KV; a quarter as many are added for tree nodes.
         clock: Seconds, monotonic.
     """
@@ -85,7 +85,7 @@ class DraftEngine:
 
     @property
     def cache(self) -> Any:
-        """What steps write to, of the model's `new_cache`."""
+        """The model's `new_cache` that steps write to."""
         return self._cache
 
     @property

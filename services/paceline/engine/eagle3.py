@@ -123,10 +123,10 @@ def states_hash(folder: Path) -> str:
 
 
 def head_identity(folder: Path, target: Path, name: str = "", dtype: str = "auto") -> ModelIdentity:
-    """What a drafter of this head announces: its target's vocabulary, and the states that it drafts from.
+    """Identity that a drafter of this head announces: its target's vocabulary, and the states that it drafts from.
 
     Raises:
-        ConfigError: One of the folders is no such checkpoint.
+        ConfigError: A folder is no such checkpoint.
     """
     of_target = model_identity(target, dtype=dtype)
     return replace(of_target, name=name or served_name(folder), weights_hash="", states_hash=states_hash(folder))
@@ -158,7 +158,7 @@ def load_eagle3(
         num_threads: As in `load_decoder`.
 
     Raises:
-        ConfigError: One of them is no such checkpoint, or they do not fit together.
+        ConfigError: A folder is no such checkpoint, or they do not fit together.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -270,7 +270,7 @@ class DraftCheckpoint:
     device: str = "auto"
 
     def identity(self) -> ModelIdentity:
-        """What a drafter of it announces.
+        """Identity that a drafter of this head announces.
 
         Raises:
             ConfigError: A folder is missing, or is no checkpoint that can be served.

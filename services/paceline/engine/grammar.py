@@ -1,6 +1,6 @@
 """Grammars: llguidance compiles them for the target's tokenizer, and computes which tokens may follow.
 
-A grammar comes from a stranger. What it may cost is bounded, in compiling as in every step; one that needs more ends
+A grammar comes from a stranger. Its cost is bounded, in compiling as in every step; a grammar that needs more ends
 its own session and nothing else. Sessions of one tenant and grammar share what its lexer has found out, which is
 bounded, too: once that is used up, each of them is placed anew and goes on with a lexer of its own.
 """
@@ -48,7 +48,7 @@ class _Forced(NamedTuple):
 class Matcher(GrammarState):
     """A text's place in a grammar.
 
-    Masks of forced text are those of its usual spelling. What that is takes microseconds a byte, so it is computed once
+    Masks of forced text are those of its usual spelling. Finding it takes microseconds a byte, so it is computed once
     for all places of such a text, and kept while the text goes on by it.
 
     Args:
@@ -122,7 +122,7 @@ class Matcher(GrammarState):
         return self._matcher.compute_ff_tokens()
 
     def _forced_here(self) -> Sequence[int]:
-        """What is known to be forced from here on."""
+        """Tokens known to be forced from here on."""
         for start, token_ids in reversed(self._known):
             if self._count < start + len(token_ids):
                 return token_ids[self._count - start :]
@@ -138,7 +138,7 @@ class Matcher(GrammarState):
             raise
         token_ids = self._matcher.compute_ff_tokens()
         if token_ids:
-            # What lies behind is of no use any more, unless guesses are taken back.
+            # Entries further back are unused, unless guesses are taken back.
             self._known = [*self._known[-1:], _Forced(self._count, token_ids)]
         return token_ids
 

@@ -34,7 +34,7 @@ MOST_MASK_S = 0.1
 # Bytes of text that a grammar may leave no choice of at one place. To cut so much into tokens takes 6 ms, and more in
 # proportion: a schema of 3 KB whose array repeats a constant forced 3 MB, which took a second.
 MOST_FORCED_BYTES = 16_384
-# What a process that may have no more memory says before it ends.
+# Output of a process that ran out of memory.
 OUT_OF_MEMORY = (b"MemoryError", b"memory allocation of")
 # Of one grammar: work of its lexer at first and in a step (some 14,000 a ms), items of its parser in a step (some
 # 20,000 a ms), states (1 to 2 KiB each), and symbols.

@@ -15,7 +15,7 @@ from paceline.engine.layers import Linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """What a row's state is made of: outputs of layers or their fusion, then the final hidden state.
+    """A row's state: outputs of layers or their fusion, then the final hidden state.
 
     Attributes:
         hidden_size: Of the model.
@@ -40,7 +40,7 @@ class StateLayout:
 
     @property
     def nbytes(self) -> int:
-        """What a step reads for it."""
+        """Bytes that a step reads for it."""
         return 0 if self.fuse is None else self.fuse.nbytes
 
     @property

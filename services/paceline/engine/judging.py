@@ -1,4 +1,4 @@
-"""What a step gives its sessions: the target's tokens, down each one's guesses.
+"""Judges a step's guesses: the target's tokens, down each session's tree.
 
 Sessions that choose by logits alone are followed where the logits are. Rows of others are changed first, or judged by
 what guesses were drawn from: level by level, so that a row is changed only once a session's tokens have led to it. (A
@@ -50,7 +50,7 @@ class Verification:
         firsts: Of each part of the plan, the row of its last committed token; those of its guesses follow.
 
     Attributes:
-        parts: Those of the plan, of sessions that have left since as well.
+        parts: The plan's parts, including those of sessions that have left since.
         walks: Guesses of the sessions that choose by logits alone.
     """
 
@@ -90,7 +90,7 @@ class Verification:
         self._descend()
 
     def verdict(self, place: int) -> Verdict:
-        """What the session of a part of the plan commits; or raises why it cannot."""
+        """Returns the tokens that a plan part's session commits; raises why it cannot."""
         session, found = self.parts[place].session, self._rounds[place]
         if isinstance(found, Exception):
             raise found
@@ -160,7 +160,7 @@ class Verification:
 
 
 class _TreeWalk:
-    """One session on its way down its guesses.
+    """A session's way down its guesses.
 
     Args:
         first: The row of its last committed token.
@@ -196,7 +196,7 @@ class _TreeWalk:
 
     @property
     def drawn_from(self) -> SparseDraft:
-        """What a guess of the next token was drawn from, verified or not; nothing under other rules."""
+        """Distribution that a guess of the next token was drawn from, verified or not; nothing under other rules."""
         return self.session.tree.drafts.get(self.position, _NOT_DRAWN)
 
     @property

@@ -67,7 +67,7 @@ class LlamaReader:
         return head
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One matrix, in kind and place."""
+        """A weight matrix, in kind and place."""
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class LlamaReader:
         return torch.empty(0, dtype=torch.float32, device=self._device)
 
     def _fused(self, prefix: str, parts: dict[str, int], in_features: int) -> Linear:
-        """One linear of several: their outputs follow one another; missing biases count as zero."""
+        """Fuses several linears: their outputs follow one another; missing biases count as zero."""
         weights = [self.weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
         named = {name: f"{prefix}.{name}.bias" for name in parts}
         if not any(self._checkpoint.has(name) for name in named.values()):
@@ -94,7 +94,7 @@ class LlamaReader:
         return self._platform.linear(torch.cat(weights), torch.cat(biases))
 
     def layer(self, prefix: str, in_features: int) -> LlamaLayer:
-        """One layer, whose queries, keys and values are made of `in_features` numbers."""
+        """Reads a layer whose queries, keys and values take `in_features` inputs."""
         config, shape = self._config, self._shape
         hidden, inner = shape.hidden_size, shape.intermediate_size
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"

@@ -3,7 +3,7 @@
 A step is a coroutine: it plans, has the device compute, and tells what came of it. While the device computes, the loop
 serves streams, and what arrives for the engine waits for the step's end: until then the engine is the device's.
 
-A step that raises ends the engine loudly: every waiter gets the error. One that does not come back shows in
+A step that raises ends the engine loudly: every waiter gets the error. A step that does not return shows in
 `Device.at_work` (`paceline.engine.watch`). The loop knows nothing of models, sessions or messages.
 """
 
@@ -151,13 +151,13 @@ class Device:
 
 
 def _settle(done: asyncio.Future[Any], settle: Callable[[], None]) -> None:
-    # Whoever waited may have been cancelled.
+    # The waiter may have been cancelled.
     if not done.done():
         settle()
 
 
 def _as_error(error: BaseException) -> Exception:
-    """What a future can carry: it takes no StopIteration, and others would end or cancel whoever waits for it."""
+    """Returns an error that a future can carry: StopIteration is refused, and others end or cancel the waiter."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     wrapped = RuntimeError(f"a call in the device's thread raised {type(error).__name__}")
@@ -200,7 +200,7 @@ class EngineLoop(Generic[_Event, _Output]):
         """Makes the stepper, and returns once it stands.
 
         Raises:
-            Exception: Whatever making the stepper raised.
+            Exception: The error raised while making the stepper.
         """
         self.device.start()
         stepper = await self.device.run(self._make_stepper)
@@ -239,7 +239,7 @@ class EngineLoop(Generic[_Event, _Output]):
         """Waits until the engine ends.
 
         Raises:
-            Exception: What broke the engine; nothing after `close`.
+            Exception: The error that broke the engine; nothing after `close`.
         """
         assert self._running is not None, "start() comes first"
         await asyncio.shield(self._running)

@@ -69,7 +69,7 @@ class MedusaHeads:
     Head k, from 0, sees the state that chose the token at position i and guesses the token at i + 1 + k.
 
     Args:
-        blocks: Those of each head, `x + silu(W x + b)` (section 2.1.1).
+        blocks: Blocks of each head, `x + silu(W x + b)` (section 2.1.1).
         heads: From the last block's output to logits, one for each head, or one for all of them: the target's own.
 
     Attributes:

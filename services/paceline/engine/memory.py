@@ -39,7 +39,7 @@ def draft_page_bytes(page_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """What one model takes, according to its files.
+    """Memory of a model, according to its files.
 
     Attributes:
         weight_bytes: As served; loading never holds more.
@@ -223,7 +223,7 @@ def _available(root: Path) -> int:
 
 
 def _left_of_limits(root: Path) -> Iterator[int]:
-    """What each control group that holds this process leaves of its limit."""
+    """Bytes left below the limit of each control group that holds this process."""
     for base, limit_file, use_file, cache in CGROUP_FILES:
         for group in _groups(root, root / base):
             limit, use = _number(group / limit_file), _number(group / use_file)

@@ -1,4 +1,4 @@
-"""What engines need of a model: KV for its rows, and answers about packed rows.
+"""The model interface of the engines: KV for its rows, and answers about packed rows.
 
 A `Decoder` is one; so is a simulated device, which needs no torch.
 """
@@ -73,7 +73,7 @@ class Burst(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What came of a burst.
+    """Results of a burst.
 
     Attributes:
         pending: The step of the batch itself, for rows that are not in the burst.
@@ -108,7 +108,7 @@ class Model(Protocol):
 
         Args:
             cache: Of `new_cache`; nobody else touches it before the step is over.
-            wanted: What will be asked for, so that the device begins with it; None: that is not known.
+            wanted: Results asked for later, so that the device begins with them; None: not known.
 
         Raises:
             MemoryError: The device has no room for it; nothing of it counts.

@@ -1,4 +1,4 @@
-"""What a model is asked after a step: tokens down guesses, rankings of guesses, or the logits themselves.
+"""Queries to a model after a step: tokens down guesses, rankings of guesses, or the logits themselves.
 
 `HostPending` answers from logits in the memory of the host, by compiled loops that look only at rows they need.
 """

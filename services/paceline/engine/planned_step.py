@@ -1,4 +1,4 @@
-"""What a verifier's next step computes: planned before it runs, so that messages to drafters go out first."""
+"""The plan of a verifier's next step: made before it runs, so that messages to drafters go out first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.forest import NO_GUESSES, Guesses
 
 @dataclass(slots=True)
 class Part:
-    """One session in a step.
+    """A session in a step.
 
     Attributes:
         session: Whose rows these are.
         start: First committed position whose row is computed.
-        stop: One more than the last.
+        stop: End of the rows, exclusive.
         num_guesses: Beyond the committed tokens that are verified.
         decodes: Whether only its last committed token is computed besides its guesses, and a first token is out.
     """
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step.
+    """The plan of a step.
 
     Attributes:
         started_s: When it was planned.
@@ -55,7 +55,7 @@ class StepPlan:
         reading: Sessions whose prompts are computed.
         guesses: Of those that decode.
         num_rows: Rows to compute; 0: there is nothing to do.
-        num_prefill_rows: Those of prompts.
+        num_prefill_rows: Prompt rows among them.
         abandoned: Whether the device had no room for it.
     """
 
@@ -77,7 +77,7 @@ class StepPlan:
         return self.decoding + self.reading
 
     def guesses_of(self, place: int) -> Guesses:
-        """Those of one of the `parts`."""
+        """Guesses of one of the `parts`."""
         return self.guesses.of(place) if place < len(self.decoding) else NO_GUESSES
 
     @property

@@ -24,7 +24,7 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
     """Keeps the process to the given CPUs (`0,2-3`; empty: all).
 
     Args:
-        spare_cpus: Those it may use besides, when no other process wants them.
+        spare_cpus: CPUs it may use besides, when no other process wants them.
 
     Raises:
         ConfigError: A list is malformed or names CPUs this process may not use.

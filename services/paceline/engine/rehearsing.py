@@ -1,7 +1,7 @@
 """A rehearsal: sessions that nobody asked for run real steps, and teach the policy what both modes are worth.
 
 It goes on while nobody waits, and stops between two steps when a session comes. Its sessions have pages of their own,
-and only drafters hear of them. What they show of guesses is what users begin with: on the demo pair the calibrations of
+and only drafters hear of them. Users begin with the calibrations they measure: on the demo pair the calibrations of
 both are the same within their errors.
 """
 
@@ -74,9 +74,9 @@ class RehearsingEngine:
     """An engine that rehearses once it is told that nobody of its kind has: at 1, 2, 4, ... sessions both modes.
 
     Args:
-        engine: What runs the target model.
-        identity: Of that.
-        max_sessions: Those that have places.
+        engine: The engine that runs the target model.
+        identity: The target's identity.
+        max_sessions: Number of places for sessions.
         numbers: For its sessions; no other session gets one of them.
         clock: Seconds, monotonic.
         over: Called once the rehearsal has ended, or the engine has refused its sessions.
@@ -146,7 +146,7 @@ class RehearsingEngine:
         return self._engine.has_work() or self._wants_to
 
     def patience_s(self) -> float:
-        """That of the engine; while it has nothing to do, the time until it rehearses."""
+        """The engine's patience; while it is idle, the time until it rehearses."""
         if self._engine.has_work():
             return self._engine.patience_s()
         return max(0.0, self._idle_since_s + IDLE_S - self._clock())

@@ -1,4 +1,4 @@
-"""What one session asks of rows of logits: how they are changed before anything is chosen, and how it is chosen.
+"""A session's sampler: how it changes rows of logits, and how it chooses tokens from them.
 
 The order of processors, the filters and the noise are defined in `paceline.core.processors` and
 `paceline.core.noise`; the compiled loops choose the very same token. This module must not know trees, steps
@@ -43,7 +43,7 @@ _NO_PENALTIES = (1.0, 0.0, 0.0)
 _FIRST_SLOTS = 64
 _FIRST_ROW = np.zeros(1, np.int64)
 
-# What the compiled loops need for one row: the largest of each chunk; what filters gather: logits, ids and weights; of
+# Compiled loops' workspace for a row: the largest of each chunk; what filters gather: logits, ids and weights; of
 # each block of noise its first arrival, whose that is, and what perturbed scores cannot exceed.
 Space = tuple[Logits, tuple[Logits, Ints, Ints], tuple[Floats, Ints, Floats]]
 
@@ -274,7 +274,7 @@ class RowSampler:
             )
 
     def _both(self, of_grammar: Bits) -> Bits:
-        """What the grammar and the request allow."""
+        """Tokens that the grammar and the request both allow."""
         if len(self._allowed) and len(of_grammar):
             return of_grammar & self._allowed
         return self._allowed if len(self._allowed) else of_grammar

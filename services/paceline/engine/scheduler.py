@@ -46,7 +46,7 @@ class Scheduler:
     Attributes:
         report: Of the step under way.
         moves: Of the accepted nodes of this step: scratch slots, and the slots of their positions.
-        outcomes: What goes to clients before the next step's tokens.
+        outcomes: Outcomes for clients before the next step's tokens.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Scheduler:
     # Planning
 
     def plan(self, now_s: float) -> StepPlan:
-        """What the next step computes, of all sessions that have something to compute."""
+        """Plans the next step, of all sessions that have rows to compute."""
         drafters_work = self._drafts.drafters_work(self._rows)
         self._admit(now_s)
         ready, joining = self._with_pages(self._running)
@@ -313,7 +313,7 @@ class Scheduler:
             judged: Its sessions, and what this round commits to each, up to the token that ends the text.
 
         Returns:
-            What goes to their clients.
+            The tokens and outcomes for their clients.
         """
         batch_size = len(judged)
         done = commit(
@@ -344,7 +344,7 @@ class Scheduler:
         return outcomes
 
     def _traced_step(self, plan: StepPlan, now_s: float) -> dict[str, float]:
-        """What all traced rounds of a step share."""
+        """Trace fields that all rounds of a step share."""
         waited_s = 0.0 if self._cycle_since_s is None else plan.started_s - self._cycle_since_s
         return {
             "num_rows": plan.num_rows,
@@ -354,7 +354,7 @@ class Scheduler:
         }
 
     def _hand_out(self, session: TargetSession, base_len: int, now_s: float) -> CommittedTokens:
-        """What goes to a session's client; its drafter learns of its end."""
+        """Returns the tokens for a session's client; its drafter learns of its end."""
         tokens = session.hand_out(base_len, now_s)
         if tokens.result is not None:
             self.drop(session)
@@ -406,7 +406,7 @@ class Scheduler:
         self._cycle_since_s = now_s if self._running else None
 
     def take_report(self, plan: StepPlan) -> StepReport:
-        """What the step did; the next one has a report of its own."""
+        """Returns the step's report; the next step gets a new one."""
         report, self.report = self.report, StepReport()
         report.num_rows = plan.num_rows
         return report
@@ -420,6 +420,6 @@ class Scheduler:
         return report
 
     def take_outcomes(self) -> list[Outcome]:
-        """What goes to clients now."""
+        """Returns the outcomes for clients now."""
         outcomes, self.outcomes = self.outcomes, []
         return outcomes

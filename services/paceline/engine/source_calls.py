@@ -49,7 +49,7 @@ class SourceCalls:
         return [source.name for source in self._sources]
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
-        """Those that a request lets draft."""
+        """Sources that a request lets draft."""
         speculation = request.speculation
         if rule_of(speculation, self._default_rule) == REJECTION:
             # It needs the distribution of every guess, and only drafters send it.

@@ -35,7 +35,7 @@ class Followed(Protocol):
 
     @property
     def grammar(self) -> OutputGrammar | None:
-        """What its output follows; None: none."""
+        """The grammar of its output; None: none."""
         ...
 
     @property

@@ -1,6 +1,6 @@
 """The verifier's engine: one step at a time, plan -> pack -> forward -> judge -> commit.
 
-It owns the target model, which it has computed where the device is (`engine.loop`). What a step computes is the
+It owns the target model, which it has computed where the device is (`engine.loop`). The plan of a step is the
 scheduler's (`engine.scheduler`). It knows sessions and messages as plain values, never a socket; time comes from the
 clock it is given.
 """
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
-# What calibrations of drafters are kept as, whatever their addresses were.
+# Key under which drafter calibrations are kept, whatever their addresses were.
 TIER = "tier"
 
 
@@ -68,7 +68,7 @@ class TargetEngine:
 
     Args:
         decoder: The target model.
-        identity: What it calls itself.
+        identity: The target's own name.
         num_blocks: Pages of committed KV.
         policy: Which nodes a step verifies.
         clock: Seconds, monotonic.
@@ -124,7 +124,7 @@ class TargetEngine:
 
     @property
     def cache(self) -> Any:
-        """What steps write to, of the model's `new_cache`."""
+        """The model's `new_cache` that steps write to."""
         return self._cache
 
     @property
@@ -150,7 +150,7 @@ class TargetEngine:
                 self.scheduler.change_link(event, self._clock())
             case SetMode():
                 self._policy.rehearse(event.drafts, over=event.over)
-                # What the steps before have left behind is not the next one's.
+                # Counts from earlier steps do not belong to the next report.
                 self.scheduler.report = StepReport()
             case TuningLoaded(learned=bytes(learned)):
                 resume(self, learned, "another verifier")
@@ -206,13 +206,13 @@ class TargetEngine:
         return {**tier, **known}
 
     def _kind(self, key: tuple[str, bool, str]) -> str:
-        """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
+        """Key of a calibration: drafters have other addresses after a restart, and are the same model."""
         source, greedy, rule = key
         kept_as = source if source in self._sources.names else TIER
         return f"{kept_as} {'greedy' if greedy else 'sampled'} {rule}"
 
     def learned(self) -> Learned:
-        """What a successor may begin with."""
+        """Learned tuning for a successor."""
         return {"policy": self._policy.learned(), "calibrations": self._calibrations.learned()}
 
     def resume(self, learned: Learned) -> None:

@@ -1,4 +1,4 @@
-"""One session inside the verifier's engine: its tokens and tree, pages, link to a drafter, sampler, and clock marks.
+"""A session inside the verifier's engine: its tokens and tree, pages, link to a drafter, sampler, and clock marks.
 
 "Prefill" and "decode" are not two worlds: `pages.num_computed` catches up with the committed tokens.
 """
@@ -40,14 +40,14 @@ class TargetSession:
     """A session from submission to its last token.
 
     Args:
-        request: What to run.
+        request: The request to run.
         number: Its name; grows with every session.
         identity: The target model.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         max_model_len: Most tokens, prompt and output.
         forest: Where its tree is.
         calibrations: Numbers of those of its sources.
-        sources: Those inside the verifier.
+        sources: Draft sources inside the verifier.
         acceptance: Name of the rule that judges guesses.
         price: Of the last step.
         grammar: Of its sampling parameters, before the first token of the output; None: it has none.
@@ -246,7 +246,7 @@ class TargetSession:
         self._sampler.require_usable(largest)
 
     def accept(self, token_ids: Sequence[int], last: TokenOrigin, chances: tuple[float, ...] | None) -> Verdict:
-        """What this round commits of the target's own tokens, up to the one that ends the text.
+        """The target's own tokens that this round commits, up to the one that ends the text.
 
         Args:
             token_ids: Accepted guesses, and one more.
@@ -290,7 +290,7 @@ class TargetSession:
             for position, row in zip(positions, logits, strict=True)
         ]
 
-    # What clients and traces are told
+    # Reports to clients and traces
 
     def hand_out_prompt(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
         """The log probabilities of further tokens of the prompt."""

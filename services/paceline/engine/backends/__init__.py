@@ -1,1 +1,1 @@
-"""What computes the steps of a decoder: compiled loops (cpu), torch operations, or transformers' own modules."""
+"""Backends that run a decoder's steps: compiled loops (cpu), torch operations, or transformers' own modules."""

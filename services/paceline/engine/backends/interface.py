@@ -30,7 +30,7 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # What torch raises for pinned memory has no class of its own.
+        # Torch has no class of its own for pinned memory errors.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
         torch.cuda.empty_cache()
@@ -45,8 +45,8 @@ class Backend(ABC):
         config: Sizes and limits.
         dtype: Of the weights.
         hidden_size: Width of the final hidden states.
-        weight_bytes: What one step reads of the weights.
-        layer_bytes: What it reads of each layer; empty where layers do not run alone.
+        weight_bytes: Weight bytes that a step reads.
+        layer_bytes: Weight bytes of each layer; empty where layers do not run alone.
         feature_width: Numbers of `Batch.features` a row; 0: it takes tokens alone.
     """
 
@@ -102,7 +102,7 @@ class Backend(ABC):
 
 
 class Platform(ABC):
-    """What one kind of device computes with: the parts of which back ends and heads are made.
+    """A device kind's parts, of which backends and heads are made.
 
     Attributes:
         device: Where tensors lie.

@@ -1,6 +1,6 @@
 """Paged attention of rows over their sequence's pages and a tree of drafts; nothing is gathered.
 
-One kernel for plain decoding, verification, drafting and chunks of prompts. It reads the cache as it lies through block
+A single kernel serves plain decoding, verification, drafting and prompt chunks. It reads the cache through block
 tables. Lengths, nodes and how contexts are divided are data: a recorded step knows how many rows it has, and no more.
 
 A *lane* is up to `width` rows of one sequence. The query heads that share a KV head stand beside one another, so that
@@ -110,7 +110,7 @@ def divide(longest: npt.NDArray[np.integer[Any]], kv_heads: int) -> Parts:
 def row_parts(
     parts: Parts, lane_of: npt.NDArray[np.integer[Any]], cell_of: npt.NDArray[np.integer[Any]], width: int
 ) -> Ints:
-    """What `Lanes.row_parts` holds for rows at these places [rows]; 0 where a row is only padding.
+    """Values of `Lanes.row_parts` for rows at these places [rows]; 0 for a padding row.
 
     Where the row's share of its lane's first part is kept, in rows, and the number of parts.
     """

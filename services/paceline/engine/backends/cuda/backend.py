@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Moves of a step, as far as kernels for them are compiled before the first session.
 USUAL_MOVES = MOVES[:2]
-# What is asked of rows that are only recorded.
+# The choice used for rows that are only recorded.
 ANY_CHOICE = np.array([(True, 1.0, -np.inf, 0, 1.0, 0, 0)], CHOICE)
 
 
@@ -65,7 +65,7 @@ class CudaBackend(LlamaBackend):
     Args:
         platform: As in `LlamaBackend`, and so the next three.
         shape: More of them.
-        stream: What steps run on.
+        stream: CUDA stream that steps run on.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Steps:
         Args:
             batch: See `level_arrays`, and so kv.
             ranks: As at the rows above the first level; its rows are those of `above`.
-            above: What `rank` found there, once its turn has come.
+            above: Ranking found there by `rank`, once its turn has come.
         """
         rows = padded(batch.num_rows)
         sent, fits = self._send(level_arrays(batch, ranks, kv, rows, self._kv_heads, self.cache.trash))

@@ -6,7 +6,7 @@ their last bits between devices, and on one device with what else is in a step: 
 Shares of rankings are rounded to float32.
 
 The vocabulary is looked at in blocks of 128 ids, those of the noise. All logits are read once (`_find_maxima`), and
-once more where a nucleus is cut out of all of them (`_add_masses`). What is left is the work of one program a row: by
+once more where a nucleus is cut out of all of them (`_add_masses`). The rest is one program a row: by
 the largest logit of each block it knows which few blocks matter.
 """
 

@@ -1,4 +1,4 @@
-"""What lies between products, each as one launch: in a layer, between levels of guesses, and moves between slots."""
+"""Kernels between the products, each one launch: in a layer, between levels of guesses, and moves between slots."""
 
 from __future__ import annotations
 

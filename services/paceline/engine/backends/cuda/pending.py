@@ -26,10 +26,10 @@ NO_SPACE = working_space(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a step is asked: rows of logits from which the device chooses, and the others, which the host judges.
+    """Requests to a step: logit rows from which the device chooses, and the others, which the host judges.
 
     Attributes:
-        wanted: What it was made of.
+        wanted: The rows' requests it was made from.
         rows: int64 [n], of `Batch.logit_rows`.
         positions: int64 [n], absolute, of the tokens.
         choices: `CHOICE` [n].
@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """What the device needs of it."""
+        """The arrays that the device needs."""
         return {
             "asked_rows": self.rows,
             "asked_positions": self.positions,
@@ -166,7 +166,7 @@ class CudaPending:
 
 
 def rankings(found: torch.Tensor, choices: npt.NDArray[Any]) -> Rankings:
-    """What the host makes of what `rank` found, once that has been copied to it."""
+    """Rankings on the host, from what `rank` found, once copied to it."""
     token_ids, shares = found[:, 0].numpy().copy(), found[:, 1].contiguous().view(torch.float32).numpy()
     sharpened = confidences(shares.astype(np.float64), greedy=choices["greedy"])
     return Rankings(token_ids, sharpened, token_ids[:, 0] != step_kernels.NOTHING)

@@ -47,7 +47,7 @@ def lane_width(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFields:
-    """What the layers of a step read on the device, padded to its rows.
+    """Fields that a step's layers read on the device, padded to its rows.
 
     Attributes:
         slots: int64 [rows], as in `Batch`; padded rows write to the trash.
@@ -84,7 +84,7 @@ def level_arrays(batch: Batch, ranks: Ranks, kv: Ints, rows: int, kv_heads: int,
 
     Args:
         batch: The rows as they end, but that `slots` and `positions` are those of the rows above their first level.
-        ranks: What is asked of them there; rows that are only padding are asked what the last of them is.
+        ranks: Rankings requested there; padding rows repeat the last one.
         kv: int32 `[levels, n]`, their slots at each level; NONE behind their last one.
     """
     num, above = batch.num_rows, batch.num_ancestors - (kv != NONE).sum(axis=0, dtype=np.int32)
@@ -117,7 +117,7 @@ def _fields(
 ) -> tuple[dict[str, Array], Ints, tuple[Ints, Ints]]:
     """`field_arrays`; masks int64 [n, 1 + depth] over nodes of each row's lane, of its first ancestors, by number.
 
-    Then lanes and levels of the nodes. Those of a lane lie level by level, since attention reads the first ones.
+    Then lanes and levels of the nodes. A lane's nodes lie level by level, since attention reads the first ones.
 
     Args:
         above: [n], ancestors of each row of level 0; those behind are of one level each.
@@ -255,5 +255,5 @@ class StepBuffer:
 
 
 def aligned_bytes(array: Array) -> int:
-    """What an array takes in a `StepBuffer`: kernels read 16 bytes at once."""
+    """Size of an array in a `StepBuffer`: kernels read 16 bytes at once."""
     return -(-array.nbytes // 16) * 16

@@ -24,7 +24,7 @@ class CudaPlatform(Platform):
     """Runs on a device of CUDA's, with torch's own linears.
 
     Args:
-        stream: What steps run on; by default the device's.
+        stream: CUDA stream that steps run on; by default the device's.
     """
 
     packs, linear, head = False, Linear, Head

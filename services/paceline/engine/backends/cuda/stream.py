@@ -1,4 +1,4 @@
-"""What a step asks of CUDA, in one place: memory, copies that nobody waits for, recorded work, and the wait."""
+"""CUDA calls of a step, in one place: memory, asynchronous copies, recorded work, and the wait."""
 
 from __future__ import annotations
 

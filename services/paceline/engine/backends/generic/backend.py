@@ -2,7 +2,7 @@
 
 Slower than those of the Llama family (module by module), and rows may differ in their last bits between batches.
 Nothing is taken on trust: while loading, the model runs a short text through transformers' own attention and
-through ours, in chunks and as a tree, and is refused when the logits differ. What a short text cannot show
+through ours, in chunks and as a tree, and is refused when the logits differ. Features that a short text cannot show
 (sliding windows, frequencies that depend on length) is refused or limited by its config.
 """
 
@@ -32,7 +32,7 @@ from paceline.engine.layers import Head, Linear
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
 from paceline.service.config import reason
 
-# What models may hand to an attention function without changing what it computes. A sliding window changes
+# Arguments that models may hand to an attention function without changing its result. A sliding window changes
 # nothing, because DecoderConfig.context_len never exceeds it.
 _HARMLESS: Final = frozenset(
     {"dropout", "is_causal", "output_attentions", "output_hidden_states", "position_ids", "sliding_window", "use_cache"}
@@ -121,7 +121,7 @@ class GenericBackend(Backend):
         except ConfigError:
             raise
         except Exception as error:
-            # Whatever a foreign model raises here means that it cannot be served.
+            # Any error that a foreign model raises here means that it cannot be served.
             raise _refusal(config, f"it fails with paged attention: {error!r}") from error
         distance = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
         if not distance < _TOLERANCE[kind]:
