@@ -174,7 +174,7 @@ def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
     Args:
         given: ALIAS, where there is one model, or ALIAS=NAME.
-        names: Those of the models.
+        names: Names of the models.
 
     Raises:
         ConfigError: It is unclear which model is meant, the model is not served, or a name has two meanings.

@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorLimits:
-    """What both doors together, or each of them, may hold.
+    """Limits on the requests of both doors, together or each.
 
     Attributes:
         max_connections: Of each door; also calls on one connection.
@@ -69,7 +69,7 @@ class DoorLimits:
         """Returns the limits that follow from the settings.
 
         Args:
-            most_files: That the process may have open.
+            most_files: Files that the process may have open.
 
         Raises:
             ConfigError: These are too few for any door.
@@ -230,7 +230,7 @@ async def _http_server(
         access_log=False,
         lifespan="off",
         loop="none",
-        # One connection more than these closes an idle one; uvicorn's own limit would refuse the new one.
+        # A connection beyond these closes an idle one; uvicorn's own limit would refuse the new one.
         http=partial(BoundedConnection, connections=connections),  # type: ignore[arg-type]
         ws="none",
         timeout_graceful_shutdown=5,

@@ -1,4 +1,4 @@
-"""What stands between clients and the gateway at both doors: API keys and their rate limits.
+"""Access checks between clients and the gateway at both doors: API keys and their rate limits.
 
 An API key ends here; behind the doors only the name of its owner is known.
 """

@@ -90,7 +90,7 @@ class KeyRing:
 
     @property
     def problem(self) -> str:
-        """What is not in force, and why; empty: nothing."""
+        """Keys or changes not in force, and why; empty: none."""
         more = f" (and {self.num_problems - 1} more)" if self.num_problems > 1 else ""
         return f"{self._problems[0]}{more}" if self._problems else ""
 

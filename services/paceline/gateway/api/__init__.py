@@ -1,1 +1,1 @@
-"""What clients meet: the APIs over HTTP, gRPC and the console."""
+"""Client-facing APIs: HTTP, gRPC and the console."""

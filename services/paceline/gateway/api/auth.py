@@ -29,7 +29,7 @@ OPEN_TIMEOUT_S = 10.0
 class GuardedApp:
     """An ASGI application behind API keys, whose holders share the places for requests.
 
-    What is refused never reaches the application.
+    Refused requests never reach the application.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GuardedApp:
         """Takes over an application.
 
         Args:
-            app: What is behind the keys.
+            app: The application behind the keys.
             access: The keys; None: nobody needs one.
             forms: By path, how its API reports errors; the others do it as OpenAI's.
             requests: Places for requests that are read or answered.

@@ -68,16 +68,16 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   broken ones as an empty object; calls and results without ids, a result then answering the oldest call that has none;
   results twice, or without a call, as far as the template takes them; no content of the assistant or of a tool;
   reasoning as `reasoning`, `reasoning_content` or `thinking`; the older `function_call` and role `function`. A
-  user's or a system's message needs content. What a template refuses is a 400 that names the message and what to
+  user's or a system's message needs content. Template refusals are a 400 that names the message and what to
   change.
 * The model gets functions only. Tools of other kinds (`web_search`, `custom`, `mcp`, `local_shell`, `image_generation`,
   `bash_20250124`, `mcp_servers`...) are ignored, and named in the answer's header `{ignored_tools}`; a `tool_choice`
   that requires one is refused by name. Functions in a `namespace` are served under both names, joined by `__`.
-* Items and blocks of such tools: a call with a `call_id`, and what it gave, are read as those of a function. What a
-  server has run itself (`web_search_call`, `mcp_call`, `server_tool_use`...), and reasoning without text are left out.
-  An `item_reference` stands for an item that a kept response of the same API key has answered with. One that is not
-  known is left out. One request may refer to {max_referred} responses. In what a tool has answered, the text of a
-  document is read, and an image is left out, with its kind in its place. What is left out is named in
+* Items and blocks of such tools: a call with a `call_id`, and what it gave, are read as those of a function. Calls run
+  by the server (`web_search_call`, `mcp_call`, `server_tool_use`...), and reasoning without text are left out.
+  An `item_reference` stands for an item that a kept response of the same API key has answered with. An item that is not
+  known is left out. A request may refer to {max_referred} responses. In a tool's answer, the text of a
+  document is read, and an image is left out, with its kind in its place. Omitted parts are named in
   `{ignored_fields}`, but for reasoning. `--strict-fields` refuses all of it.
 * With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends with its first call, and
   generation with it.
@@ -94,7 +94,7 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   A response with `store` (the default) is kept for a time (`--response-ttl-s`), for the same API key: to be retrieved,
   resumed after event `starting_after`, named as `previous_response_id`, cancelled, or deleted. It is `in_progress`
   while a gateway runs it, then `completed`, `failed`, `cancelled` or `incomplete`: by `max_output_tokens`, or
-  `interrupted`, if its client or gateway left. One that failed or was interrupted can be streamed to its end while its
+  `interrupted`, if its client or gateway left. A failed or interrupted response can be streamed to its end while its
   session is known (`--record-ttl-s`). All kept responses share `--response-room-bytes`; where it ends, the key that
   keeps most loses its oldest. `metadata` have 16 members, keys of 64 and values of 512 characters at most.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it is, and may hold some.
@@ -141,14 +141,14 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, str, Json, tuple[type[BaseModel
     ),
     ("/detokenize", "post"): ("detokenize", "The text of tokens", _JSON, (DetokenizeBody,)),
     ("/v1/models", "get"): ("listModels", "Models that can be asked for", _JSON, ()),
-    ("/v1/models/{name}", "get"): ("showModel", "One model", _JSON, ()),
+    ("/v1/models/{name}", "get"): ("showModel", "A model", _JSON, ()),
     ("/livez", "get"): ("livez", "Whether the process lives: it answers", _JSON, ()),
     ("/readyz", "get"): ("readyz", _HEALTH, _JSON, ()),
     ("/health", "get"): ("health", _HEALTH, _JSON, ()),
     ("/ping", "get"): ("ping", _HEALTH, _JSON, ()),
     ("/ping", "post"): ("postPing", _HEALTH, _JSON, ()),
     ("/load", "get"): ("load", "How many sessions are under way", _JSON, ()),
-    ("/version", "get"): ("version", "What serves", _JSON, ()),
+    ("/version", "get"): ("version", "Version of the server", _JSON, ()),
     ("/metrics", "get"): ("metrics", "Prometheus metrics", _TEXT, ()),
     (PATH, "get"): ("openapi", "This description", _JSON, ()),
     (_KEPT, "get"): ("showResponse", "A response that is kept", _JSON_OR_STREAM, ()),

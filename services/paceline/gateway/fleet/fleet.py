@@ -29,7 +29,7 @@ class Fleet:
     """Replicas and models that this gateway can use.
 
     Attributes:
-        health: What its calls have shown about each verifier.
+        health: Health of each verifier, from its calls.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ _FIELDS: Mapping[str, type] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDefaults:
-    """What holds where a request is silent.
+    """Defaults for fields that a request leaves out.
 
     Attributes:
         sampling: Fields of `SamplingParams` that the model has a value for.

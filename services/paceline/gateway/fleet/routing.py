@@ -46,7 +46,7 @@ class Router:
 
         Args:
             replicas: The fleet; the same object until it is read again.
-            able: Those of the fleet to choose from, at least one; all of one model.
+            able: Verifiers to choose from, at least one; all of one model.
             token_ids: The prompt, and the tokens generated so far when a session moves.
             in_flight: Sessions of this gateway by replica id; the registry lags behind by a heartbeat.
             salt: Cached prefixes are shared only among sessions with the same one.
@@ -73,7 +73,7 @@ class Router:
     def _read(self, replicas: Sequence[Replica], in_flight: Mapping[str, int]) -> None:
         """Takes a new view of the fleet: forgets verifiers that left, and counts the sessions of other gateways.
 
-        That count is taken as constant until the next view, while this gateway's own count is always exact. Otherwise
+        The count stays constant until the next view, while this gateway's own count is always exact. Otherwise
         all sessions between two views would go to the same verifier.
         """
         self._replicas = replicas

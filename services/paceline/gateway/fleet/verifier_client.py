@@ -38,7 +38,7 @@ from paceline.wire.common import PROTOCOL, check_protocol
 RECORD_TIMEOUT_S = 1.0
 # An engine that computes a session says so within this time; while others run, its sign of life comes about as often.
 LIFE_AFTER_S = 1.0
-# That may wait for a verifier.
+# Bytes queued per verifier.
 VERIFIER_BYTES = 64 * 1024 * 1024
 # Sessions of other verifiers, and whoever else waits for the event loop, get it after so long amid a message.
 SLICE_S = 0.005
@@ -47,7 +47,7 @@ MESSAGE_BYTES = 64
 _CHANNEL_OPTIONS = (
     *CHANNEL_OPTIONS,
     *KEEPALIVE_OPTIONS,
-    # One that restarts is found again within a second or two.
+    # A restarted verifier is found again within a second or two.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -62,9 +62,9 @@ OnCommit = Callable[[CommittedTokens], bool]
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """One session on a verifier.
+    """A session on a verifier.
 
-    What the verifier tells is taken by a plain function, in the turn of the event loop in which it comes and in the
+    A plain function receives the verifier's messages, in the turn of the event loop in which they come and in the
     context of whoever runs the session, who is woken at its end.
 
     Attributes:
@@ -74,7 +74,7 @@ class RunningCall:
         ran: Whether an engine has computed a part of it.
         taken_s: When the verifier accepted it, monotonic seconds; None: it has not yet.
         unheard: Whether the verifier was lost soon after it had accepted the session, and before it told anything of
-            it. One that has shown life for longer lets the session wait, for a place or its grammar.
+            it. A verifier that was alive for longer lets the session wait, for a place or its grammar.
         ended_by: Why the gateway itself ended it; None while it runs.
         is_left: The client has all that it wants; what is yet to come is the record.
     """
@@ -370,7 +370,7 @@ class VerifierClient:
     async def run(self, running: RunningCall) -> None:
         """Runs a session to its end; cancelling it frees the session.
 
-        What is told last has a result; of a session whose client has all that it wants, its record alone.
+        The last message has a result; of a session whose client has all that it wants, its record alone.
 
         Args:
             running: The session; kept up to date while it runs.

@@ -1,4 +1,4 @@
-"""What the calls of this gateway have shown about each verifier: out of reach, failing its sessions, or full.
+"""Health of each verifier from this gateway's calls: out of reach, failing its sessions, or full.
 
 Pure but for the clock. A verifier that answers every session with an error at once is always the least loaded one, so
 without ejection it would get them all.
@@ -27,7 +27,7 @@ UNREACHABLE_S = 5.0
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one verifier.
+    """Health record of a verifier.
 
     Attributes:
         lost_s: When the first call was lost since something was heard; None: none was.
@@ -49,7 +49,7 @@ class _Record:
 
 
 class VerifierHealth:
-    """One record a verifier; none means that nothing is wrong with it.
+    """Health records by verifier; none means that the verifier is healthy.
 
     Args:
         clock: Monotonic seconds.

@@ -78,7 +78,7 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening, content: st
 def enforced_calls(toolbox: Toolbox) -> str:
     """Returns the grammar of calls that have to be made, in the one form for all families.
 
-    What no grammar can hold is ignored where a tool is not strict.
+    Rules that no grammar can hold are ignored where a tool is not strict.
 
     Raises:
         InvalidRequestError: A schema is too large.
@@ -123,10 +123,10 @@ def _of_each_bare_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Argument:
-    """One argument of a tool.
+    """An argument of a tool.
 
     Attributes:
-        defined: What the schema refers to; see `definitions`.
+        defined: Definitions that the schema refers to; see `definitions`.
         required: Whether every call has it.
     """
 
@@ -202,7 +202,7 @@ def _marked(call: str, toolbox: Toolbox, bound: bool, other: str = "") -> Iterat
     """Yields the rules of an answer whose calls have a marker, and of what follows a call that has begun.
 
     Args:
-        call: What follows the marker.
+        call: Grammar of the text after the marker.
         bound: Whether text has a format.
         other: Another form of a call, its marker included.
     """
@@ -284,7 +284,7 @@ def _bare_values(
 
     Args:
         schema: A schema of `definitions`, or one within.
-        types: Those that a value may have.
+        types: Types that a value may have.
         as_json: The form of a value that is no bare string.
         seen: Schemas that were looked at: one may refer to itself.
     """
@@ -329,7 +329,7 @@ def _first_pythonic_call(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield "first_call: " + " | ".join(f"head_{at} rest_{at}" for at in range(len(toolbox.names)))
     token_id = opening.token_of(pythonic.BEGIN)
     for at, name in enumerate(toolbox.names):
-        # One pattern up to where it is no other text: the longest match wins.
+        # A single pattern, up to where it is no other text: the longest match wins.
         begun = "" if token_id is None else f" | GAP <[{token_id}]> GAP {_literal(f'[{name}(')}"
         yield rf"head_{at}: /{_LIST}{pattern(f'{name}(')}/{begun}"
 

@@ -22,7 +22,7 @@ MAX_CHOICES = 1024
 # As Python's `json.dumps` writes it: with a fixed layout, most of the syntax of an answer is forced.
 LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
-# What patterns may say and no grammar holds: look-around, back-references, the edges of words.
+# Pattern features that no grammar holds: look-around, back-references, the edges of words.
 _BEYOND_GRAMMARS = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 
 

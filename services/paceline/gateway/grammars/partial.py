@@ -23,7 +23,7 @@ _GAP = r"GAP: /[ \n]*/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What precedes the bound part.
+    """The text before the bound part.
 
     Attributes:
         reasoning: Family of the model's reasoning; empty: it has none.

@@ -226,7 +226,7 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
     cycle.chunked_encoding = False
 
     async def send_plain(message: Any) -> None:
-        # Whatever comes is as long as it should be.
+        # Any body has its expected length.
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 

@@ -81,7 +81,7 @@ class _Form:
         code: OpenAI's `code`.
         type: OpenAI's `type`.
         param: OpenAI's `param`, where the error names no field of its own.
-        logged: What the log says; empty: nothing.
+        logged: Line for the log; empty: none.
     """
 
     status: int
@@ -119,7 +119,7 @@ def to_http(error: Exception, request_id: str = "") -> HttpError:
     """Returns what the client gets; an unknown error is logged, and its cause stays in the log.
 
     Args:
-        error: What ended the request.
+        error: The error that ended the request.
         request_id: Its name in the log; empty: it has none.
     """
     kind, form = next((kind, form) for kind, form in _FORMS if isinstance(error, kind))

@@ -35,7 +35,7 @@ _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.ma
 
 
 class UnknownFields:
-    """What a request has and this server does not know: fields, entries of lists, tools. Ignored, or refused.
+    """Unknown parts of a request: fields, entries of lists, tools. Ignored, or refused.
 
     Args:
         strict: Whether they are refused.
@@ -72,7 +72,7 @@ class UnknownFields:
             kind: Its `type`, a JSON value.
 
         Raises:
-            InvalidRequestError: What is unknown is refused.
+            InvalidRequestError: A part is unknown, and refused.
         """
         if self._strict:
             raise InvalidRequestError(f"{path}.type", f"is not served, got {_shown(kind)}")
@@ -89,7 +89,7 @@ class UnknownFields:
             name: Its name; a JSON value.
 
         Raises:
-            InvalidRequestError: What is unknown is refused.
+            InvalidRequestError: A part is unknown, and refused.
         """
         if self._strict:
             raise InvalidRequestError(f"{path}.type", f"is not served, as it is no function, got {_shown(kind)}")
@@ -131,7 +131,7 @@ class Fields(BaseModel):
         no_effect: Fields that change nothing about the answer; clients send them for bookkeeping.
         not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing,
             beside an empty text and an empty list.
-        instead: What to use in place of some of these.
+        instead: Replacements for some of these.
         objects: The kinds of fields that hold objects.
         ours: Whether no other server has the object, so that an unknown field is a mistake, and refused.
     """
@@ -227,8 +227,8 @@ def read_text(given: Any, unknown: UnknownFields, where: str) -> str:
 def read_result(given: Any, unknown: UnknownFields, where: str) -> str:
     """Returns what a tool has answered, as text.
 
-    Of parts that are no text, the text inside is taken; those without any are left out, and named in the text. What is
-    neither text nor a list of parts is written as JSON.
+    Of parts that are no text, the text inside is taken; those without any are left out, and named in the text. Content
+    that is neither text nor a list of parts is written as JSON.
 
     Args:
         given: The JSON value; None: nothing.

@@ -17,7 +17,7 @@ from paceline.gateway.http.response import IGNORED_FIELDS, IGNORED_TOOLS, REQUES
 
 logger = logging.getLogger(__name__)
 
-# What pages of other origins may read of an answer, beside its body.
+# Headers of an answer that pages of other origins may read, beside its body.
 EXPOSED = (REQUEST_ID, IGNORED_FIELDS, IGNORED_TOOLS, "retry-after")
 
 

@@ -1,4 +1,4 @@
-"""One HTTP response under way, as raw ASGI: status before the first byte, server-sent events, errors after it.
+"""A running HTTP response, as raw ASGI: status before the first byte, server-sent events, errors after it.
 
 It knows no request and no answer.
 """
@@ -42,7 +42,7 @@ SLICE_S = 0.005
 ENTRIES_AT_ONCE = 32
 # Of each session of a stream, that may wait for a client that does not read.
 CLIENT_BYTES = 16 * 1024 * 1024
-# What the part of an event that is yet to be made counts for: how much of it is made at once depends on the machine.
+# Assumed size of an event's unmade part: how much of it is made at once depends on the machine.
 REST_BYTES = 64 * 1024
 UNREAD = "the client does not read its tokens"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -58,7 +58,7 @@ class ErrorForm:
         shape: Makes the error object, of the error and the name of the request.
         named: Whether the events of a stream have their types as names, and the last one ends it.
         id_headers: Headers that hold the name of the request.
-        ping: What a stream sends while it has nothing to say.
+        ping: Bytes that a stream sends while it is silent.
     """
 
     shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json()
@@ -71,7 +71,7 @@ OPENAI_ERRORS = ErrorForm()
 
 
 class Exchange:
-    """One response under way: knows whether it has begun.
+    """A running response: knows whether it has begun.
 
     Events of a stream are written in the turn of the event loop in which their tokens come, and no task is woken for
     them. They wait while the client is behind; then a task sends them.

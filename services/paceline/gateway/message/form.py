@@ -133,7 +133,7 @@ def check_families(tool_calls: str, reasoning: str) -> None:
     """Checks the values of the two flags.
 
     Raises:
-        ConfigError: One names no family.
+        ConfigError: A name is of no family.
     """
     for flag, given, known in (
         ("--tool-call-parser", tool_calls, TOOL_FAMILIES),

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class GrowingCall:
-    """One call as it grows."""
+    """A call as it grows."""
 
     id: str
     name: str
@@ -30,11 +30,11 @@ class GrowingCall:
 
 
 class Message:
-    """What its parts make so far.
+    """A message made of its parts so far.
 
     Args:
         form: How its text was read; None: all of it is content.
-        session_id: What ids of calls are made of.
+        session_id: The session, which ids of calls are made of.
 
     Attributes:
         call_id: Returns the id of the call with that index.

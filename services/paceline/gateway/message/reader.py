@@ -86,7 +86,7 @@ class StatefulReader:
         final: Whether no text will follow.
         over: Whether the reader has found the end of what it reads; `held` is what follows.
         parts: Returned by the next call.
-        state: What reads the text next.
+        state: The state that reads the text next.
     """
 
     def __init__(self, state: State) -> None:
@@ -212,7 +212,7 @@ class MarkedCalls(StatefulReader):
         return False
 
     def no_call(self) -> None:
-        """What follows the marker is no call: the marker and the white space before it are content, too."""
+        """The text after the marker is no call: the marker and the white space before it are content, too."""
         self._give(self._blank_before + self._marker)
         self.state = self.content
 

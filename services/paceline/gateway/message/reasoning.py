@@ -67,7 +67,7 @@ class ThinkReader(StatefulReader):
         self._label = label
         self._call = call
         self._calls = NoCalls() if calls is None else calls
-        # What that has taken and not given back.
+        # Text that the call reader has taken and not given back.
         self._tried = ""
 
     def _begin(self) -> bool:
@@ -138,7 +138,7 @@ class ChannelReader(StatefulReader):
 
     def __init__(self) -> None:
         super().__init__(self._head)
-        # What a head may begin with.
+        # Markers that a head may begin with.
         self._heads: tuple[str, ...] = (START, CHANNEL, TO)
         self._kind: type[Content | Reasoning | CallArguments] = Content
 
@@ -185,8 +185,8 @@ class ReasoningCount:
     """Counts the tokens up to the end of reasoning, its marks included.
 
     Args:
-        begins: What it may begin with.
-        ends: What may end it.
+        begins: Markers that it may begin with.
+        ends: Markers that may end it.
         decode: Text of tokens, special ones spelled out.
         begun: Whether the answer begins within it.
     """

@@ -21,7 +21,7 @@ HOLDERS = (
     *("anyOf", "allOf", "oneOf", "prefixItems", "items", "additionalItems", "unevaluatedItems", "contains"),
     *("additionalProperties", "unevaluatedProperties", "propertyNames", "not", "if", "then", "else"),
 )
-# What only says where a schema can be found.
+# Keywords that only name a schema's address.
 _PLACES = ("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$defs", "definitions")
 # The schemas that are written as booleans.
 _ANYTHING: Json = {}
@@ -242,7 +242,7 @@ def types_of(schema: Any, defined: Definitions) -> frozenset[str]:
     """Returns the types of JSON that a value may have; an `integer` is no `number`, which is one with a fraction.
 
     Args:
-        schema: One of `definitions`, or within one.
+        schema: A schema of `definitions`, or within one.
     """
     return _Types(defined).of(schema) or TYPES
 

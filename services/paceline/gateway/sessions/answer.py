@@ -1,6 +1,6 @@
 """The answer of one session as it grows: its text, and what the client has of it already.
 
-Pure but for the codec. What comes out does not depend on how tokens were grouped into steps.
+Pure but for the codec. Its output does not depend on how tokens were grouped into steps.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class OutputStream:
 
 
 class Delta(NamedTuple):
-    """What one step added.
+    """A step's additions.
 
     Attributes:
         parts: New parts that are certain to belong to the answer.

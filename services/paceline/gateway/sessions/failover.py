@@ -55,7 +55,7 @@ _OF_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 @dataclass(slots=True, kw_only=True)
 class _Attempts:
-    """One session, the verifiers that have failed it since its last token, and until when it may look for another."""
+    """A session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
     request: SessionRequest
     recorded: RecordedSession

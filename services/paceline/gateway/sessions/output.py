@@ -1,4 +1,4 @@
-"""What comes of a running session: pieces of the answer, then its ending."""
+"""A running session's output: pieces of the answer, then its ending."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Piece(NamedTuple):
 
     Attributes:
         token_ids: Of them, those that belong to the answer.
-        parts: What the new text is; without a form of the message, content alone.
-        tokens: Those behind the text, if the request asks for them; see `TextStream`.
+        parts: Parts of the new text; without a form of the message, content alone.
+        tokens: Tokens behind the text, if the request asks for them; see `TextStream`.
         offset: Generated tokens before these.
         digest: Returns the digest of all tokens up to these, until more are there; see `paceline.core.messages`.
-        known_parts: What a client which resumes the stream has already.
+        known_parts: Parts that a client which resumes the stream has already.
         prompt_logprobs: In the first piece, if asked for: of all tokens of the prompt but the first.
     """
 
@@ -49,7 +49,7 @@ class Ending:
         num_cached_tokens: Of these, found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
         num_reasoning_tokens: Of these, its reasoning.
-        speculation: What speculation did at all verifiers that ran the session, and whether the text is lossy, mixed or
+        speculation: Speculation counts of all verifiers that ran the session, and whether the text is lossy, mixed or
             promised in law only; None if no verifier reported it and none of these holds.
         timings: Where the time went, as far as the verifier reported it.
         stop: The stop string that ended it; None if there was none.

@@ -19,7 +19,7 @@ _UNREACHED = "none of its verifiers can be reached from here"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
-    """What health checks get.
+    """Answers health checks.
 
     Attributes:
         ready: Whether new requests can be served.
@@ -35,7 +35,7 @@ def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str], keys_pro
     """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway.
 
     Args:
-        sessions: Those of the gateway.
+        sessions: Sessions of the gateway.
         fleet: As the gateway knows it.
         failing: Names of failing tasks.
         keys_problem: Which API keys are not in force, and why; empty: all are.

@@ -1,4 +1,4 @@
-"""One session as the store is to know it, and whether it ends the engines that run it. Pure.
+"""A session's record for the store, and whether the session ends the engines that run it. Pure.
 
 An engine that dies names the sessions of its last step; a process that dies names none, so every session counts that
 it computed or may have computed. A session that has brought tokens before has been through an engine, and may have been
@@ -38,7 +38,7 @@ class EngineDeaths:
         """Returns them after one more attempt.
 
         Args:
-            error: What ended it.
+            error: The error that ended it.
             ran: Whether the verifier had reported that its engine computes the session.
             unheard: Whether the verifier vanished soon after it had accepted the session, before its first message.
             progressed: Whether the attempt brought a token.
@@ -56,13 +56,13 @@ class EngineDeaths:
 
 
 class RecordedSession:
-    """One session as the store is to know it; it does not write to the store itself.
+    """A session's record for the store; it does not write to the store itself.
 
     Attributes:
         record: As of now, except `committed_len`, which follows from the log.
         token_ids: Prompt and committed tokens.
         deaths: Of engines that ran it.
-        speculation: What speculation did for it here, as far as verifiers reported it; not part of the record.
+        speculation: Speculation counts here, as far as verifiers reported them; not part of the record.
     """
 
     def __init__(

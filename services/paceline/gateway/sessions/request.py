@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest(SessionParams):
-    """One session to run, all fields checked; its salt is as the client names it, see `of_caller`.
+    """A session to run, all fields checked; its salt is as the client names it, see `of_caller`.
 
     Attributes:
         include_stop_str_in_output: Whether the stop string or stop token that ends the text is part of it.
@@ -48,8 +48,8 @@ class SessionRequest(SessionParams):
         arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
         engine_deaths: Engines that died of it, one after another; see `paceline.gateway.sessions.recorded`.
         token_origins: Whether to say how each token came about.
-        echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
-        prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
+        echo: The prompt, with which the answer's text begins; None: the answer has no prompt in it.
+        prompt_only: Nothing generated is wanted. A session still ends with one token, which stays here.
         return_token_ids: Whether the answer names the tokens of prompt and text.
         whole: The client gets the text in one piece.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
@@ -108,7 +108,7 @@ class SessionRequest(SessionParams):
 
     @property
     def prefix_salt(self) -> str:
-        """What keeps its cached prefixes apart from those of other keys, and of other salts; empty: nothing does."""
+        """Salt that keeps its cached prefixes apart from those of other keys and salts; empty: none."""
         if not self.api_key and not self.cache_salt:
             return ""
         return _digest(f"{self.api_key}\0{self.cache_salt}")

@@ -183,7 +183,7 @@ class Sessions:
 
 def _add(output: OutputStream, stopwatch: Stopwatch, take: TakePiece, step: CommittedTokens) -> bool:
     """Adds to an answer what was committed; returns whether its text has ended it."""
-    # What comes after that is the record of what speculation did.
+    # The speculation record comes after the text's end.
     piece = None if output.stopped else output.take(step)
     if piece is not None:
         stopwatch.tokens(len(piece.token_ids))

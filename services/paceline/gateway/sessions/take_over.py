@@ -86,7 +86,7 @@ class Resumption:
         return self._request(logged, offset, digest)
 
     async def _logged(self, session_id: str, api_key: str) -> LoggedSession | None:
-        """What is recorded of a session; None under another key, as a caller does not learn that it exists there."""
+        """A session's record; None under another key, as a caller does not learn that it exists there."""
         for pause_s in PAUSES_S:
             # Its gateway may be about to write: a client that lost its connection early comes back at once.
             await asyncio.sleep(pause_s)

@@ -71,7 +71,7 @@ class SystemPlace(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a template takes.
+    """Capabilities of a template.
 
     Attributes:
         system: Where system messages may stand; if first only, there may be one.
@@ -299,7 +299,7 @@ class TemplateSources:
     Attributes:
         default: Of chats without tools; None: there is none.
         tool_use: Of chats with tools; None: the same.
-        special_tokens: Those that they may name, `bos_token` and the like.
+        special_tokens: Tokens that templates may name, `bos_token` and the like.
     """
 
     default: str | None
@@ -328,7 +328,7 @@ def read_templates(folder: Path, replacement: Path | None = None) -> TemplateSou
 
 
 def _named_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
-    """Returns the templates by name. Those of files win; no other place is read then."""
+    """Returns the templates by name. Files win; no other place is read then."""
     files = {path.name.removesuffix(_SUFFIX): path for path in (folder / TEMPLATES_FOLDER).glob(f"*{_SUFFIX}")}
     if (folder / TEMPLATE_FILE).is_file():
         files[_DEFAULT] = folder / TEMPLATE_FILE
@@ -384,7 +384,7 @@ class ChatTemplate:
 
     Attributes:
         source: The Jinja source.
-        capabilities: What it takes.
+        capabilities: Capabilities of the template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:

@@ -51,7 +51,7 @@ class TextCodec:
         Args:
             chat_template: How messages become a prompt; None: chats are not served.
             vocab_hash: The hash that a verifier of the same model announces.
-            special_tokens: Those that chat templates may name, `bos_token` and the like.
+            special_tokens: Tokens that chat templates may name, `bos_token` and the like.
             tool_template: How messages become a prompt where there are tools; None: no other way.
         """
         tokenizer.no_truncation()
@@ -241,7 +241,7 @@ class _Spelled(dict[int, bytes]):
         try:
             self[token_id] = b"".join([self._alphabet[character] for character in piece])
         except KeyError:
-            # One that was added to the vocabulary, in other characters.
+            # A token added to the vocabulary, in other characters.
             self[token_id] = piece.encode()
         return self[token_id]
 

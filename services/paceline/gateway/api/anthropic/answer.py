@@ -16,11 +16,11 @@ Json = dict[str, Any]
 
 
 class MessageAnswer:
-    """One message.
+    """A message.
 
     Args:
         message_id: Of the answer.
-        message: What the text has turned out to hold.
+        message: The message's content so far.
     """
 
     def __init__(self, message_id: str, model: str, num_prompt_tokens: int, message: Message) -> None:
@@ -117,7 +117,7 @@ def _input(text: str) -> Json:
     """Returns arguments as an object; broken ones are wrapped in an object, under the API's name for that."""
     try:
         value = json.loads(text or "{}")
-        # What Python reads and JSON does not have, such as NaN, would make the whole answer unreadable.
+        # Python reads NaN and the like, which JSON lacks; one of them would make the whole answer unreadable.
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         value = None

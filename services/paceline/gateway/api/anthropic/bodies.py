@@ -53,7 +53,7 @@ class ToolUseBlock(Fields):
 
 
 class ToolResultBlock(Fields):
-    """What a tool has answered."""
+    """A tool's answer."""
 
     no_effect = frozenset({"cache_control", "is_error"})
 
@@ -63,7 +63,7 @@ class ToolResultBlock(Fields):
 
 
 class MessageTurn(Fields):
-    """One message; `content` is text or a list of blocks, each read by itself."""
+    """A message; `content` is text or a list of blocks, each read by itself."""
 
     role: Literal["user", "assistant", "system"]
     content: SkipValidation[
@@ -100,7 +100,7 @@ class Thinking(Fields):
 
 
 class OutputConfig(Fields):
-    """What an answer is like."""
+    """Output options of an answer."""
 
     no_effect = frozenset({"task_budget"})
 

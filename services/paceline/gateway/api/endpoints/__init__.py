@@ -1,1 +1,1 @@
-"""What the endpoints of all APIs share: reading bodies, answering, tracing."""
+"""Shared parts of all API endpoints: reading bodies, answering, tracing."""

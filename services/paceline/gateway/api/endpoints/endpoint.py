@@ -1,4 +1,4 @@
-"""One operation of an API over HTTP: from a request to an answer or an error; nothing is raised to the server.
+"""An API operation over HTTP: from a request to an answer or an error; nothing is raised to the server.
 
 Bodies are read and parsed within bounds, and off the event loop where that takes long.
 """
@@ -36,7 +36,7 @@ Work = Coroutine[Any, Any, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request under way."""
+    """A running request."""
 
     request: Request
     exchange: Exchange
@@ -50,7 +50,7 @@ class Endpoint:
     Attributes:
         handle: Reads the request; returns the work that answers it, which ends early when the client leaves.
         count_error: Called with the error that ends a request.
-        id_prefix: What our names of requests begin with; empty: they get none.
+        id_prefix: Prefix of request names; empty: they get none.
         errors: How the API reports errors.
         tracer: Records the spans of requests, if tracing is on.
         operation: Name of these spans.
@@ -161,7 +161,7 @@ class BodyReader:
         if prepare is not None:
             prepared = await prepare(fields)
             understand = partial(understand, prepared)
-            # What was fetched may be long.
+            # Fetched texts may be long.
             small = small and not prepared
         work = partial(understand, fields, unknown)
         try:

@@ -24,7 +24,7 @@ _JSON_FIELDS = (("structured_outputs", "json"), ("structured_outputs", "json_obj
 
 
 class RequestTrace:
-    """One call of a client, made by `traced_request`.
+    """A client's call, made by `traced_request`.
 
     Args:
         operation: `chat` or `text_completion`.

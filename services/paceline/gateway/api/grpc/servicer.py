@@ -44,7 +44,7 @@ from paceline.wire import (
     timings_to_pb,
 )
 
-# What waits for a client: pieces, and how it ends.
+# Messages that wait for a client: pieces, and the ending.
 _Unsent = Outbox[Piece | Ending | Exception]
 
 SERVICE_NAME = "paceline.rpc.v1.Gateway"

@@ -1,6 +1,6 @@
 """Builds the response objects of the OpenAI API, whole and in chunks.
 
-Pure: ids and times are passed in. It knows events of sessions and the tokenizer, no transport. What has an entry for
+Pure: ids and times are passed in. It knows events of sessions and the tokenizer, no transport. A list with an entry for
 each token is an iterator, made while it is written: there may be half a million of them.
 """
 
@@ -44,7 +44,7 @@ class CharacterCount:
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceState:
-    """One choice as it grows."""
+    """A choice as it grows."""
 
     request: SessionRequest
     texts: list[str] = field(default_factory=list)

@@ -80,14 +80,14 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# What to use in their place.
+# Replacements for them.
 INSTEAD: Mapping[str, str] = {
     "functions": "tools",
     "json_schema": "response_format",
     **{name: f"structured_outputs.{name}" for name in ("grammar", "regex")},
     **{f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")},
 }
-# Those of them that chats have.
+# Fields of chats among them.
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
 MAX_EFFORT_CHARACTERS = 32
 # More than these are refused before they are looked at one by one.
@@ -137,7 +137,7 @@ def _numbers(kind: type, rows: Mapping[str, Parameter], but: Container[str]) -> 
 
 
 class StreamOptions(Fields):
-    """What a stream carries besides text.
+    """Options of a stream besides text.
 
     Places are asked for, as widely used clients take every line of a stream for data.
     """
@@ -149,14 +149,14 @@ class StreamOptions(Fields):
 
 
 class PredictionBody(Fields):
-    """What the client expects of the output; it can only change how fast that comes."""
+    """Output expected by the client; it can only change how fast the output comes."""
 
     type: Literal["content"] = "content"
     content: SkipValidation[str | list[TextPart] | None] = None
 
 
 class SpeculationBody(Fields):
-    """What the request asks of speculation; our own field."""
+    """Speculation options of a request; our own field."""
 
     ours = True
 
@@ -253,7 +253,7 @@ class CompletionBody(CommonBody):
 
 
 class ChatMessage(Fields):
-    """One message of a chat; `content` is text or a list of text parts, each read by itself."""
+    """A message of a chat; `content` is text or a list of text parts, each read by itself."""
 
     no_effect = frozenset({"annotations"})
     not_served = {"audio": ()}  # noqa: RUF012
@@ -272,7 +272,7 @@ class ChatMessage(Fields):
 
 
 class ChatFields(Fields):
-    """What becomes the prompt of a chat; each of `messages` is read by itself."""
+    """Fields that become the prompt of a chat; each of `messages` is read by itself."""
 
     messages: list[SkipValidation[ChatMessage]] = _described(minItems=1)
     tools: list[SkipValidation[Tool]] = _described([], maxItems=MAX_TOOLS)

@@ -257,7 +257,7 @@ def _chat_grammar(content_grammar: str, model: ServedModel, toolbox: Toolbox, pr
     """Returns the grammar of an answer; empty: none.
 
     Args:
-        content_grammar: That of the content; empty: it has none.
+        content_grammar: Grammar of the content; empty: none.
         model: Whose the answer is.
         prompt_end: See `Opening`.
     """
@@ -321,7 +321,7 @@ def _sessions(
 
     Args:
         model: The model it asks for.
-        request_id: What the names of sessions begin with.
+        request_id: Prefix of session names.
         sampling: Takes `max_tokens` and `seed`.
         output_limit: Most tokens to generate after a prompt of that length.
         more: Further fields of all sessions.

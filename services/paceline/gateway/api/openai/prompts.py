@@ -188,7 +188,7 @@ def chat_tokens(
         model: Whose template it is.
         unknown: Collects unknown fields of its messages.
         keep_last: How many of its last tokens are kept; None: all.
-        tools: Those that the template gets.
+        tools: Tools for the template.
         extra: Variables of the template, over which those of the body win.
 
     Raises:

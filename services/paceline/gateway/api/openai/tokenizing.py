@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 class TokenizerEndpoint:
-    """One of the operations that run no session.
+    """An operation that runs no session.
 
     Args:
         sessions: Knows the models.

@@ -18,7 +18,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolFunction(Fields):
-    """What a tool is called, and what it takes: a JSON schema."""
+    """A tool's name, and the JSON schema of its arguments."""
 
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
     description: str | None = None
@@ -36,7 +36,7 @@ class Tool(Fields):
 
 
 class CalledFunction(Fields):
-    """What was called, with arguments as JSON text or as an object."""
+    """The called function, with arguments as JSON text or as an object."""
 
     name: str
     # Models write others too, and clients send them back; those count as no arguments.
@@ -44,7 +44,7 @@ class CalledFunction(Fields):
 
 
 class CalledCustom(Fields):
-    """What was called with a text: a tool that is no function."""
+    """The called custom tool, with its text: a tool that is no function."""
 
     name: str
     input: str = ""

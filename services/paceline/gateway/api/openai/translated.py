@@ -30,7 +30,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 class ApiAnswer(Protocol):
-    """One answer in the words of an API; events have a `type`."""
+    """An answer in an API's format; events have a `type`."""
 
     def opening(self) -> list[Json]:
         """Returns what a stream begins with."""
@@ -53,7 +53,7 @@ class Translated:
         chat: A body of /v1/chat/completions.
         stream: Whether the answer is a stream.
         places: Where in the request each message of the chat begins.
-        context: What else of the request the API needs for its answer.
+        context: Other request fields that the API needs for its answer.
     """
 
     chat: Json
@@ -63,7 +63,7 @@ class Translated:
 
 
 class Keeper:
-    """What is done about an answer besides sending it; by default nothing."""
+    """Keeps an answer besides sending it; by default nothing."""
 
     def begun(self) -> None:
         """The verifier runs it: its first event has come."""
@@ -158,7 +158,7 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequen
     """
     message = _MESSAGE.match(error.field)
     if message is not None:
-        # What is within a message is elsewhere within items and blocks.
+        # Positions inside messages differ from those inside items and blocks.
         return InvalidRequestError(places[int(message[1])], error.problem)
     for name, own in names.items():
         suffix = error.field.removeprefix(name)
@@ -174,7 +174,7 @@ class ToldAnswer:
 
     Args:
         answer: Still empty.
-        message: What the text holds so far.
+        message: The message so far.
         send: Takes an event.
     """
 

@@ -22,14 +22,14 @@ TEXT_DELTA = "response.output_text.delta"
 REASONING_DELTA = "response.reasoning_text.delta"
 ARGUMENTS_DELTA = "response.function_call_arguments.delta"
 DELTAS = (TEXT_DELTA, REASONING_DELTA, ARGUMENTS_DELTA)
-# What ids of responses begin with.
+# Prefix of response ids.
 RESPONSE = "resp_"
 _ITEM = re.compile(r"(?:fc|msg|rs)_(.+)[0-9a-f]{4}", re.ASCII)
 _ENDINGS: Mapping[str, str] = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
 class ResponseAnswer:
-    """One response.
+    """A response.
 
     Args:
         response: As it is before the first token; ids of items are derived from its own.

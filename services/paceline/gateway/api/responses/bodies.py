@@ -52,7 +52,7 @@ class FunctionCall(Fields):
 
 
 class FunctionCallOutput(Fields):
-    """What a tool has answered."""
+    """A tool's answer."""
 
     no_effect = frozenset({"id", "status"})
 
@@ -104,7 +104,7 @@ class ReasoningOptions(Fields):
 
 
 class TextOptions(Fields):
-    """What the text is like."""
+    """Text format options."""
 
     no_effect = frozenset({"verbosity"})
 

@@ -45,11 +45,11 @@ MAX_DIGITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Context:
-    """What a response repeats of its request.
+    """Request fields that a response repeats.
 
     Attributes:
         messages: The conversation, without instructions.
-        kept: What is kept of the request; None: the response is not kept.
+        kept: Kept parts of the request; None: the response is not kept.
     """
 
     body: ResponsesBody
@@ -59,11 +59,11 @@ class _Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Earlier:
-    """What a request continues.
+    """The conversation that a request continues.
 
     Attributes:
         messages: The conversation so far, without instructions.
-        items: Those of kept responses that the request refers to, by their ids.
+        items: Items of kept responses that the request refers to, by their ids.
     """
 
     messages: list[Json]

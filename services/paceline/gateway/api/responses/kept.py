@@ -26,7 +26,7 @@ Json = dict[str, Any]
 IN_PROGRESS, INCOMPLETE, FAILED, CANCELLED = "in_progress", "incomplete", "failed", "cancelled"
 # Why a response is incomplete: its client or its gateway left. It can still be streamed to its end for a while.
 INTERRUPTED = "interrupted"
-# What a response repeats of its request, and what it may be long for.
+# Request fields that a response repeats, and that may make it long.
 ECHOED = ("instructions", "metadata", "text", "tool_choice", "tools")
 # The part of the room for all responses that one may take with its request.
 LARGEST_PART = 16
@@ -40,7 +40,7 @@ class KeptResponse:
         api_key: Name of the key of its request; empty without keys.
         response: As clients see it.
         messages: The conversation before it, without instructions.
-        request: What does not change any more, as it is written: messages, and what `ECHOED` names.
+        request: The fixed part as written: messages, and the fields that `ECHOED` names.
         rank: See `running_rank`.
         at_work: Whether a gateway runs it.
     """
@@ -105,7 +105,7 @@ def as_written(messages: Sequence[Json], echoed: Mapping[str, Any], room_bytes: 
 
     Args:
         messages: The conversation, without instructions.
-        echoed: What the response repeats of it.
+        echoed: Request fields that the response repeats.
         room_bytes: For all kept responses.
 
     Raises:
@@ -137,7 +137,7 @@ REST_S = 5.0
 # The end of a response waits so long to be written, while the store is well: so any gateway can continue it at once.
 END_WAIT_S = 0.25
 MAX_WAITING_BYTES = 32 * 1024 * 1024
-# What a response that waits costs beside its texts.
+# Cost of a waiting response beside its texts.
 _OVERHEAD_BYTES = 4096
 
 _Name = tuple[str, str]
@@ -172,7 +172,7 @@ class KeepingWriter:
         self._keep = keep
         self._room = Shares(MAX_WAITING_BYTES, "bytes of responses that wait to be kept")
         self._waiting: dict[_Name, _Waiting] = {}
-        # Those that run here, and whether they were written before: then what is deleted does not come back.
+        # Responses that run here, and whether they were written before: deleted ones then do not come back.
         self._running: dict[_Name, bool] = {}
         self._came = asyncio.Event()
         self._failing = False

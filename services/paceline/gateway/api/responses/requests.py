@@ -178,8 +178,8 @@ def input_messages(body: ResponsesBody, unknown: UnknownFields) -> list[Json]:
 def _message(item: Any, field: str, unknown: UnknownFields) -> Json | None:
     """Returns an item as a message; None: it has nothing for the model.
 
-    Calls of tools that are no functions, and what these have answered, are read as those of functions. What a server
-    has run itself is left out, as is what only its author can read.
+    Calls of tools that are no functions, and what these have answered, are read as those of functions. A server's
+    own calls are left out, as are items that only their author can read.
     """
     kind = item.get("type") if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind == "message" or "role" in item:

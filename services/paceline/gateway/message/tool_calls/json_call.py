@@ -76,7 +76,7 @@ def _begin_alike(text: str, other: str) -> bool:
 
 
 class JsonCall(StatefulReader):
-    """One call, white space before it included.
+    """Reads a call, white space before it included.
 
     Args:
         only: Tools that alone are called, in calls that begin as `_BEGIN` does; empty: any, and members in any order.

@@ -101,7 +101,7 @@ class BareKeysObject(StatefulReader):
     """Reads one object with bare keys up to its end, and writes it as JSON.
 
     Args:
-        quote: What strings stand between; they hold no escapes.
+        quote: Marker around strings; they hold no escapes.
     """
 
     def __init__(self, quote: str) -> None:
