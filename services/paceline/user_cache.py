@@ -1,6 +1,6 @@
 """The folder for what can be made again: compiled kernels, what was learned, widened checkpoints.
 
-What lies there is believed, and kernels are run as they are found: no folder is used in which others may write.
+Files there are trusted, and kernels run as found: no folder is used in which others may write.
 """
 
 from __future__ import annotations

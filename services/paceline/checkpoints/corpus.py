@@ -40,7 +40,7 @@ _DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """One file of the library; `path` is relative to the library's root, with forward slashes."""
+    """A file of the library; `path` is relative to the library's root, with forward slashes."""
 
     path: str
     text: str

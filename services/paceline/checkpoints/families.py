@@ -1,6 +1,6 @@
 """Families of models: which engine serves which, and what stands in the way. Needs nothing but the standard library.
 
-One table serves our engine's refusals, `paceline models check` and `docs/models.md`. A quantisation and code of a
+This table serves our engine's refusals, `paceline models check` and `docs/models.md`. A quantisation and code of a
 checkpoint's own are judged here as well; the types of other fields are transformers' affair.
 """
 

@@ -1,4 +1,4 @@
-"""What makes two checkpoints the same: fingerprint of the weights, vocabulary, and the tokens that end a text."""
+"""Checkpoint identity: fingerprint of the weights, vocabulary, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class EndTokens:
 
     Attributes:
         ids: Within the vocabulary, in order.
-        ignored: What the files name beside them: ids outside the vocabulary.
+        ignored: Other ids that the files name, outside the vocabulary.
     """
 
     ids: tuple[int, ...]

@@ -155,7 +155,7 @@ def _check_readable(folder: Path, files: Sequence[str]) -> None:
     """Opens each file of a folder that will be read, as later it would be in the middle of a start.
 
     Raises:
-        OSError: One cannot be read, or the folder itself.
+        OSError: A file or the folder cannot be read.
     """
     if not folder.is_dir():
         return

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint folder, of all files that define it.
 
 tokenizer.json alone is not enough: fine-tunes keep the marks of their chats in tokenizer_config.json, older ones in
-added_tokens.json and special_tokens_map.json. What transformers makes of a folder is right, its order included, since a
+added_tokens.json and special_tokens_map.json. Transformers' reading of a folder is right, its order included, since a
 token that has no id yet gets the next free one.
 """
 
@@ -26,7 +26,7 @@ from paceline.core.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
-# Those whose own tokenizers transformers builds anew, with the setting in place of what tokenizer.json says.
+# Classes whose tokenizers transformers builds anew, with the setting in place of tokenizer.json's value.
 PREFIX_SPACE_CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer")
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 

@@ -28,7 +28,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(ServerConfig):
-    prompt: str = setting(help="What to continue.")
+    prompt: str = setting(help="Text to continue.")
     chat: bool = setting(False, help="Send the prompt as a user's message of a chat.")
     max_tokens: int = setting(128, help="Most tokens to generate.", low=1)
     temperature: float = setting(0.0, help="0 is greedy.", low=0.0, high=100.0)

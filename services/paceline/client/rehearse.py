@@ -69,7 +69,7 @@ class HelperLink:
 
     Attributes:
         vocab_size: Of the target.
-        rates: What plain steps and steps that draft are worth, by the logarithm of their sessions to the base 2; 0:
+        rates: Rates of plain steps and of steps that draft, by the logarithm of their sessions to the base 2; 0:
             not known.
         learned: All that the helper has learned.
     """
@@ -135,7 +135,7 @@ async def listening(paths: Sequence[Path]) -> AsyncIterator[list[HelperLink]]:
     """Connects to helpers: those at these sockets, or this user's only one here.
 
     Raises:
-        ConfigError: One does not listen, or which is meant is not clear.
+        ConfigError: A helper does not listen, or it is not clear which is meant.
     """
     async with AsyncExitStack() as stack:
         helpers: list[HelperLink] = []
@@ -240,7 +240,7 @@ class _Rehearsal:
         await asyncio.gather(*(helper.tell(drafts, over=over) for helper in self._helpers))
 
     def _rates(self, streams: int) -> list[tuple[float, float]]:
-        """What each helper knows of its share of so many streams."""
+        """Rates of each helper for its share of so many streams."""
         place = round(log2(max(1.0, streams / len(self._helpers))))
         return [helper.rates.get(place, UNKNOWN) for helper in self._helpers]
 
@@ -263,7 +263,7 @@ class _Rehearsal:
 
 
 def _choice(plain: float, drafting: float) -> str:
-    """What a controller does that knows these rates."""
+    """The controller's choice for these rates."""
     if not plain:
         return "not seen"
     return f"{'drafts' if drafting > plain else 'decodes plainly'} ({drafting / plain:.2f})"

@@ -51,13 +51,13 @@ _Call = grpc.aio.UnaryStreamCall[Any, gateway_pb2.GatewayGenerateResponse]
 
 @dataclass(slots=True)
 class Progress:
-    """What a client has of one completion."""
+    """A client's part of a completion so far."""
 
     session_id: str = ""
     num_tokens: int = 0
     num_chars: int = 0
     digest: TokenDigest = field(default_factory=TokenDigest)
-    # What a restarted stream will repeat, and the digest of what it has repeated so far.
+    # Tokens that a restarted stream will repeat, and the digest of the repeated ones so far.
     skip_tokens: int = 0
     skip_chars: int = 0
     skipped: TokenDigest = field(default_factory=TokenDigest)

@@ -28,7 +28,7 @@ class ServerConfig:
 
 @contextmanager
 def reached(url: str) -> Iterator[None]:
-    """Whatever keeps httpx from an answer becomes an error that names the URL."""
+    """Turns any httpx failure into an error that names the URL."""
     try:
         yield
     except httpx.InvalidURL as error:

@@ -122,7 +122,7 @@ def num_parameters(path: Path) -> int:
     """Returns how many numbers the weight files hold.
 
     Raises:
-        ConfigError: One is broken.
+        ConfigError: A weight file is broken.
     """
     total = 0
     for file in sorted(path.glob("*.safetensors")):
@@ -220,10 +220,10 @@ def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence
 
     Args:
         say: Gets a line before something is fetched.
-        files: Those of target and draft model that are needed here, see `folder_of`.
+        files: Files of target and draft model that are needed here, see `folder_of`.
 
     Raises:
-        ConfigError: One cannot be fetched; names its setting and says what to do.
+        ConfigError: A checkpoint cannot be fetched; names its setting and says what to do.
     """
     settings = {
         key: str(folder_of(str(value), f"--speculative-config {key}", say=say))
@@ -256,7 +256,7 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
 
 
 def _draft_folders(spec: FleetSpec) -> list[Path]:
-    """One for each method of the drafter tier.
+    """Returns a folder for each method of the drafter tier.
 
     Raises:
         ConfigError: None is named.

@@ -1,7 +1,7 @@
 """`paceline demo`: a real fleet streams completions with and without speculation, and compares every text.
 
 A few prompts are streamed to the screen both ways; then a table measures both ways, greedy and sampled, at two
-concurrencies. What the benches of a checkout measure with care, this shows in a minute.
+concurrencies. The demo takes a minute; the benches of a checkout measure with care.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DemoConfig:
 
 
 class Line(NamedTuple):
-    """What two lines of the table measure, one for each way."""
+    """Measurements of two table lines, one for each way."""
 
     concurrency: int
     temperature: float
@@ -73,7 +73,7 @@ def said_of(temperature: float) -> str:
 
 @dataclass(slots=True)
 class Completion:
-    """What one request brought: its text, its speed and its speculation record."""
+    """A request's result: its text, its speed and its speculation record."""
 
     text: str = ""
     # When each piece came, and the tokens so far.

@@ -1,4 +1,4 @@
-"""What the commands around a fleet share: lines and tables for a terminal, and a fleet that runs until Ctrl-C."""
+"""Shared parts of the fleet commands: lines and tables for a terminal, and a fleet that runs until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def until_ctrl_c(
 
     Args:
         run_fleet: Sets the first event when the fleet is up, and stops it when the second one is set.
-        grace_s: What its services get to end in.
+        grace_s: Time for its services to end.
     """
     stop, started = asyncio.Event(), asyncio.Event()
     install_signal_handlers(stop)

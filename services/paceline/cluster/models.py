@@ -32,7 +32,7 @@ PROG = "paceline models"
 CHECK_DESCRIPTION = "Says which engine serves a model; reads its JSON settings alone."
 FETCH_DESCRIPTION = (
     "Fetches a checkpoint of the Hugging Face Hub into its cache (HF_HOME), with the token HF_TOKEN, and prints the "
-    "folder. What is there already is not fetched again."
+    "folder. Files already there are not fetched again."
 )
 DECODERS = {
     LEAN: "serves it, by the decoder made for it",

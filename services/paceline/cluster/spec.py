@@ -1,4 +1,4 @@
-"""What a fleet on one machine consists of: settings in, commands of its processes out.
+"""The parts of a fleet on one machine: settings in, commands of its processes out.
 
 Pure, except that it looks which ports and CPUs are free. It knows the services by their flags, and lets their own
 classes check these before a process is started.
@@ -55,7 +55,7 @@ FREE_PORTS: dict[str, Any] = {
     "drafter_metrics_port": 0,
     "redis_port": 0,
 }
-# What a service needs whatever its model, when memory is shared out.
+# Memory of a service apart from its model, when memory is shared out.
 SERVICE_BYTES = 10**9
 LEAST_SHARE = 0.01
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
@@ -122,7 +122,7 @@ class FleetSpec:
         True, help="Let verifiers use the drafters' CPUs while drafters idle; --no-lend is as on separate machines."
     )
     verifier_engine: str = setting(
-        PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM)
+        PACELINE, help="Engine that runs the target: our own, or vLLM.", choices=(PACELINE, VLLM)
     )
     simulate: str = setting(
         "",
@@ -447,7 +447,7 @@ def check_settings(role: str, argv: Sequence[str], environ: Mapping[str, str]) -
     """Reads the settings of a service, and opens the files that they name, as it will do itself.
 
     Raises:
-        ConfigError: One is wrong; names its flag.
+        ConfigError: A setting is wrong; names its flag.
     """
     module, name = CONFIG_CLASSES[role]
     config = load(getattr(import_module(module), name), argv, environ, f"paceline {role}", "")

@@ -234,8 +234,8 @@ class ProcessSupervisor:
         """Starts processes side by side and returns when all are well.
 
         Raises:
-            ConfigError: One ended before; the others keep running until `stop`.
-            UnavailableError: One was not well within `timeout_s` seconds.
+            ConfigError: A service ended before; the others keep running until `stop`.
+            UnavailableError: A service was not well within `timeout_s` seconds.
         """
         stage: list[Child] = []
         self._stages.append(stage)

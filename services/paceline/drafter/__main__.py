@@ -49,7 +49,7 @@ async def serve(config: DrafterConfig) -> None:
 
     Raises:
         ConfigError: A setting, the checkpoint, a port or the registry makes serving impossible.
-        Exception: Whatever broke the engine.
+        Exception: The error that broke the engine.
     """
     logger.info("starting", extra=loggable(config))
     registry = service_registry(DRAFTER)

@@ -22,7 +22,7 @@ class DrafterConfig(ModelServiceConfig):
     )
     engine: str = setting(
         PACELINE,
-        help="What computes the model; simulated computes nothing, and takes the time that --profile says.",
+        help="Engine that runs the model; simulated computes nothing, and takes the time that --profile says.",
         choices=(PACELINE, SIMULATED),
     )
     profile: str = setting(

@@ -71,7 +71,7 @@ class DraftHost:
     async def converse(
         self, requests: AsyncIterator[Sequence[ToDrafter]]
     ) -> AsyncGenerator[Sequence[ToVerifier], None]:
-        """One verifier's stream: its messages go in, the engine's answers come out, in parts.
+        """A verifier's stream: its messages go in, the engine's answers come out, in parts.
 
         Raises:
             RemoteProtocolError: The verifier broke the protocol.

@@ -23,7 +23,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     async def Draft(
         self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:
-        """One verifier's stream; if the verifier breaks the protocol, it ends with a status that names the problem."""
+        """A verifier's stream; if the verifier breaks the protocol, it ends with a status that names the problem."""
         del context
         requests = aiter(request_iterator)
         await self._receive_hello(requests)

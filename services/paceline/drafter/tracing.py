@@ -30,7 +30,7 @@ _Key = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class _DraftTrace:
-    """One traced session, from its opening to its end."""
+    """A traced session, from its opening to its end."""
 
     span: Span
     committed_len: int

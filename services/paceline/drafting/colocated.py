@@ -19,7 +19,7 @@ from paceline.service.learned import Learned
 # Stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"
 _LINK = 0
-# What a level of guesses is taken to last before one was seen, and the weight of a new one.
+# Assumed time of a level of guesses before the first is measured, and the weight of a new measurement.
 FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
 
 
@@ -52,7 +52,7 @@ class ColocatedEngine:
         return 0.0
 
     def learned(self) -> Learned:
-        """What a successor may begin with."""
+        """Learned tuning for a successor."""
         return self._target.learned()
 
     @property

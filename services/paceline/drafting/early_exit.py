@@ -38,7 +38,7 @@ class EarlyExitSource(LocalSource[Followed]):
     """Grows trees by passes through some of the target's layers.
 
     Args:
-        layers: Those that draft, in the order in which they run.
+        layers: Layers that draft, in the order in which they run.
         cost: Time of a pass through them as a share of a step's.
         width: Guesses below each node.
     """
@@ -112,7 +112,7 @@ class EarlyExitSource(LocalSource[Followed]):
         return [growth.survivals for growth in growths]
 
     def _expand(self, leaves: Sequence[_Leaf], cache: KVCache, scratch: SlotPool, slots: list[int]) -> None:
-        """One pass: computes roots or leaves, and offers guesses below them; notes the slots it takes."""
+        """Runs a pass: computes roots or leaves, and offers guesses below them; notes the slots it takes."""
         builder = BatchBuilder()
         computed: list[tuple[_Leaf, list[int], _Slots]] = []
         for leaf in leaves:

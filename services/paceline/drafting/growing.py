@@ -1,4 +1,4 @@
-"""What sources inside the verifier have in common: guesses from a row of logits, and growing a tree best first."""
+"""Shared parts of sources inside the verifier: guesses from a row of logits, and growing a tree best first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import DraftTree
 from paceline.engine.source_interface import Followed, Turn
 
-# What a source needs to know of a node to guess its children.
+# State of a node from which a source guesses its children.
 State = TypeVar("State")
 
 

@@ -62,7 +62,7 @@ class NgramFollower:
     Args:
         tokens: The session's committed tokens; read as they grow.
         output_at: Where in them the output begins.
-        predicted: What the client predicts of the output; empty: nothing.
+        predicted: The client's prediction of the output; empty: none.
     """
 
     def __init__(self, tokens: Sequence[int], output_at: int = 0, predicted: Sequence[int] = ()) -> None:

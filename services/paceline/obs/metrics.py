@@ -1,7 +1,7 @@
 """Prometheus metrics under the names users know from vLLM, and our own under `paceline:`.
 
-One small class per service makes its metrics. Engines count by a metric's name (`StepReport`), so a new one of theirs
-is made here and counted there; other callers count on the objects. prometheus-client adds `_total` to counters itself.
+Each service has a small class that makes its metrics. Engines count by a metric's name (`StepReport`), so a new engine
+metric is made here and counted there; other callers count on the objects. prometheus-client adds `_total` to counters itself.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-# What steps do that do not draft, and those that do.
+# Modes of steps without and with drafts.
 MODES = ("plain", "drafting")
 # Why sessions continue without their drafter: its stream is lost, it broke the protocol, is silent, or has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
@@ -242,7 +242,7 @@ def rows_label(num_rows: int) -> str:
 
 
 class VerifierMetrics:
-    """What a verifier counts."""
+    """Metrics of a verifier."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         meter = Meter(registry, model_name)
@@ -336,7 +336,7 @@ def _of_pages(meter: Meter) -> None:
 
 
 class DrafterMetrics:
-    """What a drafter counts."""
+    """Metrics of a drafter."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         meter = Meter(registry, model_name)
@@ -353,7 +353,7 @@ class DrafterMetrics:
 
 
 class ModelMetrics:
-    """What a gateway counts of one model."""
+    """Metrics of a gateway for a model."""
 
     def __init__(self, meter: Meter) -> None:
         self.time_to_first_token = _latency(
@@ -381,7 +381,7 @@ class ModelMetrics:
 
 
 class GatewayMetrics:
-    """What a gateway counts.
+    """Metrics of a gateway.
 
     Args:
         registry: Where it is shown.

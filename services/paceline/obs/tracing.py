@@ -52,7 +52,7 @@ ENDPOINT_HELP = (
     f"{_VARIABLES}ENDPOINT, or no traces."
 )
 
-# What HTTP answers with 4xx: OpenTelemetry's conventions leave the status of a server's span unset then.
+# Status codes that HTTP answers with 4xx: OpenTelemetry's conventions leave the status of a server's span unset then.
 OF_CLIENTS = (
     EndsEnginesError,
     InvalidRequestError,

@@ -102,7 +102,7 @@ class Request:
     Attributes:
         number: Decides its text.
         pieces: When tokens came and how many, `(seconds, tokens)`.
-        record: What speculation did for it.
+        record: Its speculation counts.
     """
 
     number: int

@@ -52,7 +52,7 @@ class Plan:
 
     Args:
         outcome: Of one cell.
-        offered_tokens_per_s: What the load asks of the whole fleet.
+        offered_tokens_per_s: Tokens that the load asks of the whole fleet.
         meets: Whether the goals are met.
     """
 
@@ -103,8 +103,8 @@ def least_fleet(
 
     Args:
         ratio: Verifiers to a drafter, for a tier.
-        load: What the fleet has to carry.
-        goal: What clients must get.
+        load: Load of the fleet.
+        goal: Goals that clients must get.
         seed: Of the luck.
     """
 

@@ -1,1 +1,1 @@
-"""What every process has: settings, TLS, gRPC's interceptors and status codes, supervision, start and stop."""
+"""Shared parts of all processes: settings, TLS, gRPC's interceptors and status codes, supervision, start and stop."""

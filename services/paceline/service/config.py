@@ -134,7 +134,7 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
     """Builds the configuration from a section of a file: field names and their values, no flags, no environment.
 
     Args:
-        config_class: What to build; a field may be such a class itself, and takes an object.
+        config_class: Class to build; a field may be such a class itself, and takes an object.
         values: By field name; a field that may be repeated takes a list.
         where: Prefix of the names in messages, such as `verifier.`; may be empty.
 
@@ -161,7 +161,7 @@ def _from_file(option: _Option, value: Any, source: str) -> Any:
 
 @contextmanager
 def named(flag: str, value: object) -> Iterator[None]:
-    """Whatever a library raises while a setting is read at start becomes one line that names its flag and value.
+    """Turns any library error while a setting is read at start into one line that names its flag and value.
 
     For reading alone: of code of ours the stack would be missed. Errors of ours that name a flag stay as they are.
     """
@@ -204,7 +204,7 @@ def parse_cpus(name: str, text: str) -> frozenset[int]:
 def as_called(command: str) -> str:
     """Returns `paceline COMMAND` as whoever started this process would type it.
 
-    That is `python -m paceline COMMAND`, `python -m paceline.COMMAND` where a service was started as a module, the path
+    It is `python -m paceline COMMAND`, `python -m paceline.COMMAND` where a service was started as a module, the path
     of the program where no search path leads to it, and `command` itself in any other program.
     """
     module = getattr(sys.modules["__main__"], "__spec__", None)

@@ -69,7 +69,7 @@ def may_take(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, t
     Args:
         wanted: How much more.
         key: Name of the key that asks.
-        held: What each key holds; a key that holds nothing may be left out.
+        held: Amount held by each key; a key that holds nothing may be left out.
         num_keys: Keys that could ask.
         total: All there is.
     """
@@ -78,7 +78,7 @@ def may_take(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, t
         # Of what is whole, anything fits: what is refused now would be refused for ever.
         return left >= 0
     num_holders = 1 + sum(1 for name, amount in held.items() if amount and name != key)
-    # One part is that of the next key that asks.
+    # Reserves a part for the next key that asks.
     share = max(1, total // (num_holders + (num_keys > num_holders)))
     kept_free = -(-total // FREE_PART) if num_keys > 1 else 0
     return left >= (0 if held.get(key, 0) + wanted <= share else kept_free)
@@ -193,7 +193,7 @@ class _Turn(NamedTuple):
 
 
 class Lease:
-    """What a caller holds; a context manager that gives it back."""
+    """A caller's holding; a context manager that gives it back."""
 
     def __init__(self, shares: Shares, caller: Caller) -> None:
         self.caller = caller
@@ -246,7 +246,7 @@ class FairThreads:
         Raises:
             OverloadedError: It has waited too long.
         """
-        # One caller may have all threads: others come next.
+        # A single caller may have all threads: others come next.
         with self._threads.take(0, Caller(name=owner)) as held:
             try:
                 async with asyncio.timeout(self._longest_wait_s):

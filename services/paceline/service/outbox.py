@@ -1,4 +1,4 @@
-"""What waits for a peer, bounded in bytes: one that does not read costs no more memory than that, and loses its stream.
+"""Outbox for a peer, bounded in bytes: a peer that does not read costs no more memory, and loses its stream.
 
 A bound on messages is none: a peer that asks for large ones, and reads none of them, would fill the memory.
 """
@@ -22,12 +22,12 @@ _PartT = TypeVar("_PartT")
 
 
 class WaitingBytes:
-    """Counts what waits for a peer. What comes while nothing waits is taken whole, and is not counted until then again.
+    """Counts the bytes that wait for a peer.
 
-    When a stream comes up, all its sessions are opened with all their tokens.
+    A message to an empty outbox is taken whole, and not counted until the outbox is empty again: when a stream comes up, all its sessions are opened with all their tokens.
 
     Args:
-        most_bytes: That may wait.
+        most_bytes: Bytes that may wait.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -55,7 +55,7 @@ class Outbox(Generic[_PartT]):
     """Parts of messages to one peer, in order; belongs to one event loop.
 
     Args:
-        most_bytes: That may wait; see `WaitingBytes`.
+        most_bytes: Bytes that may wait; see `WaitingBytes`.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -46,7 +46,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # What gRPC really waits for an answer: a minute otherwise.
+    # The time that gRPC really waits for an answer: a minute otherwise.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )

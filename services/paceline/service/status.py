@@ -38,7 +38,7 @@ from paceline.core.errors import (
 from paceline.service.interceptors import WrappingInterceptor, behaviour_of, inside, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
-# What generated servicers raise for methods that they lack.
+# Text that generated servicers raise for missing methods.
 NOT_SERVED = "Method not implemented!"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
 # Status and details travel as headers; a client drops a call whose headers exceed 8 KiB, escapes included.
@@ -48,7 +48,7 @@ MAX_FIELD_CHARS = 64
 MAX_RETRY_AFTER_S = 3600.0
 # In gRPC's status of a call whose answer is above the caller's limit.
 _ITS_MESSAGE = "CLIENT: Received message larger than max"
-# What gRPC's client says, now and then, of a stream that is refused while it still writes: the status itself is lost.
+# Text of gRPC's client, now and then, for a stream refused while it still writes: the status itself is lost.
 _STATUS_LOST = "Internal error from Core"
 
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (

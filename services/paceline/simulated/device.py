@@ -175,7 +175,7 @@ class SimulatedDraft:
     Args:
         law: Of the target's texts.
         pace: Of its device.
-        truth: What it guesses.
+        truth: Distribution of its guesses.
     """
 
     feature_width = state_width = 0

@@ -90,7 +90,7 @@ class DrafterFacts(DeviceFacts):
 class Profile:
     """All facts of a pair of models on its hardware."""
 
-    name: str = setting(help="What tables call it.")
+    name: str = setting(help="Name in tables.")
     kind: str = setting(help="Whether it was measured or computed.", choices=(MEASURED, COMPUTED))
     origin: str = setting(help="Where the figures come from, in a sentence.")
     target: DeviceFacts = setting(help="The target model.")
@@ -99,7 +99,7 @@ class Profile:
     colocated_kv_tokens: int = setting(
         help="Tokens of KV that a drafter on the target's devices leaves the target.", low=1
     )
-    acceptance: GuessLaw = setting(help="What the drafter guesses, and whether it is right.")
+    acceptance: GuessLaw = setting(help="The drafter's guesses, and whether they are right.")
     drafting_overhead: float = setting(
         0.0, help="Share by which the target's steps take longer while drafters work.", low=0
     )

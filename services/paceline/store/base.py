@@ -18,13 +18,13 @@ from paceline.core.messages import ModelIdentity
 
 # The rank that nothing replaces.
 FINAL = 1 << 52
-# What a document costs the store beside its body.
+# Cost of a document in the store beside its body.
 OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What is kept.
+    """A kept document.
 
     Attributes:
         keeper: Whom it is kept for; empty: anyone.
@@ -82,7 +82,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One running service, as the registry describes it.
+    """A running service, as the registry describes it.
 
     Attributes:
         address: Where its gRPC server is reached, `host:port`.
@@ -117,7 +117,7 @@ class SessionState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What the fleet remembers of a session; its token ids are in the log beside it.
+    """The fleet's record of a session; its token ids are in the log beside it.
 
     Attributes:
         owner: Replica id of the gateway that runs it.
@@ -196,7 +196,7 @@ class Store(Protocol):
 
     @property
     def documents(self) -> Documents:
-        """What gateways keep for their callers."""
+        """Documents that gateways keep for their callers."""
 
     @property
     def num_bad_entries(self) -> int:

@@ -75,7 +75,7 @@ def open_store(url: str, setting: str = "--redis-url") -> Store:
 
     Args:
         url: The URL; an option of redis-py may follow a question mark.
-        setting: What it was given by, for errors.
+        setting: The setting that gave it, for errors.
 
     Raises:
         ConfigError: The URL has another scheme, or an option that is not known or has a bad value.

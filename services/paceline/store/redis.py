@@ -1,7 +1,7 @@
 """The store on a Redis 7.0 or Valkey server.
 
 A replica is one JSON string with a time to live and an entry in an index set; a session is one hash, and its token
-log one string of four bytes a token. Whole keys expire, no fields. What must be atomic is a Lua script. A key's name
+log one string of four bytes a token. Whole keys expire, no fields. Atomic operations are Lua scripts. A key's name
 begins with `paceline:`; both keys of a session hash to one slot.
 
 A server at its `maxmemory` refuses writes that may grow. Registry and claims are small and bounded, so their scripts
@@ -199,7 +199,7 @@ URL_OPTIONS = URL_FILES | {
     "ssl_min_version", "ssl_password", "username",
 }  # fmt: skip
 SOCKET_TIMEOUT_S = 1.0
-# One try over a connection that went stale, one over a new one, and the time to connect.
+# A try over a stale connection, another over a new one, and the time to connect.
 CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
@@ -290,7 +290,7 @@ class RedisStore:
     """A store on a real server; connections are made when first needed, and again after a loss.
 
     Attributes:
-        documents: What gateways keep for their callers.
+        documents: Documents that gateways keep for their callers.
     """
 
     def __init__(self, url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
@@ -302,7 +302,7 @@ class RedisStore:
             socket_connect_timeout=socket_timeout_s,
             retry=Retry(NoBackoff(), 1),
         )
-        # What an option makes impossible shows when a connection is made, before it is dialled.
+        # Impossible options show when a connection is made, before it is dialled.
         self._client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         # Why entries were left out, by their names.
         self._bad_entries: dict[str, str] = {}

@@ -32,8 +32,8 @@ FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 0.5
 # The round trip is the shortest of several pings, since event loops may be busy; repeated, since paths change.
 PINGS, PING_TIMEOUT_S, PING_PERIOD_S = 5, 1.0, 60.0
-# A drafter that leaves more unread counts as dead; it is dialled again, and its sessions are opened again. One that
-# said of its sessions in each step that it knew nothing, and did not read, was sent gigabytes.
+# A drafter that leaves more unread counts as dead; it is dialled again, and its sessions are opened again. A drafter
+# that said of its sessions in each step that it knew nothing, and did not read, was sent gigabytes.
 OUTBOX_BYTES = 64 * 1024 * 1024
 _OPTIONS = (
     *{**dict(CHANNEL_OPTIONS), "grpc.max_receive_message_length": MAX_RESPONSE_BYTES}.items(),
@@ -44,7 +44,7 @@ _OPTIONS = (
 
 
 class DrafterLink:
-    """One drafter's stream, kept up by a task.
+    """A drafter's stream, kept up by a task.
 
     Args:
         address: Where the drafter listens, `host:port`.

@@ -1,6 +1,6 @@
-"""What gateways are yet to be told of their sessions: what a step committed, or several while many sessions run.
+"""Unsent messages to gateways about their sessions: tokens of a step, or of several while many sessions run.
 
-A gateway has one stream, and gets one message at a time for all its sessions. What a session costs it and its client
+A gateway has one stream, and gets one message at a time for all its sessions. The cost of a session for both ends
 grows with the pieces of a text: with few sessions the tokens of each step go out at once; with more they gather longer,
 and those of all sessions leave together.
 """
@@ -36,7 +36,7 @@ RECORD_S = 2.0
 
 
 class SessionLog:
-    """One session's tokens until its gateway is told.
+    """A session's tokens until they are sent to its gateway.
 
     The first tokens and the last may leave at once.
 
@@ -78,7 +78,7 @@ class SessionLog:
         self.gateway.waiting.add(sum(size for _, size in pieces))
         self._waiting += pieces
         if self._released_s is None or committed.result is not None:
-            # What comes before the first token, such as that it runs, leaves at once as well.
+            # Messages before the first token, such as that it runs, leave at once as well.
             self.release(now_s if committed.token_ids else None)
 
     def gathered(self, now_s: float) -> None:
@@ -253,7 +253,7 @@ class Gathering:
 
     Args:
         longest_s: Longest time for which tokens gather; 0: those of each step go out at once.
-        sessions: Those that run.
+        sessions: Running sessions.
         per_session_s: Adds up over the sessions under way, to `longest_s` at most.
     """
 
@@ -289,7 +289,7 @@ class Gathering:
 
 
 def in_pieces(committed: CommittedTokens) -> Iterator[CommittedTokens]:
-    """What a step committed of a session, with many log probabilities of a prompt apart."""
+    """Splits a step's tokens of a session, with many log probabilities of a prompt apart."""
     judged, first, start = committed.prompt_logprobs, committed.prompt_offset, 0
     for start in range(JUDGED_AT_ONCE, len(judged), JUDGED_AT_ONCE):
         at = start - JUDGED_AT_ONCE
@@ -299,7 +299,7 @@ def in_pieces(committed: CommittedTokens) -> Iterator[CommittedTokens]:
 
 
 def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
-    """One message with the tokens of several steps of a session, in order."""
+    """Joins a session's tokens of several steps in one message, in order."""
     if len(parts) == 1:
         return parts[0]
     return CommittedTokens(

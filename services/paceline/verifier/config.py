@@ -45,7 +45,7 @@ class VerifierConfig(ModelServiceConfig):
     )
     engine: str = setting(
         PACELINE,
-        help="What computes the model: our own engine, or vLLM where it is installed in the same Python; simulated "
+        help="Engine that runs the model: our own, or vLLM where it is installed in the same Python; simulated "
         "computes nothing, and takes the time that --profile says.",
         choices=(PACELINE, VLLM, SIMULATED),
     )

@@ -1,6 +1,6 @@
-"""Who rehearses: one verifier of a kind does, and the others read what it has learned.
+"""Shares rehearsals: one verifier of a kind rehearses, and the others read the learned tuning.
 
-That lies in the learned directory, and in the store for verifiers on other machines of the same kind.
+The tuning lies in the learned directory, and in the store for verifiers on other machines of the same kind.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rehearser:
     Args:
         served: The engine, and where what it learns is kept.
         post: Hands the engine an event.
-        learned: What the engine has learned up to now.
+        learned: Tuning that the engine has learned so far.
 
     Attributes:
         done: Set once both modes are known, or nobody will find out.
@@ -127,17 +127,17 @@ class Rehearser:
 
 
 class SharedTuning:
-    """What one kind of verifiers has learned, in the store; where that does not answer, everyone rehearses.
+    """Tuning of a kind of verifiers, in the store; where the store does not answer, everyone rehearses.
 
     Args:
-        kind: What such verifiers have in common.
+        kind: Kind of these verifiers.
     """
 
     def __init__(self, documents: Documents, kind: str) -> None:
         self._documents, self._kind = documents, kind
 
     async def learned(self) -> bytes:
-        """What another one has learned, JSON; empty: nothing yet."""
+        """Tuning that another verifier has learned, JSON; empty: nothing yet."""
         with suppress(UnavailableError):
             known = await self._documents.kept(KEEPER, self._kind)
             if known is not None:
@@ -151,7 +151,7 @@ class SharedTuning:
             if known is not None and (known.body or known.at_work):
                 return False
             if known is not None:
-                # Whoever was at it is gone.
+                # The verifier that rehearsed is gone.
                 await self._documents.forget(KEEPER, self._kind)
             return await self._keep(b"", 0) is Keeping.DONE
         except UnavailableError:

@@ -25,10 +25,10 @@ ALONE = (replace(GREEDY, logprobs=1), replace(SAMPLED, frequency_penalty=0.1))
 
 
 class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
-    """What runs the target model."""
+    """An engine that runs the target model."""
 
     def learned(self) -> Learned:
-        """What a successor may begin with."""
+        """Learned tuning for a successor."""
         ...
 
     @property

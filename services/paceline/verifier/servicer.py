@@ -23,7 +23,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     async def Verify(
         self, request_iterator: AsyncIterator[verifier_pb2.VerifyRequest], context: Any
     ) -> AsyncIterator[verifier_pb2.VerifyResponse]:
-        """One gateway's stream; if the gateway breaks the protocol, it ends with a status that names the problem."""
+        """A gateway's stream; if the gateway breaks the protocol, it ends with a status that names the problem."""
         del context
         requests = aiter(request_iterator)
         first = await self._hello(requests)

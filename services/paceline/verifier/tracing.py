@@ -24,7 +24,7 @@ from paceline.obs.tracing import (
 
 
 class SessionTrace:
-    """One session from its request to its end, made by `traced_session`.
+    """A session from its request to its end, made by `traced_session`.
 
     Args:
         tracer: Records its spans, if it does.

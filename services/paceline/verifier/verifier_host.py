@@ -254,7 +254,7 @@ class TargetHost:
         self._post(Paired(number=session.number, address=address))
 
     async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[verifier_pb2.VerifyResponse, None]:
-        """One gateway's stream: it starts sessions and leaves them, and is told what becomes of them.
+        """A gateway's stream: it starts sessions and leaves them, and receives their outcomes.
 
         Sessions end with it, within one step. If a session already runs here, the newer epoch takes it over, and the
         older one ends with an error.
@@ -386,7 +386,7 @@ class TargetHost:
             self._begin(mine)
 
     def _methods(self, request: GenerateRequest) -> frozenset[str]:
-        """Those of the tier by which a session may be drafted."""
+        """Tier methods by which a session may be drafted."""
         wanted = frozenset(request.speculation.methods or self.identity.methods) & frozenset(TIER_METHODS)
         return wanted if request.speculation.cap else frozenset()
 
@@ -419,7 +419,7 @@ class TargetHost:
         session.closing.__exit__(type(error) if error else None, error, None)
 
     def _withdraw(self, number: int) -> None:
-        """What waits for a long step stays bounded by the sessions under way."""
+        """Withdraws a session's events, so that the queue during a long step stays bounded by the sessions."""
         withdrawn = self.engine.withdraw(lambda event: isinstance(event, Submit | Paired) and event.number == number)
         if not any(isinstance(event, Submit) for event in withdrawn):
             # If the engine has ended it, this does nothing.
@@ -431,7 +431,7 @@ class TargetHost:
         try:
             if self._served.grammars is None:
                 raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
-            # What a session has used up may be why it was placed anew.
+            # The session may have been placed anew because its lexer was used up.
             alone = bool(request.committed_token_ids)
             compiling = partial(self._served.grammars.compile, request.sampling.grammar, request.tenant, alone=alone)
             grammar = await self._compiling.run(compiling, request.tenant)
@@ -522,7 +522,7 @@ class TargetHost:
         try:
             self._hand_on(output)
         except Exception:
-            # What did not reach the logs is lost; gateways place these sessions anew.
+            # Tokens that did not reach the logs are lost; gateways place these sessions anew.
             logger.exception("a step could not be handed on")
             for number, _ in output.committed:
                 if number in self._sessions:

@@ -2,7 +2,7 @@
 
 The helper writes each session's tree as it grows. The proposer follows committed tokens down it, takes the chain of
 highest survival below them, and tells the helper afterwards. A record that is read while it is written has another
-checksum: the whole step then asks the helper, and waits. One that is behind ends where the text has left it, which
+checksum: the whole step then asks the helper, and waits. A record that is behind ends where the text has left it, which
 costs its session's guesses alone.
 """
 
@@ -42,8 +42,8 @@ class ReadyDrafts:
     Attributes:
         token_ids: A chain, which begins with the next token.
         expected: Tokens that a step with it commits.
-        gain: What the next nodes of its drafter would add; 0: nothing, or none are to come.
-        wait_share: What waiting for them takes, in steps.
+        gain: Gain of its drafter's next nodes; 0: nothing, or none are to come.
+        wait_share: Waiting time for them, in steps.
     """
 
     token_ids: Sequence[int]
@@ -77,7 +77,7 @@ class BoardTree:
     parents: Sequence[int]
 
     def at_hand(self, new_token_ids: Sequence[int], most: int) -> ReadyDrafts:
-        """What the tree holds below the tokens that were committed since.
+        """Drafts in the tree below the tokens that were committed since.
 
         Args:
             new_token_ids: They come after the first `committed_len`.

@@ -29,7 +29,7 @@ from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
 
-# What the calibration of drafters is kept as: all of them are one, since they have other addresses after a restart.
+# Key of the drafters' calibration: all of them share it, since they have other addresses after a restart.
 DRAFTERS = "drafters"
 
 
@@ -88,7 +88,7 @@ class ChainScheduler:
         """Whether drafters are active; if not, the proposer need not wait for chains."""
         return self._drafts.drafters_work(_forest_rows(self._rows))
 
-    # What happens
+    # Events
 
     def commit(self, message: StepMessage, now_s: float) -> None:
         """A step of vLLM has ended.
@@ -204,7 +204,7 @@ class ChainScheduler:
             self._tier.pair(session.link, address, now_s)
         return len(changed)
 
-    # What comes of it
+    # Outcomes
 
     def patience_s(self, now_s: float) -> float:
         """Seconds for which it pays to wait for guesses; see `StepDrafts.worth_waiting`."""
@@ -295,10 +295,10 @@ class ChainScheduler:
         self._drafts.show_lag(_forest_rows(self._rows), report)
         return report
 
-    # What is learned
+    # Learning
 
     def learned(self) -> dict[str, Any]:
-        """What a successor may begin with."""
+        """Learned tuning for a successor."""
         if not self._clock.knows:
             return dict(self._learned)
         return {

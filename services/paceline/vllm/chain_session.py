@@ -1,4 +1,4 @@
-"""One row of vLLM in the tier: its committed tokens, the tree of guesses, and its drafter."""
+"""A row of vLLM in the tier: its committed tokens, the tree of guesses, and its drafter."""
 
 from __future__ import annotations
 

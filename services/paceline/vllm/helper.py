@@ -105,7 +105,7 @@ class Helper:
         # The step whose commit is on its way to drafters, and of which nothing else is done yet.
         self._unanswered: StepMessage | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # What the proposer was last sent as `ChainsMessage.awaits`.
+        # Last `ChainsMessage.awaits` sent to the proposer.
         self._awaits = False
         self.ended = asyncio.Event()
 
@@ -163,7 +163,7 @@ class Helper:
                 self._go_on(message)
 
     def _go_on(self, message: StepMessage) -> None:
-        """What is left to do of a step once drafters have its commit."""
+        """Finishes a step once drafters have its commit."""
         if message.awaited:
             self._awaited = message.step
             self._answer_or_wait()

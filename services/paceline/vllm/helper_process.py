@@ -87,7 +87,7 @@ class HelperProcess:
 
     @property
     def board(self) -> SharedTrees | None:
-        """What the helper has at hand; None without a helper."""
+        """The helper's shared trees; None without a helper."""
         return self._life.board if self._life else None
 
     def start(self) -> None:
@@ -245,7 +245,7 @@ class HelperProcess:
 
 @dataclass(slots=True)
 class _Life:
-    """One helper process, our end of its socket, and its board.
+    """A helper process, our end of its socket, and its board.
 
     Attributes:
         given_up: The reason, if we killed it.

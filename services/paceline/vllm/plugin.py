@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _unsupported(theirs: Callable[..., list[str]], vllm_config: Any) -> list[str]:
-    """What V2 lacks; the tier where nobody has asked for it there, and by our name."""
+    """Features that V2 lacks; the tier where nobody has asked for it there, and by our name."""
     ours = f"speculative method '{METHOD}'"
     features = theirs(vllm_config)
     if not uses_tier(vllm_config):
@@ -56,7 +56,7 @@ def _made(theirs: Callable[..., Any], vllm_config: Any, device: Any, req_states:
 
 
 def _taken(theirs: Callable[..., Any], runner: Any) -> Any:
-    """What vLLM's scheduler is told of the guesses: with ours, as many of each request as there are."""
+    """Reports the real number of drafts per request to vLLM's scheduler."""
     from vllm.v1.outputs import DraftTokenIds  # type: ignore[import-not-found]
 
     from paceline.vllm.speculator import Speculator

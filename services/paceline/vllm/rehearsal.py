@@ -18,7 +18,7 @@ from typing import Any
 from paceline.core.draft_policy import Goodput
 from paceline.service.learned import Learner, resume
 
-# Whoever rehearses says the same again several times a second, while it lives; and the longest line: what is learned
+# The client resends its command as a heartbeat, several times a second; and the longest line: learned tuning
 # has some thousand bytes.
 SILENCE_S, LINE_BYTES = 10.0, 1 << 20
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModeCommand:
-    """What a line says.
+    """The command in a line.
 
     Raises:
         ValueError: It is not understood.
@@ -98,7 +98,7 @@ class Rehearsal:
         return self.state()
 
     def state(self) -> Mapping[str, Any]:
-        """What only the helper knows: the vocabulary, rates by load, whether drafters answer, what was learned."""
+        """State that only the helper has: the vocabulary, rates by load, whether drafters answer, learned tuning."""
         return {
             "vocab_size": self._vocab_size,
             "rates": self._policy.mode.learned(),
@@ -108,7 +108,7 @@ class Rehearsal:
         }
 
     def _obey(self, order: ModeCommand) -> None:
-        """Has steps draft or not from now on. What was seen before counts for little."""
+        """Has steps draft or not from now on. Earlier measurements count for little."""
         self.unasked = order.unasked
         if order.learned is not None:
             resume(self._learner, json.dumps(order.learned).encode(), "another verifier")

@@ -19,7 +19,7 @@ class RequestStep:
     Attributes:
         names: Of the requests.
         lengths: Tokens of each after the step; while a prompt is being read, the whole prompt's.
-        sampled: What each has just committed; none while its prompt is being read.
+        sampled: Tokens that each has just committed; none while its prompt is being read.
         verified: Guesses of each that the step verified.
         text: Returns all tokens of a row, given its index; slow.
         live: Names of all requests that have not ended.
@@ -51,7 +51,7 @@ class RequestSessions:
         """Adds a step.
 
         Args:
-            step: What vLLM has done.
+            step: The step that vLLM has run.
             most_opened_tokens: Bound on the tokens of new sessions, in all; rows beyond it get no session yet.
         """
         closed = [self._close(name) for name in [*self._sessions] if name not in step.live]

@@ -68,7 +68,7 @@ class HelperJob:
     """Everything that a helper process needs to know.
 
     Attributes:
-        settings: What the user set.
+        settings: Settings of the user.
         model: Folder of the target's tokenizer.
         vocab_size: Of the target.
         max_model_len: Most tokens of a session, prompt and output.

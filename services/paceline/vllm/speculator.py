@@ -99,12 +99,12 @@ class Speculator:
         return self._shared(self._states.draft_tokens.new_tensor(padded).reshape(num_rows, self._most))
 
     def take(self) -> tuple[Sequence[str], list[list[int]]]:
-        """What was handed out, once: a step without guesses must not get those of the one before."""
+        """Returns the drafts handed out, once: a step without guesses must not get those of the one before."""
         taken, self.handed_out = self.handed_out, NOTHING
         return taken
 
     def _step(self, input_batch: Any, num_sampled: Any) -> RequestStep:
-        """What a step has brought, in one copy from the device."""
+        """Results of a step, in one copy from the device."""
         states, slots = self._states, input_batch.idx_mapping
         lengths = states.total_len.gpu[slots]
         places = (lengths - num_sampled)[:, None] + lengths.new_tensor(range(self._most + 1))

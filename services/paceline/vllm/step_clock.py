@@ -46,8 +46,8 @@ class StepClock:
         Args:
             began_s: When vLLM asked for guesses.
             roots: Sessions in it.
-            guesses: Those that it verified.
-            tokens: Those that were committed.
+            guesses: Guesses that it verified.
+            tokens: Tokens that were committed.
             counts: Whether it only decoded, and followed directly on the one before.
 
         Returns:

@@ -15,7 +15,7 @@ NO_STEP = -1
 
 
 class RowTokens(NamedTuple):
-    """One row of vLLM's batch after a step; a tuple, since a step of many rows is pickled three times as fast.
+    """A row of vLLM's batch after a step; a tuple, since a step of many rows is pickled three times as fast.
 
     Attributes:
         session: Number of its session.
@@ -39,10 +39,10 @@ class RowTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a step of vLLM means to the helper.
+    """The helper's view of a vLLM step.
 
     Attributes:
-        rows: Those that have a session, in vLLM's order.
+        rows: Rows with a session, in vLLM's order.
         places: Index of each of them in vLLM's batch.
         closed: Sessions that have ended.
     """

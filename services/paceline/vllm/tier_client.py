@@ -1,4 +1,4 @@
-"""What vLLM's model runners have in common: they report a step to the helper, and take its guesses for the next one.
+"""Shared part of vLLM's model runners: they report a step to the helper, and take its guesses for the next one.
 
 Once it has started, no failure here ends vLLM's engine: the guesses are empty lists then.
 """

@@ -1,6 +1,6 @@
 """Reads and writes the columns of messages: numbers of four bytes, little-endian, one a session, a node or a token.
 
-Compiled loops check no bounds, so this is the only way in. What comes out is as long as the message says, and each
+Compiled loops check no bounds, so this is the only way in. The result is as long as the message says, and each
 number lies within what its reader has.
 """
 

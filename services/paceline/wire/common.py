@@ -191,7 +191,7 @@ def _values(message: Message, nested: Mapping[str, Any] = MappingProxyType({})) 
     """Returns the values of a message by the names of its fields; lists become tuples, and absent ones are left out.
 
     Args:
-        nested: Those that are decoded already.
+        nested: Fields that are decoded already.
     """
     values = {**nested}
     for each in message.DESCRIPTOR.fields:

@@ -92,7 +92,7 @@ def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
 
 
 def _pieces(message: _MessageT) -> Iterator[_MessageT]:
-    """What is too large for a part in halves, as long as it tells of several sessions."""
+    """Halves a message too large for a part, as long as it is about several sessions."""
     if isinstance(message, Commits | Drafts) and message.num_sessions > 1 and size_of(message) > PART_BYTES:
         for half in message.halves():
             yield from _pieces(half)

@@ -78,10 +78,10 @@ Start = tuple[int, GenerateRequest | InvalidRequestError]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPart:
-    """What a verifier tells one gateway at once.
+    """Messages that a verifier sends a gateway at once.
 
     Attributes:
-        outcomes: What was committed of sessions, each named once, then how sessions ended early.
+        outcomes: Committed tokens of sessions, each named once, then how sessions ended early.
         taken: Numbers of sessions that it has accepted.
         alive: The engine makes progress.
     """
@@ -93,7 +93,7 @@ class LogPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRead:
-    """What a verifier tells, as its gateway reads it.
+    """Messages from a verifier, as its gateway reads them.
 
     Attributes:
         outcomes: As of `LogPart`, each decoded when it is asked for; of a long prompt's log probabilities several.
@@ -108,7 +108,7 @@ class LogRead:
 
 @dataclass(slots=True, kw_only=True)
 class AskedSession:
-    """What a gateway has asked for, and what of it has come.
+    """A gateway's request, and the tokens that have come.
 
     Attributes:
         vocab_size: Tokens of the verifier's model.
@@ -294,10 +294,10 @@ def log_from_pb(
 ) -> LogRead:
     """Decodes what a verifier tells, and counts it; other sessions' are passed over.
 
-    What was not asked for, or does not join onto what came before, is an error of its session alone.
+    Unrequested tokens, or tokens that do not join onto earlier ones, are an error of their session alone.
 
     Args:
-        sessions: Those that run there, by number.
+        sessions: Sessions that run there, by number.
         last_number: The highest that a session was given.
 
     Raises:
@@ -360,7 +360,7 @@ def _add_rare(message: verifier_pb2.VerifyResponse, number: int, committed: Comm
 
 
 class _Rare:
-    """What few messages have, by the numbers of its sessions."""
+    """Rare fields of messages, by session number."""
 
     def __init__(self, message: verifier_pb2.VerifyResponse, numbers: frozenset[int]) -> None:
         self._numbers = numbers

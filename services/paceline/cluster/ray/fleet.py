@@ -118,7 +118,7 @@ class RayFleet:
 
     Args:
         spec: Settings; `spec.ray` is the address of the cluster.
-        tiers: What replicas take of the cluster, by role.
+        tiers: Resources that replicas take of the cluster, by role.
         environ: Environment of the store, if one is started here.
         say: Gets a line for whatever a user should know.
     """

@@ -74,7 +74,7 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `bash_20250124`, `mcp_servers`...) are ignored, and named in the answer's header `{ignored_tools}`; a `tool_choice`
   that requires one is refused by name. Functions in a `namespace` are served under both names, joined by `__`.
 * Items and blocks of such tools: a call with a `call_id`, and what it gave, are read as those of a function. Calls run
-  by the server (`web_search_call`, `mcp_call`, `server_tool_use`...), and reasoning without text are left out.
+  by a server (`web_search_call`, `mcp_call`, `server_tool_use`...), and reasoning without text are left out.
   An `item_reference` stands for an item that a kept response of the same API key has answered with. An item that is not
   known is left out. A request may refer to {max_referred} responses. In a tool's answer, the text of a
   document is read, and an image is left out, with its kind in its place. Omitted parts are named in

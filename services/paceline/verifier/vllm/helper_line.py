@@ -55,7 +55,7 @@ class HelperLine:
         self._orders.put_nowait(({**AS_PAYS, "learned": json.loads(learned)}, None))
 
     async def learned(self) -> Learned:
-        """What the helper has learned up to now, all earlier orders done; nothing, if it does not answer."""
+        """Tuning of the helper so far, after all earlier orders; nothing, if it does not answer."""
         known: asyncio.Future[Learned] = asyncio.get_running_loop().create_future()
         self._orders.put_nowait((AS_PAYS, known))
         return await known
@@ -84,7 +84,7 @@ class HelperLine:
         try:
             state = await self._told(order)
         finally:
-            # Whoever asked gets an answer, whatever ends this.
+            # The caller gets an answer, whatever ends this.
             if wants is not None and not wants.done():
                 wants.set_result(state.get("learned", {}))
         self.responded = bool(state.get("responded", True))

@@ -24,7 +24,7 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
         name: Name for users; empty: see `served_name`.
         context_len: Longest session that vLLM allows.
         versions: Of vLLM and what it computes with.
-        precision: What decides the logits besides the weights, such as their type and quantisation.
+        precision: Settings that decide the logits besides the weights, such as their type and quantisation.
 
     Raises:
         ConfigError: A file is missing or incomplete.

@@ -107,7 +107,7 @@ def engine_arguments(config: VerifierConfig) -> Any:
     """Returns vLLM's `EngineArgs` from `--vllm-arg` and from our settings.
 
     Raises:
-        ConfigError: One is wrong, or follows from our settings; names it.
+        ConfigError: An argument is wrong, or follows from our settings; names it.
     """
     parser = _VllmParser(prog="vllm", add_help=False, allow_abbrev=False)
     EngineArgs.add_cli_args(parser)

@@ -30,7 +30,7 @@ def position_logprobs(token_id: int, known: Mapping[int, Any], count: int) -> Po
 
 
 def speculation_record(counts: Any, *, num_steps: int, mean_batch_size: float, lossy: bool) -> SpeculationRecord:
-    """What speculation did for a session.
+    """Speculation counts of a session.
 
     Args:
         counts: vLLM's `RequestSpecDecodeMetrics`; None: it did not speculate.
