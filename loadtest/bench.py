@@ -1,4 +1,4 @@
-"""What all benches share: their command line, their table, and the last line with all figures."""
+"""Shared parts of all benches: their command line, their table, and the last line with all figures."""
 
 from __future__ import annotations
 

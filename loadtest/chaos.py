@@ -56,11 +56,11 @@ SILENCE_S = 60.0
 AFFECTED_S = 0.25
 # Services restart soon: the test is of losing them, not of waiting for them.
 BACK_OFF = BackOff(first_s=0.2, most_s=0.5)
-# What all gateways together have for a stream.
+# Places of all gateways together, per stream.
 PLACES_A_STREAM = 0.8
 # Longest time until each kind of fault has happened.
 MOST_S = 240.0
-# One stream of that many has a prompt that fills the context.
+# A stream of that many has a prompt that fills the context.
 STREAMS_A_LONG_ONE = 12
 CONTEXT_LEN = 2048
 # An engine that makes no step for that long is taken for hung.
@@ -85,7 +85,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of the streams, and what was done to the fleet."""
+    """Outcomes of the streams, and faults done to the fleet."""
 
     histories: Sequence[History]
     reference: Sequence[History]
@@ -137,7 +137,7 @@ async def disturb(options: argparse.Namespace) -> Outcome:
 
 @asynccontextmanager
 async def _clients(fleet: LocalFleet, api_key: str) -> AsyncIterator[tuple[ResumingClient, ResumingClient]]:
-    """One for each door."""
+    """Yields a client for each door."""
     gateways = fleet.endpoints_of("gateway")
     # A stream that waits for its turn is silent; the pings of gRPC find gateways that are frozen.
     grpc_client = ResumingClient(
@@ -200,7 +200,7 @@ def _defaults(num_replicas: int, log_dir: Path) -> dict[str, Any]:
         "num_gateways": num_replicas,
         "num_verifiers": num_replicas,
         "num_drafters": num_replicas,
-        # One that is left carries all.
+        # The last replica carries all.
         "verifier_arg": ("--max-num-seqs=256", "--num-kv-blocks=4000", f"--engine-stall-s={ENGINE_STALL_S:g}"),
         "log_dir": log_dir,
         "grace_s": 5.0,

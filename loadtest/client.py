@@ -30,7 +30,7 @@ class Completions:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What was generated."""
+        """Generated texts."""
         return tuple(each.text for each in self.completions)
 
     @property
@@ -63,7 +63,7 @@ class Completions:
         return sum(int(each.record.get(key, 0)) for each in self.completions)
 
     def per(self, key: str, per: str) -> float:
-        """One such sum over another."""
+        """Divides one such sum by another."""
         return self.total(key) / max(1, self.total(per))
 
 

@@ -50,7 +50,7 @@ Ways = Mapping[str, tuple[str, Mapping[str, bool]]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One load: what each way of decoding gave, one result a round."""
+    """A load: results of each way of decoding, one a round."""
 
     streams: int
     results: Mapping[str, Sequence[BatchResult]]
@@ -74,7 +74,7 @@ class Row:
         return all(self.trial(base).is_known(self.least) for base in (PLAIN, NO_DRAFTER))
 
     def figures(self) -> dict[str, Any]:
-        """What goes into the table and the last line."""
+        """Figures for the table and the last line."""
         speculative = joined(self.results[SPECULATIVE])
         to_plain, to_none = self.trial(PLAIN), self.trial(NO_DRAFTER)
         same = same_texts(itertools.chain.from_iterable(self.results.values()))

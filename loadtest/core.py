@@ -1,7 +1,7 @@
-"""What verifier and drafter compute beside their models, in microseconds a step: `make bench NAME=core`.
+"""Time of verifier and drafter beside their models, in microseconds a step: `make bench NAME=core`.
 
 The engines that serve, on simulated devices, with the controller and the messages on the wire, by turns in one process.
-What devices take is left out. All sessions decode, none ends, and all steps draft. The drafter
+Device time is left out. All sessions decode, none ends, and all steps draft. The drafter
 computes `LEVELS` levels of the trees between two steps of the verifier, of each session a quarter of the nodes a level,
 and guesses two children of each. A step has 512 rows at most. Medians.
 
@@ -139,7 +139,7 @@ class Verifier:
     Args:
         models: Both of them.
         sampling: How requests choose.
-        num_sessions: That decode.
+        num_sessions: Sessions that decode.
         num_nodes: Most nodes of a session in a step.
         watch: Times its parts.
     """
@@ -203,7 +203,7 @@ class Drafter:
 
     Args:
         models: Both of them.
-        num_sessions: That it drafts for.
+        num_sessions: Sessions that it drafts for.
         num_nodes: New nodes of a session that it computes between two steps of the verifier.
         watch: Times its parts.
     """

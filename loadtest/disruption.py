@@ -1,4 +1,4 @@
-"""What clients get while services of a busy fleet go and come, on simulated devices: `make bench NAME=disruption`.
+"""Client results while services of a busy fleet go and come, on simulated devices: `make bench NAME=disruption`.
 
 Two replicas of each service, at the pace of the profile. Streams over gRPC that come again when one ends: first the
 load of a fleet that has just started; then a drafter is killed, a verifier is killed, and every service is restarted in
@@ -109,7 +109,7 @@ async def undisturbed(answer: Answer, requests: Sequence[Request]) -> list[Histo
     """Runs each request once.
 
     Raises:
-        RuntimeError: One failed.
+        RuntimeError: A request failed.
     """
     with tqdm(total=len(requests), desc="first load", unit="stream") as bar:
         histories = await run_each(answer, requests, bar.update)
@@ -173,7 +173,7 @@ def row_of(deed: Deed, histories: Sequence[History]) -> dict[str, Any]:
 
 
 def figures(name: str, histories: Sequence[History], times_s: tuple[float, float, float, float]) -> dict[str, Any]:
-    """What clients got in three stretches between four moments, and how long they waited in the second."""
+    """Client results in three stretches between four moments, and how long they waited in the second."""
     before, during, after = (rate(histories, since_s, until_s) for since_s, until_s in pairwise(times_s))
     _, done_s, well_s, _ = times_s
     pauses = [pause for each in histories if (pause := longest_pause_s(each, done_s, well_s)) is not None]

@@ -1,4 +1,4 @@
-"""What can go wrong in a fleet of processes, as things that are done to it one after another; seeded, so repeatable.
+"""Faults in a fleet of processes, one after another; seeded, so repeatable.
 
 A fault names its tier and what was done; whatever it stops it starts again by itself. Faults inside a process are
 ordered from services that can go wrong (`loadtest.faulty`).
@@ -56,7 +56,7 @@ MOST_ENGINES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing done to one process, at `time.perf_counter` seconds."""
+    """A fault of a process, at `time.perf_counter` seconds."""
 
     kind: str
     role: str
@@ -87,7 +87,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisoned:
-    """What became of a poisonous request.
+    """Outcome of a poisonous request.
 
     Attributes:
         kind: How engines die of it.
@@ -108,7 +108,7 @@ class Poisoned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What faults are done to.
+    """The fleet that faults are done to.
 
     Attributes:
         fleet: Running processes.
@@ -192,7 +192,7 @@ async def _ordered(kind: str, site: Site, name: str) -> None:
 async def _to_the_store(fault: Callable[[tuple[str, int]], Awaitable[None]], site: Site, name: str) -> None:
     endpoint = site.fleet.endpoint(name)
     await _until_well(site, name)
-    # One that dies of another fault meanwhile begins anew and well.
+    # A store that dies of another fault meanwhile begins anew and well.
     with suppress(RedisError, TimeoutError):
         await fault((endpoint.host, endpoint.port))
 
@@ -240,7 +240,7 @@ async def _break_keys(site: Site, name: str) -> None:
 
 _SERVICES = ("verifier", "drafter", "gateway")
 _BEHIND_PROXIES = ("verifier", "drafter", VALKEY)
-# What is done, to which roles.
+# Faults, and the roles they are done to.
 FAULTS: dict[str, tuple[Callable[[Site, str], Awaitable[None]], tuple[str, ...]]] = {
     KILL: (_kill, (*_SERVICES, VALKEY)),
     "restart": (_restart, _SERVICES),

@@ -65,7 +65,7 @@ CONNECTIONS = 4
 # Messages in columns: one for this number of others.
 COLUMNS_OF = 5
 REST_S = 30
-# What the store keeps by design is gone within a few seconds, so that what grows is a leak.
+# Entries that the store keeps by design expire within a few seconds, so that growth is a leak.
 KEPT_BRIEFLY = ("--response-ttl-s=5", "--record-ttl-s=10")
 TAKES_TEMPLATES = ("--trust-request-chat-template",)
 STALL = "paceline:event_loop_stall_cpu_seconds"
@@ -78,7 +78,7 @@ GOOD = Ask(prompt="The drafter guesses, and the verifier", max_tokens=48, seed=1
 
 @dataclass(slots=True)
 class Tally:
-    """What was answered, by door, kind and status."""
+    """Answers, by door, kind and status."""
 
     counts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     wrong: Counter[str] = field(default_factory=Counter)

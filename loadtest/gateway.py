@@ -1,4 +1,4 @@
-"""What the gateway costs at 64 streams: HTTP and SSE against gRPC straight to the verifier. `make bench NAME=gateway`.
+"""Gateway cost at 64 streams: HTTP and SSE against gRPC straight to the verifier. `make bench NAME=gateway`.
 
 All streams go through the gateway or all straight to the verifier, by turns, speculation off. Judged are the tokens/s
 of HTTP over those of gRPC, and that no stream falls behind: one more session, the witness, runs straight on the
@@ -82,7 +82,7 @@ class Ways:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One run of one way with many streams at once.
+    """A run of one way with many streams at once.
 
     Attributes:
         totals_s: From the request to the end, by stream.

@@ -166,7 +166,7 @@ def _longest(table: dict[tuple[int, int, int], float], sessions: int) -> bool:
 
 
 def sentences(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """What the README may say of these figures."""
+    """Sentences for the README about these figures."""
     said = []
     for each in figures:
         if each["part"] == "rounds" and "ratio" in each:

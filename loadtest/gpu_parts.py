@@ -1,4 +1,4 @@
-"""What `loadtest.gpu` measures inside one process: the card, kernels, steps, the choice of tokens, whole rounds.
+"""Parts that `loadtest.gpu` measures inside one process: the card, kernels, steps, the choice of tokens, whole rounds.
 
 Each part says a line a figure, at once. Weights are random, so texts mean nothing; speed does not depend on that. Where
 drafts are accepted, acceptance is IMPOSED: all of both models is computed, then one logit a row is raised.
@@ -64,7 +64,7 @@ class Contact:
         shape: Of target and drafter, in `SHAPES`.
         loads: Sessions, rows of each and tokens of context, of the steps that are timed.
         sessions: Of whole rounds.
-        tokens: That a session of a round generates.
+        tokens: Tokens that a session of a round generates.
         most_rows: Of a step of whole rounds.
         temperature: Of their requests; and top_p.
     """
@@ -146,7 +146,7 @@ def _multiply(entering: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
 
 
 def decode_batch(sessions: int, rows_each: int, context: int, vocab_size: int) -> Batch:
-    """One step of sessions with `context` committed tokens: a root and a chain of rows_each - 1 nodes each."""
+    """A step of sessions with `context` committed tokens: a root and a chain of rows_each - 1 nodes each."""
     rows, blocks_each = sessions * rows_each, -(-context // BLOCK_SIZE)
     tables = np.arange(sessions * blocks_each, dtype=np.int32).reshape(sessions, blocks_each)
     session, depth = np.divmod(np.arange(rows), rows_each)
@@ -281,7 +281,7 @@ def kernels(contact: Contact) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What one run of all sessions gave."""
+    """Results of a run of all sessions."""
 
     tokens_per_s: float = 0.0
     texts: list[list[int]] = field(default_factory=list)

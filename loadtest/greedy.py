@@ -1,8 +1,8 @@
 """A tenant that takes all it can get, in one way, as a process of its own: `python -m loadtest.greedy bodies URL KEY`.
 
 It prints a line when it begins, goes on until its standard input closes, and then prints how often each status came.
-What is refused it asks again soon, whatever the answer says of the time; refusals themselves cost time, and how many a
-second a gateway bears is not what is measured.
+Refused requests are sent again soon, whatever the answer says of the time; refusals themselves cost time, and the
+rate of refusals that a gateway bears is not measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMED_EVENTS = {"stream": True, "stream_options": {"include_event_ids": True}}
 
 @dataclass(slots=True, kw_only=True)
 class Greedy:
-    """What it has: its connections, its chance, and the statuses so far."""
+    """A tenant's state: its connections, its chance, and the statuses so far."""
 
     http: aiohttp.ClientSession
     chance: random.Random
@@ -125,7 +125,7 @@ async def _prompts(greedy: Greedy) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greed:
-    """One way to take all.
+    """A way to take all.
 
     Attributes:
         deed: Is done again and again.

@@ -1,4 +1,4 @@
-"""What a client sent and got, event by event, and what is wrong with it; judged from these histories alone."""
+"""Histories of a client's requests and answers, event by event, and their faults; judged from histories alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HTTP = "http"
 
 
 class Kind(StrEnum):
-    """What happened to a client: it asked anew, had no place and was not begun, got something, has all, or nothing."""
+    """Events of a client: it asked anew, had no place and was not begun, got something, has all, or nothing."""
 
     ASKED = "asked"
     REFUSED = "refused"
@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened to a client.
+    """An event of a client.
 
     Attributes:
         at_s: When, in monotonic seconds.
@@ -64,7 +64,7 @@ class History:
 
     @property
     def pieces(self) -> list[Event]:
-        """What has come."""
+        """Pieces that have come."""
         return [event for event in self.events if event.kind is Kind.PIECE]
 
     @property
@@ -79,7 +79,7 @@ class History:
 
     @property
     def last(self) -> Kind | None:
-        """What happened last; None: nothing yet."""
+        """The last event; None: nothing yet."""
         return self.events[-1].kind if self.events else None
 
     @property
@@ -106,7 +106,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is wrong with histories; all 0 is nothing.
+    """Faults of histories; all 0 is none.
 
     Attributes:
         lost: Tokens that never came; characters, of texts that come without tokens.

@@ -1,4 +1,4 @@
-"""What can go wrong with the file of API keys while it is in use: broken in the middle of a change."""
+"""Faults of the API key file while it is in use: broken in the middle of a change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN = (b"half:0123456789abcdef", b"::::", b"\xff\xfe\x00 \x80", b"stays:" + 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawn:
-    """What became of a key that was withdrawn in a change that broke the file.
+    """Outcome of a key that was withdrawn in a change that broke the file.
 
     Attributes:
         gone_s: When each gateway that could be reached refused it, in seconds after the change.

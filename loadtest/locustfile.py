@@ -31,7 +31,7 @@ from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc  # noqa: E
 
 TIMEOUT_S = 120.0
 NUM_PROMPTS = 40
-# One channel a user: gRPC would put all to one address on one connection.
+# Each user has a channel: gRPC would put all to one address on one connection.
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 
 
@@ -118,7 +118,7 @@ class HttpUser(FastHttpUser):
 
     @task
     def complete(self) -> None:
-        """One completion."""
+        """Sends a completion request."""
         options = self.environment.parsed_options
         prompt, wanted = random.choice(_prompts(options.prompt)), options.max_tokens
         watch = Stopwatch(self.environment, "http")
@@ -174,7 +174,7 @@ class GrpcUser(User):
 
     @task
     def generate(self) -> None:
-        """One completion."""
+        """Sends a completion request."""
         options = self.environment.parsed_options
         prompt, wanted = random.choice(_prompts(options.prompt)), options.max_tokens
         watch = Stopwatch(self.environment, "grpc")

@@ -1,6 +1,6 @@
 """Every way to draft on the same prompts: `make bench NAME=methods`.
 
-One stream, verifier on one core, a drafter with the distilled draft model and one with the EAGLE-3 head on the rest;
+A stream, verifier on one core, a drafter with the distilled draft model and one with the EAGLE-3 head on the rest;
 requests name their method, so one fleet serves them all, and every text must be that of plain decoding. Three kinds of
 prompts: openings of code that the pair never saw, prose from docstrings it never saw, and tables that repeat
 themselves. By method and temperature the table shows
@@ -113,7 +113,7 @@ def fleet_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def speculation_of(case: str) -> dict[str, Any]:
-    """What requests of a case ask for."""
+    """Speculation fields of a case's requests."""
     if case == REJECTION:
         return {"method": "draft_model", "acceptance": case}
     return {"method": "draft_model" if case == RANDOM else case}

@@ -32,7 +32,7 @@ OVERLOAD = 3.0
 NUM_PLACES = 16
 NUM_PROMPTS = 40
 REFUSED = "RESOURCE_EXHAUSTED"
-# What arrives at once.
+# Rate of arrivals at once.
 AT_ONCE_PER_S = 1000.0
 
 

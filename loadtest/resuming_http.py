@@ -105,7 +105,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, dic
     """Yields ids and objects of server-sent events up to the last one.
 
     Raises:
-        PacelineError: One says that the stream has failed, or the stream ended before its last event.
+        PacelineError: An event says that the stream has failed, or the stream ended before its last event.
     """
     event_id = ""
     async for raw in content:

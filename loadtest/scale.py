@@ -72,7 +72,7 @@ class Served:
 
     Attributes:
         name: In the table.
-        planned: What the planner calls it.
+        planned: The planner's name for it.
         fleet: The name of its fleet.
         speculation: Of its requests; None: the gateway's defaults.
         least_streams: Fewer are not measured.
@@ -137,7 +137,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 
 def planned_all(cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[Cell, Outcome]:
-    """What the planner says of each; before anything is measured, since it takes all cores."""
+    """The planner's prediction of each; before anything is measured, since it takes all cores."""
     with ProcessPoolExecutor() as pool:
         outcomes = [
             pool.submit(
@@ -160,7 +160,7 @@ def costless(name: str, acceptance: float | None) -> Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What a fleet had done at a moment: CPU seconds by process, and the metrics of its verifier."""
+    """Work of a fleet up to a moment: CPU seconds by process, and the metrics of its verifier."""
 
     cpu_s: Mapping[str, float]
     metrics: Mapping[str, float]
@@ -240,7 +240,7 @@ def prompt_ids(number: int) -> Sequence[int]:
 
 
 async def spent(fleet: LocalFleet) -> Spent:
-    """What a fleet, and this process, have done until now."""
+    """Work of a fleet, and this process, until now."""
     roles = dict.fromkeys(endpoint.role for endpoint in fleet.endpoints)
     pids = {**{role: fleet.pid(role) for role in roles}, "client": os.getpid()}
     metrics = await scrape(fleet.endpoint("verifier").second_address)
@@ -250,7 +250,7 @@ async def spent(fleet: LocalFleet) -> Spent:
 def figures(
     completions: Sequence[Completion], before: Spent, after: Spent, since_s: float, until_s: float
 ) -> dict[str, Any]:
-    """What a round was, between two moments of it."""
+    """Figures of a round, between two moments of it."""
     parts = [within(each, since_s, until_s) for each in completions]
     gaps = [1e3 * gap for part in parts for gap in part.token_gaps_s] or [0.0]
     num_steps, num_sessions = (max(1.0, after.since(before, f"{name}_count")) for name in (STEPS, SESSIONS))

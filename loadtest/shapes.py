@@ -9,7 +9,7 @@ SHAPES = (STEADY, RAMP, SPIKE)
 # A spike: all users for a tenth of the run, twice; between, this share of them.
 SPIKES = ((0.3, 0.4), (0.7, 0.8))
 CALM_SHARE = 0.25
-# One of each kind.
+# A user of each kind.
 FEWEST = 2
 
 
@@ -17,7 +17,7 @@ def num_users(shape: str, share: float, most: int) -> int | None:
     """Returns the users at a moment of the run.
 
     Args:
-        shape: One of `SHAPES`: always all, up to all and down again, or few with two spikes.
+        shape: Name in `SHAPES`: always all, up to all and down again, or few with two spikes.
         share: Share of the run that is over.
         most: Most users at once.
 

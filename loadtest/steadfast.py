@@ -117,7 +117,7 @@ async def keep_running(
 
     Args:
         answers: Doors, which requests take in turn.
-        requests: What to ask; each runs once at least.
+        requests: Requests to send; each runs once at least.
         is_over: Whether no new request is to begin.
         on_end: Called with each history that has come to its end.
     """

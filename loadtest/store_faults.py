@@ -1,4 +1,4 @@
-"""What can go wrong with a Valkey that lives: full, read-only, failed over to a replica that lags."""
+"""Faults of a live Valkey: full, read-only, failed over to a replica that lags."""
 
 from __future__ import annotations
 

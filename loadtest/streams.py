@@ -29,7 +29,7 @@ _DONE = b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request.
+    """A request.
 
     Attributes:
         prompt: Text, or token ids (over HTTP only).
@@ -74,16 +74,16 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """What became of one request.
+    """The outcome of a request.
 
     Attributes:
-        index, due_s: Those of its `Ask`.
+        index, due_s: From its `Ask`.
         started_s: When it was sent.
         ended_s: When its last byte or its error came.
         pieces: When text came, and how many characters at once.
         counts: When tokens came, and how many at once; over HTTP only if the request asks for continuous usage.
-        record: What speculation did.
-        error: What kind of error ended it; empty: none.
+        record: Speculation counts.
+        error: Kind of error that ended it; empty: none.
         message: More about the error.
     """
 
@@ -155,13 +155,13 @@ class StreamError(Exception):
 
 
 class Door(ABC):
-    """One door of a gateway."""
+    """A door of a gateway."""
 
     async def ask(self, ask: Ask, origin_s: float = 0.0) -> Completion:
         """Streams one completion to its end; an error is part of what it returns.
 
         Args:
-            ask: What to ask for.
+            ask: The request to send.
             origin_s: The moment from which times count, by `time.perf_counter`.
         """
         done = Completion(index=ask.index, due_s=ask.due_s, started_s=time.perf_counter() - origin_s)
@@ -216,7 +216,7 @@ class HttpDoor(Door):
 
 
 class _Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection for one request."""
+    """An HTTP/1.1 connection for one request."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None

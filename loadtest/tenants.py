@@ -1,4 +1,4 @@
-"""What a greedy tenant costs a modest one at the same gateway: `make bench NAME=tenants`.
+"""Cost of a greedy tenant to a modest one at the same gateway: `make bench NAME=tenants`.
 
 Two API keys and one fleet of real services at simulated devices, whose texts show every error. The modest tenant runs a
 few streams over both doors, and once in a while does what an operator or an agent does: looks for a sign of life, opens
@@ -86,7 +86,7 @@ def main() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """What one turn showed.
+    """Results of a turn.
 
     Attributes:
         histories: Of the modest tenant's streams.
@@ -210,10 +210,10 @@ class _Tenant:
     requests: Sequence[Request]
 
     async def reference(self) -> list[History]:
-        """What its requests are answered while nothing else runs.
+        """Answers to its requests while nothing else runs.
 
         Raises:
-            RuntimeError: One fails.
+            RuntimeError: A request fails.
         """
         # The first door brings tokens as well as text; all are warm afterwards.
         for answer in self.answers[::-1]:

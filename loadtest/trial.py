@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One side over another, as all rounds showed it: their ratios, at least one."""
+    """Ratios of one side to another over all rounds, at least one."""
 
     ratios: tuple[float, ...]
 
@@ -73,7 +73,7 @@ async def take_turns(
     """Measures each side once a round; returns what was measured by side, one result a round.
 
     Args:
-        sides: What takes turns, each once.
+        sides: Sides that take turns, each once.
         measure: Runs one side's turn.
         rounds: The least.
         most_rounds: The most, where it is more than `rounds`.

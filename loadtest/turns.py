@@ -80,7 +80,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one turn gave, and the verifier's metrics around it."""
+    """Results of a turn, and the verifier's metrics around it."""
 
     result: BatchResult
     tokens_per_s: float

@@ -22,7 +22,7 @@ MAX_CHUNKS = 4096
 SPIN_S = 0.0001
 CONNECT_TIMEOUT_S = 5.0
 
-# What to pass on, and when; no bytes: the sender has ended its direction.
+# Bytes to pass on, and when; no bytes: the sender has ended its direction.
 _Chunk = tuple[float, bytes]
 
 
@@ -121,7 +121,7 @@ class DelayProxy:
 
 
 class _Connection:
-    """One client, one connection to the upstream, and the four threads between them."""
+    """A client, its connection to the upstream, and the four threads between them."""
 
     def __init__(
         self, near: socket.socket, far: socket.socket, delay: Callable[[], float], flowing: threading.Event

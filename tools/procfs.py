@@ -1,4 +1,4 @@
-"""What the kernel says of a process: memory, CPU time, children, environment, and where it lets it run."""
+"""Kernel facts of a process: memory, CPU time, children, environment, and where it lets it run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cpu_s(pid: int) -> float:
 def keep_to(pid: int, cpus: Collection[int]) -> None:
     """Keeps all threads that a process has now, and those they start, to some CPUs."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        # One may have ended since it was listed.
+        # A thread may have ended since it was listed.
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cpus)
 

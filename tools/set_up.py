@@ -20,10 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SERVE, DEV = "serve", "dev"
 OLDEST_PYTHON = (3, 11)
-# What the packages of an extra take up in .venv, with torch's CPU build and with its CUDA build.
+# Size of an extra's packages in .venv, with torch's CPU build and with its CUDA build.
 MEGABYTES = {SERVE: 1_100, DEV: 3_000}
 CUDA_MEGABYTES = 5_000
-# What they are, for those who wait.
+# Contents, for those who wait.
 CONTENTS = {
     SERVE: "64 packages that serve: torch, numba, transformers, gRPC, Valkey",
     DEV: "171 packages that serve, check, test and measure",

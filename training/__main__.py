@@ -52,7 +52,7 @@ class AcceptanceConfig:
     """Settings of `python -m training acceptance`."""
 
     target: Path = setting(help="Checkpoint folder of the target, or a name of the Hugging Face Hub.")
-    drafter: Path = setting(help="That of the draft model, the Medusa heads or the EAGLE-3 head.")
+    drafter: Path = setting(help="Checkpoint folder or Hub name of the draft model, Medusa heads or EAGLE-3 head.")
     prompts: int = setting(40, help="Number of prompts.", low=1, high=1000)
     tokens: int = setting(128, help="Tokens that the target writes after each.", low=8, high=100_000)
     seed: int = setting(0, help="Of the choice of prompts and of the sampling noise.", low=0, high=2**31 - 1)

@@ -66,7 +66,7 @@ class ModelChain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """What becomes of chains of drafts that begin at every place of a text, at one temperature.
+    """Acceptance of draft chains that begin at every place of a text, at one temperature.
 
     `accepted`: per position of a chain, the share of chains whose drafts up to there are all the
     target's tokens; both choose with the same Gumbel noise (at 0: both greedy). Of first drafts:
@@ -179,7 +179,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Text:
-    """What the target wrote: ids `[rows, places]`, the states `[rows, places, hidden]` that chose them."""
+    """A text of the target: ids `[rows, places]`, the states `[rows, places, hidden]` that chose them."""
 
     written: torch.Tensor
     states: torch.Tensor

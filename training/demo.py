@@ -56,7 +56,7 @@ HELD_OUT_BATCHES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig:
-    """One training run of the demo target; lengths in tokens, rates per step."""
+    """A training run of the demo target; lengths in tokens, rates per step."""
 
     out: Path
     steps: int = 504

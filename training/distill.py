@@ -19,7 +19,7 @@ _CLOSING = ("o_proj.weight", "down_proj.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """One distillation."""
+    """A distillation."""
 
     layers: int = setting(2, help="Layers that the drafter has, the first ones of the target.", low=1)
     start: Path | None = setting(

@@ -1,6 +1,6 @@
 """An EAGLE-3 head on a frozen target (Li et al. 2025, arXiv 2503.01840, section 3).
 
-One decoder layer reads, at row `i`, token `i + 1` and a feature: the fused outputs of three layers of
+A single decoder layer reads, at row `i`, token `i + 1` and a feature: the fused outputs of three layers of
 the target at `i` in the first step of a chain, its own output afterwards. It is trained as it drafts
 ("training-time test"): step `s` reads the features of step `s - 1`.
 """
@@ -241,7 +241,7 @@ def eagle3_config(target: PreTrainedModel, draft_vocab_size: int, aux_layers: Se
 def begin_from(head: Eagle3, target: PreTrainedModel) -> None:
     """Start a head where the target is: its last layer and head, on the last of the fused features.
 
-    What reads embeddings is new, so it begins small and random.
+    The embedding inputs are new, so they begin small and random.
     """
     hidden, state = head.config.hidden_size, target.state_dict()
     last = f"model.layers.{target.config.num_hidden_layers - 1}."

@@ -18,7 +18,7 @@ TRAINED_ON = "trained on its probabilities over the corpus and over text it wrot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig(RunConfig):
-    """One training of Medusa heads (arXiv 2401.10774, section 2.2.1).
+    """A training run of Medusa heads (arXiv 2401.10774, section 2.2.1).
 
     Rates are above those of other drafters, because blocks begin at 0 and have far to go.
     """
@@ -33,7 +33,7 @@ class MedusaConfig(RunConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(RunConfig):
-    """One training of an EAGLE-3 head (arXiv 2503.01840)."""
+    """A training run of an EAGLE-3 head (arXiv 2503.01840)."""
 
     unrolled_steps: int = setting(5, help="Guesses of a chain that training follows.", low=1)
     draft_vocab_size: int = setting(2048, help="Token ids that it can guess, the most frequent ones.", low=1)

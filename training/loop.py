@@ -1,4 +1,4 @@
-"""What all training runs share: optimizers, learning-rate schedule, checkpoints, precision."""
+"""Shared parts of all training runs: optimizers, learning-rate schedule, checkpoints, precision."""
 
 import os
 from collections.abc import Iterator

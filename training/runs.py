@@ -1,4 +1,4 @@
-"""What all trainings of drafters on a frozen target share: settings, text, lessons and the loop.
+"""Shared parts of all drafter trainings on a frozen target: settings, text, lessons and the loop.
 
 Half and more of the training text is the target's own, because that is the text a drafter meets.
 Rounds of it are a pure function of seed and round number, so a resumed run sees the same text.
@@ -43,7 +43,7 @@ LOWEST_LOSS_TEMPERATURE = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One training of a drafter on a frozen target; lengths in tokens, rates per step."""
+    """A training run of a drafter on a frozen target; lengths in tokens, rates per step."""
 
     target: Path = setting(help="Checkpoint folder of the target.")
     out: Path = setting(help="Folder for the drafter; checkpoints of the run go to OUT-run beside it.")
@@ -176,7 +176,7 @@ class TextSource:
         temperatures = torch.tensor(drawn, dtype=torch.float32, device=device)
         generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
         choose = sampling_chooser(temperatures, generator)
-        # One autocast context around all steps, so that weights are converted once.
+        # A single autocast context around all steps, so that weights are converted once.
         with precision(device, has_fast_bfloat16(device)):
             ids, states = continue_rows(self._target, prefix, config.row_tokens + 1 - length, choose, self._taps)
         kept = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32

@@ -1,7 +1,7 @@
 """Histories of agents as bodies: shuffled, doubled, cut, replayed and broken in their fields, for all three APIs.
 
 Each begins as a conversation that an agent would have, with reasoning, calls, results and instructions. Many are served
-after that; of one that is refused, the answer has to name the message. What is accepted asks for one token.
+after that; of one that is refused, the answer has to name the message. Accepted requests ask for one token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loadtest.bad.kinds import Kind, posted
 Json = Any
 MAX_TURNS, MAX_CHANGES = 6, 4
 LISTS = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", COUNT: "messages"}
-# What a refusal names: a message, or the whole where nothing is left of it or it is too long.
+# Fields that a refusal names: a message, or the whole where nothing is left of it or it is too long.
 _WHOLE = "must hold at least one|the context of"
 NAMED = {path: rf"{name}\[\d+\]|{_WHOLE}" for path, name in LISTS.items()}
 
@@ -45,7 +45,7 @@ def _texts(kind: str = "text") -> tuple[Json, ...]:
     return (None, "", "x", [], [{"type": kind, "text": "x"}], [{"type": kind, "text": ""}, {"type": kind, "text": "y"}])
 
 
-# What the values of a field become, wherever it stands in a history.
+# Bad values of a field, wherever it stands in a history.
 _VALUES: Mapping[str, Sequence[Json]] = {
     "arguments": ('{"a": ', "", "null", "[1]", "5", '"x"', "{}}", {}, {"a": 1}, None, "{" * 200),
     "input": ({}, None, [], "{", {"a": {"b": []}}),

@@ -1,7 +1,7 @@
 """Hostile bodies of tools, grammars and messages, as bytes on a connection: for chats and for both newer APIs.
 
 Some are wrong in one point, some are right bodies with one of their values exchanged for any other, and may be right
-still. What is accepted asks for one token.
+still. Accepted bodies ask for one token.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _hard(chance: random.Random) -> Json:
 
 
 def _forced(chance: random.Random) -> Json:
-    """What leaves no choice of a long text, at once, behind a choice or by repetition."""
+    """Schemas that leave no choice of a long text, at once, behind a choice or by repetition."""
     word = junk(chance, 16).hex()
     long = chance.choice(
         (

@@ -50,7 +50,7 @@ SESSIONS, NODES = 4, 8
 MESSAGES = 200
 ROOT = Path(__file__).parents[2]
 REFUSED, TAKEN = "refused", "taken"
-# What a gateway has asked a verifier for in two sessions, and how that begins to answer.
+# A gateway's requests to a verifier in two sessions, and the beginning of the answer.
 ASKED = GenerateRequest(
     session_id="s",
     epoch=1,
@@ -70,7 +70,7 @@ ANSWER = log_to_pb(
     )
 ).SerializeToString()
 _BORDERS = (0, 1, 2, 3, 127, 1023, 1024, 2**16, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1)
-# What is changed in the messages of each peer: its lists of submessages.
+# Changed parts of each peer's messages: its lists of submessages.
 _LISTS = {"DraftResponse": ("drafts", "lagging"), "DraftRequest": ("commits", "opens", "states")}
 
 
@@ -151,7 +151,7 @@ class Peers:
 
     Args:
         chance: Of the changes.
-        counts: What became of messages, by their kind.
+        counts: Outcomes of messages, by their kind.
     """
 
     def __init__(self, chance: random.Random, counts: Counter[str]) -> None:
@@ -172,7 +172,7 @@ class Peers:
             self._verifier.handle(Submit(request=request, number=number, drafter_address=DRAFTER))
 
     def exchange(self) -> None:
-        """One step of each, and what they say to one another."""
+        """Runs a step of each, and exchanges their messages."""
         output = run_sync(self._verifier.step())
         if output.broken_links:
             self._counts["drafts broken"] += 1

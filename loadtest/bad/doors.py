@@ -27,7 +27,7 @@ _OPTIONS = (
 
 
 class Door(Protocol):
-    """One way into a fleet."""
+    """A way into a fleet."""
 
     async def send(self, bad: Bad) -> str:
         """Sends it, reads the answer to its end, and returns the status; `NO_ANSWER` if there was none."""
@@ -37,7 +37,7 @@ class Door(Protocol):
 
 
 class HttpDoor:
-    """One HTTP connection at a time, opened again when the gateway has closed it."""
+    """An HTTP connection, opened again when the gateway has closed it."""
 
     def __init__(self, address: str) -> None:
         host, _, self._port = address.rpartition(":")
@@ -124,7 +124,7 @@ async def send_all(doors: Sequence[Door], messages: Iterator[Bad], on_answer: Ca
 
     Args:
         doors: Ways into the same service.
-        messages: What to send.
+        messages: Messages to send.
         on_answer: Called with every message and its answer's status.
     """
 

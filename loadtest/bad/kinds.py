@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-# What is sent: an HTTP request, or the messages of a call in order.
+# Sent parts: an HTTP request, or the messages of a call in order.
 Parts = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What messages must know of the model to be bad in one point only."""
+    """Facts of the model that messages need to be bad in one point only."""
 
     vocab_hash: str
     vocab_size: int
@@ -26,7 +26,7 @@ def unrefused(_: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One way to be bad.
+    """A way to be bad.
 
     Attributes:
         name: Shown in the table.
@@ -36,7 +36,7 @@ class Kind:
         method: Full name of the gRPC method; empty for HTTP.
         weight: How often it comes, relative to the others of its door.
         ends_call: The service must end a stream by itself; otherwise the sender ends its side after the last message.
-        refusal: What stands for the status, if it is found in a message of an answer; empty: nothing is.
+        refusal: Text that stands for the status, if it is found in an answer's message; empty: none.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """One bad message, or several that make one bad call."""
+    """A bad message, or several that make one bad call."""
 
     kind: Kind
     parts: Parts

@@ -28,7 +28,7 @@ INVALID, NOT_FOUND, PRECONDITION, UNIMPLEMENTED, EXHAUSTED = (
 LEFT = frozenset({"UNAVAILABLE"})
 # How a verifier refuses a session alone.
 REFUSED = frozenset({"InvalidRequestError"})
-# What became of the bytes may be a good request.
+# The changed bytes may be a good request.
 ANY_BUT_A_FAULT = frozenset({"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}) | REFUSED
 RARELY = 0.002
 OUTSIDE = 2**31

@@ -35,7 +35,7 @@ POISON = {"raise": (2, 2, 2, 2), "abort": (3, 3, 3, 3)}
 
 
 class Orders:
-    """What a process is ordered to do, and until when; safe from any thread."""
+    """Orders of a process, and until when; safe from any thread."""
 
     def __init__(self) -> None:
         self._until_s: Mapping[str, float] = {}

@@ -109,7 +109,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 
 def jobs_of(target: Path, arguments: argparse.Namespace) -> list[Job]:
-    """What each peer's processes measure: plain decoding, and each draft length."""
+    """Jobs that each peer's processes measure: plain decoding, and each draft length."""
     lengths = arguments.draft_lengths
     streams_by_length = {
         None: arguments.streams,

@@ -34,7 +34,7 @@ QUIET_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFigure:
-    """One figure of a peer, or why there is none.
+    """A figure of a peer, or why there is none.
 
     Decode speed counts what came while all streams decoded, total speed counts prefill and stragglers too.
     """
@@ -91,7 +91,7 @@ def run_job(name: str, python: Path, job: Job) -> list[PeerFigure]:
     Args:
         name: Of `PEERS`.
         python: Of the peer's environment.
-        job: What is measured.
+        job: The job to measure.
     """
     env = child_environ(os.environ)
     if name in PRELOADED:

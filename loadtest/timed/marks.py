@@ -1,4 +1,4 @@
-"""What happens in a process, and when: noted by its functions, written to a file when it ends.
+"""Events of a process, with their times: noted by its functions, written to a file when it ends.
 
 A mark is a line: seconds of the machine's monotonic clock, which all processes share, and what happened.
 """

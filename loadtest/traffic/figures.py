@@ -19,7 +19,7 @@ PERCENTILES = (50, 95, 99)
 # Most that adaptive speculation may take of the time of the best other mode, in any bucket.
 MOST_RATIO = 1.02
 RESAMPLES = 400
-# What a mean time counts for at least, in seconds.
+# Lower bound of a mean time, in seconds.
 LEAST_S = 1e-6
 
 Floats = npt.NDArray[np.float64]

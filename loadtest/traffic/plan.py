@@ -1,4 +1,4 @@
-"""What a replay sends: the requests of a trace, fitted to the model, with prompts; and what was done to fit them."""
+"""Requests of a replay: those of a trace, fitted to the model, with prompts; and what was done to fit them."""
 
 from __future__ import annotations
 

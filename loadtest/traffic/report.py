@@ -1,4 +1,4 @@
-"""What a replay prints: what was replayed, and tables by mode, by load and of the comparison."""
+"""Printed report of a replay: what was replayed, and tables by mode, by load and of the comparison."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CONTEXT_STEP = 512
 
 
 class Vllm:
-    """One engine; its draft length is fixed when it is made."""
+    """An engine; its draft length is fixed when it is made."""
 
     def __init__(self, job: protocol.Job) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, job.cores))
@@ -59,7 +59,7 @@ class Vllm:
 
 
 def _speculation(job: protocol.Job) -> dict[str, Any]:
-    """What makes an engine speculate as the job wants it."""
+    """Settings with which an engine speculates as the job wants it."""
     if job.draft_length is None:
         return {}
     if not job.drafters:

@@ -1,4 +1,4 @@
-"""What a peer's script shares with the others: the job on stdin, a line of JSON per case, the clock of a wave.
+"""Protocol that peers' scripts share: the job on stdin, a line of JSON per case, the clock of a wave.
 
 The standard library only, since every peer's environment imports this. Scripts run by path, so they find this module
 beside them.
@@ -28,7 +28,7 @@ TokenIds = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One figure to measure: `num_prompts` prompts, `streams` at a time."""
+    """A figure to measure: `num_prompts` prompts, `streams` at a time."""
 
     streams: int
     num_prompts: int
@@ -98,7 +98,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What was measured: the peer's version, and in which precision it computes."""
+    """Facts of the measured peer: its version, and in which precision it computes."""
 
     version: str
     precision: str
@@ -106,7 +106,7 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """One wave's outcome; `token_ids` are the completions in the prompts' order."""
+    """A wave's outcome; `token_ids` are the completions in the prompts' order."""
 
     token_ids: TokenIds
     seconds: float
@@ -123,7 +123,7 @@ class Peer(Protocol):
     """An engine that is loaded and can run waves."""
 
     def about(self) -> About:
-        """What is being measured."""
+        """The peer being measured."""
 
     def run(self, prompts: TokenIds, max_new_tokens: int) -> Wave:
         """Decodes all prompts at once, at the job's temperature, for exactly `max_new_tokens` each."""

@@ -1,7 +1,8 @@
 """Prometheus metrics under the names users know from vLLM, and our own under `paceline:`.
 
 Each service has a small class that makes its metrics. Engines count by a metric's name (`StepReport`), so a new engine
-metric is made here and counted there; other callers count on the objects. prometheus-client adds `_total` to counters itself.
+metric is made here and counted there; other callers count on the objects.
+prometheus-client adds `_total` to counters itself.
 """
 
 from __future__ import annotations

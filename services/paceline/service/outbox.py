@@ -24,7 +24,8 @@ _PartT = TypeVar("_PartT")
 class WaitingBytes:
     """Counts the bytes that wait for a peer.
 
-    A message to an empty outbox is taken whole, and not counted until the outbox is empty again: when a stream comes up, all its sessions are opened with all their tokens.
+    A message to an empty outbox is taken whole, and not counted until the outbox is empty again:
+    when a stream comes up, all its sessions are opened with all their tokens.
 
     Args:
         most_bytes: Bytes that may wait.

@@ -111,8 +111,8 @@ class RegistryView:
 
     A missing entry does not prove that a replica is gone: the store may be full, read-only, emptied, or replaced by an
     outdated copy. So a missing replica is asked itself, by its replica id, and is kept as long as it answers that it
-    serves. A replica that stops, drains, hangs or died does not. No threshold for "too many vanished at once" is needed,
-    as each replica is judged by its own answer.
+    serves. A replica that stops, drains, hangs or died does not. No threshold for "too many vanished at once" is
+    needed, as each replica is judged by its own answer.
 
     Args:
         registry: Where replicas announce themselves.
