@@ -5,7 +5,7 @@ always 8 nodes a step:
 
 * a verifier is killed under streams: their longest pause, which may be 1 s and the time to compute the context anew;
 * a drafter is killed under streams: the time until drafts of another one are accepted, which may be 1 s;
-* the engine of a verifier hangs under streams while its process lives: their longest pause, which may be the bound of
+* a verifier's engine hangs under streams while its process is alive: their longest pause, which may be the bound of
   its watchdog and 5 s.
 """
 

@@ -14,7 +14,7 @@ first quarter, in which caches and pools fill, to the end by more than 3 % + 4 M
 verifier never compute for 50 ms without a pause, in CPU time; no session is left over; every process is the one that
 was there at the start; and a good completion after it all has the text that it had before. The gateway has half of the
 cores, so that its stalls are its own. Loops whose bounds are checked and loops as they serve make the same of the
-columns, and their processes live.
+columns, and their processes survive.
 
     make bench NAME=fuzz ARGS='--messages 10000 --seed 7'
     make bench NAME=fuzz ARGS='--doors agents --messages 20000'

@@ -1,4 +1,4 @@
-"""All that a machine with a GPU can tell in 8 minutes: `make gpu-contact`, or `make bench NAME=gpu`.
+"""All figures that a machine with a GPU can give in 8 minutes: `make gpu-contact`, or `make bench NAME=gpu`.
 
 Parts, the most wanted first, each a process with its own limit, so that one that fails or hangs takes no other with it:
 

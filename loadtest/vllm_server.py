@@ -54,7 +54,7 @@ async def served_figures(python: Path, job: Job, temperatures: Sequence[float]) 
 
 
 async def _rehearse(url: str, job: Job) -> None:
-    """Shows the tier what drafting is worth at each load, as whoever goes live does.
+    """Shows the tier what drafting is worth at each load, as an operator does before going live.
 
     Raises:
         UnavailableError: It failed.

@@ -1,4 +1,4 @@
-"""Bad messages in columns, of all peers, to the engines behind the wire: in a process of its own, which must live.
+"""Bad messages in columns, of all peers, to the engines behind the wire: in a process of its own, which must survive.
 
 Verifier and drafter are the engines that serve, on simulated devices, and exchange real messages. Most of these are
 changed on the way: numbers at the borders of 32 bits, ends that fall, wrap or reach too far, columns that are too short

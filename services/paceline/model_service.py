@@ -291,7 +291,7 @@ def _log_hang(what: str, stuck_s: float) -> None:
 
 
 def _end_stalled(stuck_s: float) -> None:
-    """The event loop hangs: nobody can be told, and connections that end tell everybody."""
+    """The event loop hangs: no message can be sent; ending connections inform all peers."""
     _log_hang("the event loop", stuck_s)
     os._exit(EXIT_HUNG)
 

@@ -1,7 +1,7 @@
 """The demo pair's text: source code of the Python standard library of the running interpreter.
 
 Every machine that can run Paceline already holds this corpus, so training needs no download. The
-split hangs on relative paths alone: a file held out under one interpreter is held out under all.
+split depends on relative paths alone: a file held out under one interpreter is held out under all.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """`paceline rehearse`: shows the controller of the tier under vLLM what drafting is worth, before users ask.
 
-From outside it sends vLLM the load that a verifier of ours sends itself, and tells the helper beside vLLM which steps
-draft. The helper learns from these steps as from users'.
+From outside it sends vLLM the load that a verifier of ours sends itself, and sets in the helper beside vLLM which
+steps draft. The helper learns from these steps as from users'.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48
 UNCOUNTED, TEXTS = 1, 2
 # Of the vocabulary: special tokens lie at its ends.
 USUAL_TOKENS = 0.125, 0.5
-# The helper is told the mode so often, and answers at once.
+# Period at which the helper gets the mode, and its longest time to answer.
 PULSE_S, HELPER_S = 0.1, 10.0
 # Whether steps draft, in the order of tries.
 MODES = (False, True)

@@ -240,7 +240,7 @@ class Ports:
         return self._bind(holder, port)
 
     def _bind(self, holder: socket.socket, port: int) -> int:
-        """Holds a port: nobody is reached there, and whoever shares it may listen."""
+        """Holds a port: connections to it fail, and processes that share it may listen."""
         holder.bind((self._host, port))
         _share(holder)
         self._given.add(given := int(holder.getsockname()[1]))

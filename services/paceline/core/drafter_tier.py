@@ -35,10 +35,10 @@ class DrafterTier:
         self._links = forest.links
         self._drafters: dict[str, ConnectedDrafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
-        # Rows of sessions whose drafters are to be told of commits.
+        # Rows of sessions whose drafters must get commits.
         self._told: list[Ints] = []
         self._broken: dict[str, RemoteProtocolError] = {}
-        # Numbers of sessions whose drafters were told again in this step, and tokens, by address.
+        # Sessions resent to their drafters in this step, and tokens, by address.
         self._answered: set[int] = set()
         self._num_resent: Counter[str] = Counter()
         self._by_number: dict[int, SessionLink] = {}
@@ -197,7 +197,7 @@ class DrafterTier:
         """Messages to send after a step, and the links that are to be reset."""
         told, self._told = self._told, []
         if told:
-            # As a rule a step tells of each session once.
+            # As a rule a step sends each session once.
             self._tell(told[0] if len(told) == 1 else np.unique(np.concatenate(told)))
         to_drafters, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}

@@ -57,7 +57,7 @@ class ResumeMismatchError(PacelineError):
 
 
 class StaleEpochError(PacelineError):
-    """Another owner runs the session under a newer epoch; whoever gets this stops, and nothing is lost."""
+    """Another owner runs the session under a newer epoch; the caller stops, and nothing is lost."""
 
 
 class SessionNotFoundError(PacelineError):

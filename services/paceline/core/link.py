@@ -160,7 +160,7 @@ class SessionLink:
         return CloseSession(number=self.number) if known and self._drafter is not None else None
 
     def catch_up(self, lagging: LaggingSession) -> OpenSession | None:
-        """A drafter misses commits: it is told all since those that it has; returns what opens the session anew."""
+        """A drafter misses commits: it gets all since its last; returns the message that opens the session anew."""
         if not 1 <= lagging.have_len <= len(self.tokens):
             return self.open()
         self._links.resend_from(self._row, lagging.have_len)

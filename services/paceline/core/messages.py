@@ -53,15 +53,15 @@ REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
 
 NS_PER_S = 1e9
 
-# First words of `ModelIdentity.arithmetic` where logits depend on who shares the batch: such engines promise the law of
-# a text, and not its tokens.
+# First words of `ModelIdentity.arithmetic` where logits depend on who shares the batch: such engines guarantee a text's
+# distribution, and not its tokens.
 VLLM_ARITHMETIC, CUDA_ARITHMETIC = "vllm ", "cuda "
 # Arithmetic of devices that compute nothing.
 SIMULATED = "simulated"
 
 
 def distribution_only(arithmetic: str) -> bool:
-    """Whether an engine of this arithmetic promises the law of a text, and not its tokens."""
+    """Whether an engine of this arithmetic guarantees a text's distribution, and not its tokens."""
     return arithmetic.startswith((VLLM_ARITHMETIC, CUDA_ARITHMETIC))
 
 
@@ -103,7 +103,7 @@ class ModelIdentity:
 
     @property
     def exact(self) -> bool:
-        """Whether the same seed brings the same text, whatever is drafted and whoever is served beside it."""
+        """Whether the same seed brings the same text, whatever is drafted and served beside it."""
         return not distribution_only(self.arithmetic)
 
     def drafts_for(self, target: ModelIdentity) -> bool:
@@ -433,7 +433,7 @@ class CommittedTokens(NamedTuple):
     ends the session itself, or that loses its verifier, gets no result; None: unknown.
     `origins`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
-    Without tokens it tells something else of the session: `running`, that the engine computes it now, or its record, or
+    Without tokens it carries other news of the session: `running`, that the engine computes it now, or its record, or
     `prompt_logprobs`. `prompt_logprobs` start at `prompt_offset`; all come before the first token.
     """
 

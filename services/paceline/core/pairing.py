@@ -101,7 +101,7 @@ class Pairing:
         return min(((*self._wait(each), each.address) for each in drafters), default=(0.0, 0, ""))[-1]
 
     def _wait(self, drafter: DrafterCandidate) -> tuple[float, int]:
-        """Seconds until its answer, and own sessions to tell equals apart: what drafters report is a heartbeat old."""
+        """Seconds until its answer, and own sessions to break ties: reports of drafters are a heartbeat old."""
         own = self.num_own[drafter.address]
         load = max(own, drafter.num_sessions) / max(1, drafter.max_sessions)
         return drafter.round_trip_s + load * FULL_S, own

@@ -90,7 +90,7 @@ def _engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callable[[], Dra
 
 
 def _simulated_engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callable[[], DraftEngine]]:
-    """Returns the very engine and scheduler, with a model on a simulated device that takes its time."""
+    """Returns the real engine and scheduler, with a model on a simulated device that takes its time."""
     from paceline.simulated.model import Simulation, find_profile, num_pages
 
     refuse_settings(config, SIMULATED, NOT_FOR_SIMULATED)

@@ -212,7 +212,7 @@ class DraftSession:
     def draw(self, slot: int, path: Sequence[int], row: Logits, parent_id: int) -> Offer:
         """The one guess of a chain below a node, drawn once: another try would be another chance.
 
-        It comes with the very distribution that it was sampled from.
+        It comes with the distribution that it was sampled from.
 
         Args:
             slot: Of the node, or ROOT.

@@ -111,7 +111,7 @@ class Verification:
                 self._rounds[place] = self._why_nothing(place)
 
     def _why_nothing(self, place: int) -> Exception:
-        """Why there is nothing to choose at one of a session's rows, or why that cannot be told."""
+        """Why a session's row has no token to choose, or why that is unknown."""
         try:
             return _unusable(self.parts[place].session, self._pending.logits(self._rows_of(place)))
         except Exception as error:  # noqa: BLE001 - what one session lacks must not end the others

@@ -63,7 +63,7 @@ class KVCache:
             moves.clear()
 
     def flush(self) -> None:
-        """Does the moves that wait, where they do; whoever reads or writes slots itself calls it first."""
+        """Does the moves that wait, where they do; code that reads or writes slots calls it first."""
 
     def copy_slots(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Copies KV and states of slots in all layers; all sources are read before any target is written.

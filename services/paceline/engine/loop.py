@@ -1,6 +1,6 @@
 """Runs an engine in the process's event loop; its device alone has a thread.
 
-A step is a coroutine: it plans, has the device compute, and tells what came of it. While the device computes, the loop
+A step is a coroutine: it plans, has the device compute, and emits the results. While the device computes, the loop
 serves streams, and what arrives for the engine waits for the step's end: until then the engine is the device's.
 
 A step that raises ends the engine loudly: every waiter gets the error. A step that does not return shows in
@@ -81,7 +81,7 @@ class Stepper(Protocol[EventT, OutputT]):
 
         Args:
             compute: Makes calls where the device is.
-            tell: Hands on what others wait for before the step's end; None: that is in what is returned.
+            tell: Sends results that others wait for before the step's end; None: the returned output has them.
         """
         ...
 
@@ -170,7 +170,7 @@ def _make_all(calls: list[Callable[[], None]]) -> None:
         try:
             call()
         except Exception:
-            # It costs what this call would have told; the others and the engine go on.
+            # Only this call's result is lost; the others and the engine go on.
             logger.exception("a call beside the device failed")
 
 
@@ -178,7 +178,7 @@ class EngineLoop(Generic[_Event, _Output]):
     """Drives a `Stepper`; belongs to one event loop.
 
     Args:
-        make_stepper: Called in the device's thread, so that everything torch lives there.
+        make_stepper: Called in the device's thread, so that all torch objects are made there.
         deliver: Called with every output, at once.
         device: Where the stepper is made and computes.
     """
@@ -270,7 +270,7 @@ class EngineLoop(Generic[_Event, _Output]):
         begun_s = time.monotonic()
         for event in self._take():
             stepper.handle(event)
-            # Sessions with long prompts take milliseconds each; streams, and whoever else waits, have their turn.
+            # Sessions with long prompts take milliseconds each; streams, and other waiters, have their turn.
             if time.monotonic() - begun_s > SLICE_S:
                 await asyncio.sleep(0)
                 begun_s = time.monotonic()
@@ -289,7 +289,7 @@ class EngineLoop(Generic[_Event, _Output]):
             return
 
     def _take(self) -> list[_Event]:
-        """Everything that has arrived; whoever waits to hand over more goes on."""
+        """Returns all arrived events; senders that wait to hand over more go on."""
         events = [*self._events]
         self._events.clear()
         self._bytes_of.clear()

@@ -34,7 +34,7 @@ class Cache(Protocol):
 
 
 class Pending(Protocol):
-    """A step that was launched; whoever asks waits until it is over. Rows are those of its `Batch.logit_rows`.
+    """A launched step; a caller that asks for results waits until it is over. Rows are those of its `Batch.logit_rows`.
 
     All raise MemoryError where the device has no room, as `Model.launch` does.
     """

@@ -71,7 +71,7 @@ class Measurement:
 
 
 class RehearsingEngine:
-    """An engine that rehearses once it is told that nobody of its kind has: at 1, 2, 4, ... sessions both modes.
+    """An engine that rehearses when no engine of its kind has: at 1, 2, 4, ... sessions both modes.
 
     Args:
         engine: The engine that runs the target model.
@@ -105,7 +105,7 @@ class RehearsingEngine:
         # Measurements to come, the next one last, and whether drafters have answered.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
         self._answered = False
-        # The draft model with which it is to rehearse; empty: nobody has told it to.
+        # The draft model with which it is to rehearse; empty: not requested.
         self._told_to = ""
         self._sessions: set[int] = set()
         self._take = Measurement(0, drafts=False)
@@ -152,7 +152,7 @@ class RehearsingEngine:
         return max(0.0, self._idle_since_s + IDLE_S - self._clock())
 
     async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> DrafterNews:
-        """Runs a step; of one that is rehearsed, what drafters are told is all that is handed on."""
+        """Runs a step; of a rehearsed step, only messages to drafters are handed on."""
         if not self._engine.has_work():
             self._since_s = self._clock()
             self._begin()

@@ -1,7 +1,7 @@
 """A session's sampler: how it changes rows of logits, and how it chooses tokens from them.
 
 The order of processors, the filters and the noise are defined in `paceline.core.processors` and
-`paceline.core.noise`; the compiled loops choose the very same token. This module must not know trees, steps
+`paceline.core.noise`; the compiled loops choose the same token. This module must not know trees, steps
 or other sessions.
 """
 
@@ -206,7 +206,7 @@ class RowSampler:
             )
 
     def probabilities(self, row: Logits) -> Floats:
-        """The law [vocab] of what is chosen from a row, changed already; at temperature 0 all of it is one token's.
+        """Distribution [vocab] of the token chosen from a processed row; at temperature 0 one token has all of it.
 
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.

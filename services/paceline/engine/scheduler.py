@@ -181,8 +181,8 @@ class Scheduler:
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after one whose tokens nobody has read yet; None where it takes more than these tokens.
 
-        Where such a token ends its session the row is wasted. Its pages are given back at once all the same: whoever
-        gets them writes later than that row does.
+        Where such a token ends its session the row is wasted. Its pages are given back at once all the same: the next
+        owner writes later than that row does.
         """
         alone = not self._waiting and not len(plan.guesses.tokens) and not self._may_guess()
         if not alone or not all(each.is_decoding and each.runs_ahead for each in self._running):

@@ -249,8 +249,8 @@ class TargetEngine:
     async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Runs a step over all sessions that have something to compute.
 
-        Messages to drafters, new prompts above all, and which sessions are computed for the first time are told before
-        the device begins; what it has committed is told to drafters before anything else happens.
+        Messages to drafters, new prompts above all, and the sessions computed for the first time leave before
+        the device begins; its commits go to drafters before anything else happens.
         """
         plan = self._plan_step()
         self._in_step = tuple(part.session.number for part in plan.parts)

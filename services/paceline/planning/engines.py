@@ -1,4 +1,4 @@
-"""Verifiers and drafters of a simulation: the very engines on simulated devices, in an event loop whose clock jumps."""
+"""Verifiers and drafters of a simulation: the real engines on simulated devices, in an event loop whose clock jumps."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def parse_cpus(name: str, text: str) -> frozenset[int]:
 
 
 def as_called(command: str) -> str:
-    """Returns `paceline COMMAND` as whoever started this process would type it.
+    """Returns `paceline COMMAND` as the user who started this process would type it.
 
     It is `python -m paceline COMMAND`, `python -m paceline.COMMAND` where a service was started as a module, the path
     of the program where no search path leads to it, and `command` itself in any other program.

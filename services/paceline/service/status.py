@@ -44,7 +44,7 @@ INTERNAL_MESSAGE = "internal error; the server's log has the cause"
 # Status and details travel as headers; a client drops a call whose headers exceed 8 KiB, escapes included.
 MAX_MESSAGE_CHARS = 256
 MAX_FIELD_CHARS = 64
-# No peer of ours asks for a longer pause, and a client is told it as it comes.
+# No peer of ours asks for a longer pause, and a client gets it unchanged.
 MAX_RETRY_AFTER_S = 3600.0
 # In gRPC's status of a call whose answer is above the caller's limit.
 _ITS_MESSAGE = "CLIENT: Received message larger than max"

@@ -144,7 +144,7 @@ class SimulatedTarget:
     """A target model: its text's next token has all the weight; the others' logits only rank them.
 
     Args:
-        law: Of its texts.
+        law: Distribution of its texts.
         pace: Of its device.
     """
 
@@ -170,10 +170,10 @@ class SimulatedTarget:
 
 
 class SimulatedDraft:
-    """A draft model that knows its target's texts, and guesses them as well as a law says.
+    """A draft model that knows its target's texts, and guesses them as well as a distribution says.
 
     Args:
-        law: Of the target's texts.
+        law: Distribution of the target's texts.
         pace: Of its device.
         truth: Distribution of its guesses.
     """

@@ -1,4 +1,4 @@
-"""Guesses of a simulated drafter, and whether they are right: drawn from a law."""
+"""Guesses of a simulated drafter, and whether they are right: drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.forest.tree_loops import MAX_MARGIN, margin
 from paceline.service.config import setting
 from paceline.simulated.text import Ints
 
-# Places drawn from a law, and guesses at each.
+# Places drawn from a distribution, and guesses at each.
 NUM_DRAWN, NUM_GUESSES = 7680, 2
 # A guess without any confidence, for its logarithm.
 LEAST = 1e-12
@@ -23,7 +23,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuessLaw:
-    """Two guesses a place from a law, a function of the seed alone."""
+    """Two guesses a place from a distribution, a function of the seed alone."""
 
     slope: float = setting(1.3, help="True log odds of a match per log odds of confidence.")
     intercept: float = setting(-0.2, help="True log odds of a match at even confidence.")
@@ -85,7 +85,7 @@ class GuessTable:
 
     @classmethod
     def of(cls, law: GuessLaw, vocab_size: int) -> GuessTable:
-        """Makes a table of the places drawn from a law."""
+        """Makes a table of the places drawn from a distribution."""
         ranks, confidences = law.drawn()
         # `confidences` sharpens and sums up the likeliest tokens, and a good many of the rest.
         beside = max(1, min(vocab_size, NUM_RANKED) - NUM_GUESSES)

@@ -1,4 +1,4 @@
-"""A pair of simulated models: what a profile, a tokenizer and a few laws make of `--engine simulated`."""
+"""A pair of simulated models: made of a profile, a tokenizer and a few distributions for `--engine simulated`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Simulation:
         profile: Facts of the devices.
         folder: With the tokenizer whose words texts are made of; no weights are read.
         mean_length: Mean length of a text in tokens; 0: only `max_tokens` ends it.
-        acceptance: Chance that a first guess is right; None: by the profile's law.
+        acceptance: Chance that a first guess is right; None: by the profile's distribution.
     """
 
     profile: Profile

@@ -128,7 +128,7 @@ _Call = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 class RedisDocuments:
     """Documents on a server.
 
-    A document is a hash that expires, beside it a key that lives while somebody works on it. An index knows the sizes
+    A document is a hash that expires, beside it a key that exists while somebody works on it. An index knows the sizes
     of all, in the order in which they expire, by keeper and together; it changes in the same script as the documents,
     and does not expire. All keys hash to one slot.
 

@@ -1,1 +1,1 @@
-"""The drafter tier as whoever verifies reaches it: which drafters there are, and the streams to them."""
+"""The drafter tier from a verifier's side: which drafters there are, and the streams to them."""

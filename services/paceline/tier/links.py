@@ -68,7 +68,7 @@ class DrafterLink:
         self._on_messages = on_messages
         self._tls = tls
         self._outbox: Outbox[Sequence[ToDrafter]] = Outbox(OUTBOX_BYTES)
-        # The highest number of a session that it was told; numbers grow.
+        # The highest session number sent to it; numbers grow.
         self._last_number = 0
         self._stream: asyncio.Task[None] | None = None
         self._up = False

@@ -41,7 +41,7 @@ class SessionLog:
     The first tokens and the last may leave at once.
 
     Args:
-        gateway: Who is told.
+        gateway: The gateway that gets them.
         number: By which the gateway knows it.
         whole: The client gets the text in one piece.
         offset: Generated tokens of the session so far.
@@ -67,7 +67,7 @@ class SessionLog:
         """Adds what a step committed.
 
         Raises:
-            UnavailableError: Tokens are missing before these, or these were told before.
+            UnavailableError: Tokens are missing before these, or these were sent before.
             asyncio.QueueFull: The gateway does not read.
         """
         if committed.offset != self._offset:
@@ -130,7 +130,7 @@ class GatewayLog:
 
     Attributes:
         waiting: Bytes of all its sessions.
-        closed: Nothing is told any more but what may leave already.
+        closed: Only messages that may leave already are sent.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class GatewayLog:
 
     @property
     def is_full(self) -> bool:
-        """Whether more sessions wait to be told of than run anywhere: the gateway starts them, and does not read."""
+        """Whether more sessions wait to be sent than run anywhere: the gateway starts them, and does not read."""
         return max(len(self._taken), len(self._ended), len(self._leaving)) > MAX_SESSIONS
 
     def is_ready(self, session: SessionLog) -> bool:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 2.0
 # Longest time that `before-ready` delays readiness, as where no drafter comes.
 READY_S = 60.0
-# In the store: whom documents are kept for, how long they live, and how long the mark of one that rehearses lasts. A
+# In the store: whom documents are kept for, their time to live, and how long the mark of a rehearsing verifier lasts. A
 # document has some thousand bytes: no response of a user is to make room for it.
 KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 50
 # Longest document that is read: 15 MiB took 1.7 s of the event loop.

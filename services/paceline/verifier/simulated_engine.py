@@ -1,4 +1,4 @@
-"""A simulated device inside a verifier: the very engine and scheduler, with a model that takes its time."""
+"""A simulated device inside a verifier: the real engine and scheduler, with a model that takes its time."""
 
 from __future__ import annotations
 

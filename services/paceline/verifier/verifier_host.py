@@ -198,7 +198,7 @@ class TargetHost:
         self._end_all(UnavailableError("this verifier shuts down"))
 
     def _end_all(self, error: PacelineError) -> None:
-        """Ends every session, and every stream once that has been told."""
+        """Ends every session, and every stream once it has sent that."""
         self._over = error
         for session in [*self._sessions.values()]:
             self._end(session, error)
@@ -277,7 +277,7 @@ class TargetHost:
             del self._gateways[gateway]
 
     def _encoded(self, gateway: GatewayLog, part: LogPart) -> verifier_pb2.VerifyResponse:
-        """A gateway's next message; a session that it cannot tell of ends alone."""
+        """A gateway's next message; a session whose message cannot be encoded ends alone."""
         try:
             return log_to_pb(part)
         except Exception:
@@ -332,7 +332,7 @@ class TargetHost:
             gateway.close(error)
 
     def _start(self, gateway: GatewayLog, number: int, request: GenerateRequest | InvalidRequestError) -> None:
-        """Begins a session; what is wrong with it, or with us, is told in its place."""
+        """Begins a session; on failure sends the error in its place."""
         try:
             if isinstance(request, InvalidRequestError):
                 raise request
@@ -505,7 +505,7 @@ class TargetHost:
             await self.engine.post_from(address, arrived, size_of(*messages))
 
     def _deliver(self, output: DrafterNews) -> None:
-        """Drafters are told at once: they have nothing to do until they get the commit; clients, beside the device."""
+        """Sends drafters their commits at once, as they have nothing to do until then; clients, beside the device."""
         for address, to_drafter in output.to_drafters.items():
             try:
                 self.drafters.say(address, to_drafter)

@@ -1,7 +1,7 @@
 """The trees of a helper in memory that its proposer reads, so that most steps need no answer.
 
 The helper writes each session's tree as it grows. The proposer follows committed tokens down it, takes the chain of
-highest survival below them, and tells the helper afterwards. A record that is read while it is written has another
+highest survival below them, and informs the helper afterwards. A record that is read while it is written has another
 checksum: the whole step then asks the helper, and waits. A record that is behind ends where the text has left it, which
 costs its session's guesses alone.
 """

@@ -163,7 +163,7 @@ class ChainScheduler:
         for session, row in going_on:
             if row.base_len != len(session.tokens):
                 raise ValueError(f"session {row.session} has {len(session.tokens)} tokens, not {row.base_len}")
-            # vLLM may have verified fewer than it was told.
+            # vLLM may have verified fewer than it was sent.
             self._forest.drop_kv(session.tree.row, len(session.tokens) + row.num_verified)
         done = commit(self._forest, [NewTokens(session.link, row.token_ids) for session, row in going_on])
         self.report.count_nodes(self._forest.sources, done.counts)

@@ -1,4 +1,4 @@
-"""Repairs a fault of vLLM's CPU build that gives texts above temperature 0 a wrong law under any speculation.
+"""Repairs a fault of vLLM's CPU build that gives texts above temperature 0 a wrong distribution under any speculation.
 
 The rejection sampler spreads temperature, top-k and top-p over the rows of a request. In the CPU build of 0.32.0 that
 writes nothing, and these rows are judged with whatever lies in memory. A vLLM without the fault is left alone.

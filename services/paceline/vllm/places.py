@@ -30,7 +30,7 @@ def runtime_folder() -> Path:
 
 
 def mode_socket(instance_id: str, engine: int) -> Path:
-    """Returns the Unix socket at which `paceline rehearse` tells the helper of a vLLM's engine the mode.
+    """Returns the Unix socket at which `paceline rehearse` sends a vLLM engine's helper the mode.
 
     Raises:
         ConfigError: There is no folder for it.

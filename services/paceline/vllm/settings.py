@@ -74,7 +74,7 @@ class HelperJob:
         max_model_len: Most tokens of a session, prompt and output.
         max_chain: Most guesses of a session in a step.
         engine: Number of vLLM's engine.
-        mode_socket: Unix socket at which it is told the mode.
+        mode_socket: Unix socket at which it gets the mode.
     """
 
     settings: TierSettings

@@ -1,7 +1,7 @@
 """The tier under vLLM's V2 model runner: a speculator, which `paceline.vllm.plugin` puts in.
 
 Guesses and tokens are on the device there: a step copies what it has committed to the host, and brings the guesses
-back. vLLM is told how many each request has, so nothing is verified where there is none.
+back. vLLM gets the count of each request, so nothing is verified where there is none.
 """
 
 from __future__ import annotations

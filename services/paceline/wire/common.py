@@ -150,7 +150,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
     """Decodes what speculation did.
 
     Raises:
-        RemoteProtocolError: It tells of more draft tokens in a round than there can be, or of no number of sessions.
+        RemoteProtocolError: It has more draft tokens in a round than there can be, or no number of sessions.
     """
     check_count("SpeculationRecord.acceptance_histogram", len(message.acceptance_histogram), MAX_DRAFT_TOKENS + 1)
     if not 0.0 <= message.mean_batch_size < math.inf:

@@ -76,7 +76,7 @@ def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
     """Splits messages into parts that are small enough for gRPC, in order.
 
     When a stream comes up, all its sessions are opened at once, with all their tokens; and drafters that are called
-    back are told all that they have missed.
+    back get all that they have missed.
     """
     part: list[_MessageT] = []
     num_bytes = 0
@@ -176,7 +176,7 @@ def draft_response_from_pb(
 
     Args:
         message: Of the drafter.
-        last_number: The highest number of a session that it was told.
+        last_number: The highest session number sent to it.
 
     Raises:
         RemoteProtocolError: Columns differ in length, a field is outside its limits, or the versions of the protocol

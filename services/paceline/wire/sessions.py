@@ -60,7 +60,7 @@ _KINDS: dict[str, type[PacelineError]] = {
     if isinstance(kind, type) and issubclass(kind, PacelineError) and kind is not PeerLostError
 }
 MAX_PROBLEM_CHARS, MAX_FIELD_CHARS = 256, 64
-# A client is told the pause as it comes.
+# A client gets the pause unchanged.
 MAX_RETRY_AFTER_S = 3600.0
 # Sessions that a message of a gateway starts and leaves; ours names one.
 MAX_REQUEST_ENTRIES = 256
@@ -263,7 +263,7 @@ def generate_request_from_pb(message: verifier_pb2.StartSession, *, context_len:
 
 
 def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
-    """Encodes what a verifier tells a gateway."""
+    """Encodes a verifier's messages to a gateway."""
     message = verifier_pb2.VerifyResponse(alive=part.alive, taken=part.taken)
     numbers: list[int] = []
     offsets: list[int] = []
@@ -292,7 +292,7 @@ def _column(values: Sequence[int]) -> bytes:
 def log_from_pb(
     message: verifier_pb2.VerifyResponse, sessions: Mapping[int, AskedSession], last_number: int
 ) -> LogRead:
-    """Decodes what a verifier tells, and counts it; other sessions' are passed over.
+    """Decodes a verifier's messages, and counts them; other sessions' are passed over.
 
     Unrequested tokens, or tokens that do not join onto earlier ones, are an error of their session alone.
 

@@ -34,13 +34,13 @@ from paceline.wire import AskedSession, log_from_pb, start_session_to_pb
 from paceline.wire.columns import MAX_NUMBER
 from paceline.wire.common import PROTOCOL, check_protocol
 
-# A verifier tells at once, of a session that is left, what speculation did for it.
+# A verifier sends the speculation record of a left session at once.
 RECORD_TIMEOUT_S = 1.0
 # An engine that computes a session says so within this time; while others run, its sign of life comes about as often.
 LIFE_AFTER_S = 1.0
 # Bytes queued per verifier.
 VERIFIER_BYTES = 64 * 1024 * 1024
-# Sessions of other verifiers, and whoever else waits for the event loop, get it after so long amid a message.
+# Sessions of other verifiers, and other waiters, get the event loop after so long amid a message.
 SLICE_S = 0.005
 # Of a message beside its only session.
 MESSAGE_BYTES = 64
@@ -56,7 +56,7 @@ _Call = grpc.aio.StreamStreamCall[verifier_pb2.VerifyRequest, verifier_pb2.Verif
 logger = logging.getLogger(__name__)
 
 
-# Takes what a verifier tells of a session, and tells whether its client has all that it wants.
+# Takes a session's tokens from a verifier; returns whether its client has all that it wants.
 OnCommit = Callable[[CommittedTokens], bool]
 
 
@@ -65,15 +65,15 @@ class RunningCall:
     """A session on a verifier.
 
     A plain function receives the verifier's messages, in the turn of the event loop in which they come and in the
-    context of whoever runs the session, who is woken at its end.
+    context of the session's runner, which is woken at its end.
 
     Attributes:
         asked: The session, and what has come of it.
         address: The verifier's.
-        take: Takes what it tells. An error that this raises ends the session, and no other.
+        take: Takes its messages. An error that this raises ends the session, and no other.
         ran: Whether an engine has computed a part of it.
         taken_s: When the verifier accepted it, monotonic seconds; None: it has not yet.
-        unheard: Whether the verifier was lost soon after it had accepted the session, and before it told anything of
+        unheard: Whether the verifier was lost soon after it had accepted the session, and before it sent anything of
             it. A verifier that was alive for longer lets the session wait, for a place or its grammar.
         ended_by: Why the gateway itself ended it; None while it runs.
         is_left: The client has all that it wants; what is yet to come is the record.
@@ -109,7 +109,7 @@ class RunningCall:
         self._stream = stream
 
     def put(self, outcome: CommittedTokens | PacelineError) -> None:
-        """The verifier tells something, or is lost."""
+        """A message of the verifier has come, or the verifier is lost."""
         if isinstance(outcome, PacelineError):
             self.unheard = (
                 self.taken_s is not None and not self._num_heard and self.heard_s - self.taken_s < LIFE_AFTER_S
@@ -146,7 +146,7 @@ class RunningCall:
             return False
 
     def end(self, error: Exception) -> None:
-        """The gateway ends it: whoever runs it gets the error."""
+        """The gateway ends it: its runner gets the error."""
         self.ended_by = error
         self._fail(error)
 
@@ -229,7 +229,7 @@ class _VerifierStream:
         return number
 
     def leave(self, number: int) -> None:
-        """Frees a session, if it still runs; what is told of it from now on is passed over."""
+        """Frees a session, if it still runs; later messages about it are passed over."""
         call = self._drop(number)
         if call is not None and not call.is_left:
             self._say_left(number)
@@ -328,7 +328,7 @@ class _VerifierStream:
     def _hand_on(self, number: int, call: RunningCall, outcome: CommittedTokens | PacelineError) -> None:
         was_left = call.is_left
         if isinstance(outcome, RemoteProtocolError):
-            # The verifier does not know what is wrong with what it told.
+            # The verifier does not know what is wrong with its message.
             self.leave(number)
         elif isinstance(outcome, PacelineError) or outcome.result is not None:
             self._drop(number)

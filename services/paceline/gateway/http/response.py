@@ -184,7 +184,7 @@ class Exchange:
         self._written_s = time.monotonic()
         if self._sending is not None and self._sending.done():
             if self._sending.cancelled():
-                # Its own error would end whoever writes, and with it the streams of others.
+                # Its own error would end the writer, and with it the streams of others.
                 raise ClientDisconnect
             # Raises what it has failed with.
             self._sending.result()

@@ -79,7 +79,7 @@ THINK_TAGS: Mapping[str, tuple[tuple[str, str], ...]] = {
 # Text behind the first tag that belongs to it.
 THINK_LABELS: Mapping[str, str] = {GEMMA4: "thought"}
 GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-# Families whose arguments are written bare: the schema of a tool tells their types.
+# Families whose arguments are written bare: a tool's schema gives their types.
 TYPED = frozenset({QWEN3_CODER, GLM})
 # Special tokens that a reader of calls must see.
 _SHOWN: Mapping[str, tuple[str, ...]] = {

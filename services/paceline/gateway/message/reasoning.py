@@ -120,7 +120,7 @@ class ThinkReader(StatefulReader):
         return end >= 0
 
     def _to_call(self, given: str) -> bool:
-        """Ends the reasoning with a call, which is content to whoever reads on."""
+        """Ends the reasoning with a call, which is content to the next reader."""
         before, marker, behind = self._tried.partition(self._call)
         self.parts.append(Reasoning(f"{given}{before}".rstrip("\n")))
         self.held = f"{marker}{behind}{self.held}"

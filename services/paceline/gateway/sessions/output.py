@@ -50,7 +50,7 @@ class Ending:
         num_generated_tokens: Tokens of the answer, a stop token included.
         num_reasoning_tokens: Of these, its reasoning.
         speculation: Speculation counts of all verifiers that ran the session, and whether the text is lossy, mixed or
-            promised in law only; None if no verifier reported it and none of these holds.
+            guaranteed in distribution only; None if no verifier reported it and none of these holds.
         timings: Where the time went, as far as the verifier reported it.
         stop: The stop string that ended it; None if there was none.
         stop_token_id: The stop token of the request that ended it; None if there was none, or the model's own did.

@@ -1,6 +1,6 @@
 """Whether a gateway can serve: at least one of its models has a verifier that it can reach, with the same tokens.
 
-It knows neither HTTP nor gRPC. Whether the process lives is another question, which any answer at all settles.
+It knows neither HTTP nor gRPC. Liveness is another question, which any answer at all settles.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class RecordedSession:
 
     @property
     def distribution_only(self) -> bool:
-        """Whether a verifier took part that promises only the law of a text, not its tokens."""
+        """Whether a verifier took part that guarantees only a text's distribution, not its tokens."""
         return any(map(distribution_only, self.record.arithmetic.split(AND)))
 
     def may_go_to(self, verifier: Replica) -> bool:

@@ -195,7 +195,7 @@ def _logged(request: SessionRequest) -> CommittedTokens | None:
     """Returns what was logged before this gateway got the session; None: nothing."""
     logged, result = request.committed_token_ids, None
     if request.finished is not None:
-        # The log does not tell what speculation did for it.
+        # The log has no speculation record of it.
         result = GenerateResult(
             finish_reason=request.finished,
             num_prompt_tokens=len(request.prompt_token_ids),

@@ -148,7 +148,7 @@ class VllmEngine:
         return 0.0
 
     async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
-        """Waits for vLLM's next outputs; refusals, and which sessions run in the step, are told before."""
+        """Waits for vLLM's next outputs; refusals, and the sessions in the step, are sent before."""
         if self._events:
             await compute(self._take_in)
         if tell is not None and self._outcomes:

@@ -16,7 +16,7 @@ from paceline.vllm.rehearsal import LINE_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Pauses between two times that the helper is told the same in a rehearsal, and between two looks whether it has a
+# Pauses between two sends of the same mode to the helper in a rehearsal, and between two looks whether it has a
 # drafter, or time for us; and the longest wait for its answer.
 PULSE_S, LOOK_S, ANSWER_S = 0.1, 2.0, 5.0
 

@@ -85,7 +85,7 @@ def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> d
 
 
 def counted_anew(request: GenerateRequest) -> bool:
-    """Whether tokens generated elsewhere would count, but do not under vLLM: its law is then not the target's.
+    """Whether tokens generated elsewhere would count, but do not under vLLM: its distribution is then not the target's.
 
     Presence and frequency penalties and bad words look at generated tokens only, and to vLLM those from elsewhere are
     part of the prompt. The repetition penalty looks at both.

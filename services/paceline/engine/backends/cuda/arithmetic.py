@@ -1,6 +1,6 @@
 """The arithmetic of `paceline.core.noise` and `paceline.core.processors` as functions of kernels, bit by bit.
 
-The same operations in the same order, so that the device finds the very numbers that the CPU's loops find. Kernels that
+The same operations in the same order, so that the device finds the same numbers as the CPU's loops. Kernels that
 call these must be compiled with `EXACT`.
 """
 

@@ -29,7 +29,7 @@ def kernel(function: Callable[..., Any], changing: tuple[str, ...] = ()) -> Any:
 def launch(compiled: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launches a program for each place of a grid.
 
-    All launches go through here, and from here through `run`: they do not pass torch, so whoever watches a step or
+    All launches go through here, and from here through `run`: they do not pass torch, so code that watches a step or
     keeps what it launches for later puts something else in place of `run`.
     """
     run(compiled, grid, arguments, constants)

@@ -83,7 +83,7 @@ class Endpoint:
                 work = await self.handle(Call(request=request, exchange=exchange, trace=trace))
                 await until_disconnect(receive, work)
             except ClientDisconnect:
-                # It left while it sent its body: no error of anybody, and nobody is there to be told.
+                # It left while it sent its body: no error of anybody, and nobody is there to get an answer.
                 return
             except Exception as error:  # noqa: BLE001 - the edge: the client gets an answer, whatever happens
                 self.count_error(error)

@@ -168,7 +168,7 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str], places: Sequen
 
 
 class ToldAnswer:
-    """An answer that is told as it grows; what becomes of it, the keeper knows in every case.
+    """An answer that is sent as it grows; the keeper learns its end in every case.
 
     No event is sent before the first piece, so that a refusal of the verifier still has its own status.
 

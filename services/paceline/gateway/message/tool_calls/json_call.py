@@ -60,7 +60,7 @@ class BracketScanner:
         return None
 
     def _closes(self, found: str) -> bool:
-        """Notes a bracket or quote; tells whether it ends the value."""
+        """Notes a bracket or quote; returns whether it ends the value."""
         if self._quote:
             self._quote = "" if found == self._quote else self._quote
         elif found in self._inside:
@@ -271,7 +271,7 @@ class JsonList(StatefulReader):
         return True
 
     def _take_blank(self) -> bool:
-        """Takes white space; tells whether a call may still follow, which it does not behind too much of it."""
+        """Takes white space; returns whether a call may still follow, which it does not behind too much of it."""
         self._before += self.take(len(self.held) - len(self.held.lstrip()))
         if len(self._before) > MAX_HEAD_CHARS:
             self._end()

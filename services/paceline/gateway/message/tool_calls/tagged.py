@@ -87,7 +87,7 @@ class TaggedCalls(MarkedCalls):
     """Reads the calls of a family.
 
     Args:
-        types: Types that parameters may have, by tool and name, where tags do not tell them; empty: any.
+        types: Types that parameters may have, by tool and name, where tags do not give them; empty: any.
     """
 
     def __init__(self, tags: Tags, types: Types) -> None:
