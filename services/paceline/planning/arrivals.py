@@ -43,8 +43,8 @@ class Arrival:
 class Shape:
     """Statistics of a service's arrivals; two of them are fitted to Azure's published hours of November 2023.
 
-    Gaps are exponential with one of several means (a hyperexponential distribution, by expectation maximisation), relative
-    to the mean gap. Lengths are quantile tables; those of prompt and answer have nothing to do
+    Gaps are exponential with one of several means (a hyperexponential distribution, by expectation maximisation), in
+    units of the mean gap. Lengths are quantile tables; those of prompt and answer have nothing to do
     with one another (the traces' rank correlations are 0.08 and -0.02).
 
     Attributes:
