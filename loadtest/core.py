@@ -53,10 +53,10 @@ from paceline.wire import (
 LOADS, SHAPES = (1, 8, 64, 256), (8, 16)
 LEVELS, WIDTH = 4, 2
 PROMPT_TOKENS, KV_TOKENS = 48, 2048
-# Of a large model on GPUs: more rows cost next to nothing, so that drafting pays at every load.
+# Times of a large model on GPUs: more rows cost next to nothing, so that drafting pays at every load.
 STEP_S, ROW_S = 0.015, 1e-6
 DRAFTER, LINK = "drafter:1", 1
-# Of the demo pair.
+# Vocabulary size of the demo pair.
 VOCAB_SIZE = 4096
 # Most milliseconds of a verifier's step and of a drafter's level, by sessions.
 VERIFIER_MS = {1: 0.3, 8: 0.5, 64: 1.0, 256: 2.5}

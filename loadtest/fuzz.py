@@ -58,7 +58,7 @@ KINDS: Mapping[str, Sequence[Kind]] = {
     "verifier": rpc.VERIFIER_KINDS,
     "drafter": rpc.DRAFTER_KINDS,
 }
-# Of all messages.
+# Shares of all messages.
 SHARES = {"http": 0.15, "bodies": 0.15, "agents": 0.2, "gateway": 0.15, "verifier": 0.2, "drafter": 0.15}
 HTTP_DOORS = ("http", "bodies", "agents")
 CONNECTIONS = 4

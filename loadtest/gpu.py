@@ -35,7 +35,7 @@ from paceline.simulated.roofline import computed_profile
 
 BUDGET_S = 470.0
 NO_GPU = 3
-# Of a part's log that are shown.
+# Lines of a part's log that are shown.
 MOST_LINES = 60
 CHECKS = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/unit/engine/cuda"]
 # Most seconds of each part.

@@ -30,7 +30,7 @@ NUM_PROPERTIES = 1000
 LEXER_PATTERN = "[ab]*a[ab]{16}c"
 # More tokens than any context: all are counted before the text is refused.
 NUM_WORDS = 200_000
-# Of a prompt; those of all workers fill more pages than the verifier has.
+# Tokens of a prompt; those of all workers fill more pages than the verifier has.
 NUM_PROMPT_TOKENS = 8_000
 METADATA = {f"{number:064}": "x" * 512 for number in range(16)}
 NAMED_EVENTS = {"stream": True, "stream_options": {"include_event_ids": True}}

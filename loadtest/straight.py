@@ -11,7 +11,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.verifier_client import VerifierClient
 
 SILENCE_S = 600.0
-# Of any model: nothing is checked here.
+# Vocabulary of any model: nothing is checked here.
 VOCAB_SIZE = 2**31
 
 

@@ -63,7 +63,7 @@ MODEST = "modest"
 MOST_GROWTH = 1.5
 REQUESTS_PER_MINUTE = 60
 MOST_PASSED = REQUESTS_PER_MINUTE * (1 + FREE_RESUMPTIONS)
-# So small that greed reaches its end within a turn.
+# Small enough that greed fills it within a turn.
 ROOM_BYTES = 1024 * 1024
 # The modest one limits its requests too, so that they are counted in the store.
 MODEST_PER_MINUTE = 50_000

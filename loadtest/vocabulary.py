@@ -21,12 +21,12 @@ from loadtest.fleet import say
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.user_cache import user_cache
 
-# Of new ids: the mean logit, below the logarithm of what the known ids sum up to at this temperature, and how much ids
+# Logits of new ids: the mean, below the logarithm of what the known ids sum up to at this temperature, and how much ids
 # differ. 148,000 of them hold a median of 4 % of the mass there.
 BELOW, SPREAD, TEMPERATURE = 12.7, 1.0, 0.8
 # Prompts after which the hidden states come that new rows are made of, and the tokens of each.
 NUM_PROMPTS, MOST_TOKENS = 64, 400
-# Of the least squares: states of texts lie in fewer dimensions than they have.
+# Ridge of the least squares: states of texts lie in fewer dimensions than they have.
 RIDGE = 100.0
 
 

@@ -46,7 +46,7 @@ from paceline.wire import (
 )
 
 SESSIONS, NODES = 4, 8
-# Of one pair of engines: its sessions do not end within them.
+# Messages of a pair of engines: its sessions do not end within them.
 MESSAGES = 200
 ROOT = Path(__file__).parents[2]
 REFUSED, TAKEN = "refused", "taken"

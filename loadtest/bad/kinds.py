@@ -20,7 +20,7 @@ class Target:
 
 
 def unrefused(_: bytes) -> str:
-    """Of an answer whose status says all."""
+    """Accepts any answer whose status says all."""
     return ""
 
 

@@ -180,7 +180,7 @@ def _ratios(tables: Mapping[str, Floats], others: Sequence[str], seed: int) -> d
 
 
 def _ratio(ours: Floats, others: Floats, column: int) -> float:
-    """Of two means; a few short answers may have no gap at all."""
+    """Ratio of two means; a few short answers may have no gap at all."""
     return _mean(ours, column) / max(LEAST_S, _mean(others, column))
 
 

@@ -39,9 +39,9 @@ change, rehearse again. Ctrl-C ends it, and vLLM goes on with what has been seen
 
 TEMPERATURES = (0.0, 0.8)
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48
-# Of each stream, in a mode at a load: what began in the other mode, and then one greedy and one not, which count.
+# Texts of each stream in a mode at a load: one begun in the other mode, then one greedy and one not, which count.
 UNCOUNTED, TEXTS = 1, 2
-# Of the vocabulary: special tokens lie at its ends.
+# Shares of the vocabulary that bound prompt tokens: special tokens lie at its ends.
 USUAL_TOKENS = 0.125, 0.5
 # Period at which the helper gets the mode, and its longest time to answer.
 PULSE_S, HELPER_S = 0.1, 10.0

@@ -245,7 +245,7 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
     Raises:
         ConfigError: A folder is none, or the draft model is not named.
     """
-    # Of a simulated target only the tokenizer is real.
+    # A simulated target has a real tokenizer only.
     own = spec.model or (DEMO_TARGET if spec.simulate else None)
     target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
     drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()

@@ -55,7 +55,7 @@ class DemoConfig:
     concurrency: tuple[int, ...] = setting((1, 8), help="Requests at a time, of lines of the table.", low=1)
 
     def num_prompts(self, concurrency: int) -> int:
-        """Of a line of the table."""
+        """Prompts of a table line."""
         return max(self.prompts, PROMPTS_PER_STREAM * concurrency)
 
 

@@ -28,7 +28,7 @@ class CalibrationStore(Generic[Key]):
         self._forest = forest
         self._kind_of = kind_of
         self._known: dict[Key, int] = {}
-        # Of a predecessor, by kind.
+        # Learned from a predecessor, by kind.
         self._learned: dict[str, list[float]] = {}
 
     def of(self, key: Key) -> int:
@@ -82,7 +82,7 @@ SAMPLED_SHARPNESS = 0.75
 NUM_RANKED = 16
 # Where no guess has a share.
 LEAST_SUM = 1e-300
-# Of a guess that is judged by the distribution it was sampled from. How many of a chain are verified must not depend on
+# Confidence of a guess judged by its sampling distribution. The number verified of a chain must not depend on
 # which tokens were drawn, so all are equally sure; what that is worth, calibration learns.
 CHAIN_CONFIDENCE = 0.75
 

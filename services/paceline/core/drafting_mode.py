@@ -1,4 +1,4 @@
-"""Who drafts for a verifier's steps: measured at each load, not derived.
+"""Chooses who drafts for a verifier's steps: measured at each load, not derived.
 
 In `PLAIN` nothing of speculation runs. In `SOURCES` the sources inside the verifier guess alone. In `DRAFTING` drafters
 work as well. The best mode is the one whose steps commit most tokens a second, all costs included:
@@ -57,7 +57,7 @@ MOST_DELAY = 3.0
 
 
 class Mode(enum.Enum):
-    """Who guesses: nobody, sources inside the verifier, or drafters and sources."""
+    """Origin of a step's guesses: none, sources inside the verifier, or drafters and sources."""
 
     PLAIN = enum.auto()
     SOURCES = enum.auto()
@@ -362,7 +362,7 @@ class DraftingMode:
         return load
 
     def learned(self) -> list[float]:
-        """Of each load its logarithm and the rates of all modes, 0 for an unknown one; see `resume`."""
+        """Each load's logarithm and rates of all modes, 0 for an unknown one; see `resume`."""
         rows = [(float(at), *(load.rates[mode].value for mode in Mode)) for at, load in sorted(self.loads.items())]
         return [value for row in rows for value in row]
 

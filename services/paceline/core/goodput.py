@@ -49,7 +49,7 @@ def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> b
     return gain * step_s > expected * cost_s
 
 
-# Of a new observation: the last ten or so count.
+# Weight of a new observation: the last ten or so count.
 USUAL_WEIGHT = 0.1
 
 

@@ -97,7 +97,7 @@ class SessionLink:
         """Committed tokens that its drafter knows; 0: it does not know the session."""
         return self._links.sent_len(self._row)
 
-    # Who drafts
+    # Drafters
 
     @property
     def drafter(self) -> ConnectedDrafter | None:

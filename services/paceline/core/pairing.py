@@ -1,4 +1,4 @@
-"""Who drafts for a session: one rule, for sessions that begin and for those whose drafter is gone.
+"""Chooses a session's drafter: one rule, for sessions that begin and for those whose drafter is gone.
 
 Only verifiers pair, since only they know which streams are up; the planner uses the same object.
 """

@@ -18,7 +18,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 512
 MAX_GRAMMAR_CHARS = 131_072
-# Of the salt of a prefix cache, and of a tenant's digest.
+# Length limit of a prefix cache salt, and of a tenant's digest.
 MAX_SALT_CHARS = 128
 MAX_DRAFT_TOKENS = 64
 # Characters of a wrong name that an error repeats.

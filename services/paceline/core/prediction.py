@@ -14,7 +14,7 @@ import numpy as np
 MAX_PREDICTED_TOKENS = 32_768
 # Tokens that must agree behind a deviation, for the output to be back in the prediction.
 LEAST_AGREED = 2
-# So surely the output begins as predicted, in tokens that agree.
+# Confidence that the output begins as predicted, in tokens that agree.
 AGREED_AT_START = 8
 # Tokens ahead in which a place is looked for, for each token that was not predicted: 10 us.
 WINDOW = 4096

@@ -224,7 +224,7 @@ class Reason(enum.StrEnum):
     TRYING = "trying"
     # Nobody drafts for the sessions of the step: there is no drafter, or the requests want none.
     NO_DRAFTER = "no_drafter"
-    # So many sessions that drafts are not expected to pay; they were not tried here yet.
+    # Drafts are not expected to pay with so many sessions; they were not tried here yet.
     TOO_LOADED = "too_loaded"
     # At this load drafts were measured, and plain decoding was faster.
     DID_NOT_PAY = "did_not_pay"

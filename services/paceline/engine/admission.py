@@ -1,4 +1,4 @@
-"""Whose turn it is for places, pages and prompts, and how long a new session would wait; pure, time is an argument.
+"""Order of sessions for places, pages and prompts, and the wait of a new session; pure, time is an argument.
 
 Tenants get equal shares, whatever they send and whatever priority they name. By Little's law (1961) a queue of `ahead`
 sessions that leave at `rate` a second is `ahead / rate` seconds long. The rate is that of the last sessions that ended

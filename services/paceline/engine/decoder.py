@@ -45,7 +45,7 @@ class Decoder:
         return self.states.fused_width
 
     def share(self, layers: Sequence[int]) -> float:
-        """Of the weights that a step reads, what a pass through some layers and the head reads."""
+        """Share of a step's weight reads that a pass through some layers and the head takes."""
         per_layer = self.backend.layer_bytes
         read = self.backend.weight_bytes - sum(per_layer) + sum(per_layer[index] for index in layers)
         return read / self.weight_bytes

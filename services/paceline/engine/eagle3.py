@@ -38,7 +38,7 @@ from paceline.engine.loading import choose_dtype, choose_platform, load_decoder,
 
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32
-# Of the layer's tensors.
+# Prefix of the layer's tensors.
 LAYER: Final = "midlayer"
 
 

@@ -36,7 +36,7 @@ MOST_MASK_S = 0.1
 MOST_FORCED_BYTES = 16_384
 # Output of a process that ran out of memory.
 OUT_OF_MEMORY = (b"MemoryError", b"memory allocation of")
-# Of one grammar: work of its lexer at first and in a step (some 14,000 a ms), items of its parser in a step (some
+# Limits of a grammar: its lexer's work at first and in a step (some 14,000 a ms), items of its parser in a step (some
 # 20,000 a ms), states (1 to 2 KiB each), and symbols.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,

@@ -186,7 +186,7 @@ class _TreeWalk:
 
     @property
     def position(self) -> int:
-        """Of the next token."""
+        """Position of the next token."""
         return self.session.committed_len + len(self._path)
 
     @property

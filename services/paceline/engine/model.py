@@ -91,7 +91,7 @@ class Model(Protocol):
 
     @property
     def feature_width(self) -> int:
-        """Of the features that its rows take beside tokens; 0: none."""
+        """Width of the features that its rows take beside tokens; 0: none."""
         ...
 
     @property

@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Time without anything to do after which a rehearsal begins or goes on: requests one after another leave less.
 IDLE_S = 1.0
-# Of a session alone; of several, so many times as many, so that few steps read the prompt of the next one. Long greedy
+# Tokens of a single session; n sessions have n times as many, so that few steps prefill the next one. Long greedy
 # texts of small models turn in circles, which any drafter can follow.
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64
-# Of its sessions by turns.
+# Temperatures of its sessions by turns.
 TEMPERATURES = (0.0, 0.8)
 # Steps that count, of one mode at one load: as many as fit this time, within these bounds. The policy goes by six.
 TAKE_S, LEAST_STEPS, MOST_STEPS = 0.7, 8, 64

@@ -55,7 +55,7 @@ from paceline.service.learned import Learned, resume
 
 logger = logging.getLogger(__name__)
 
-# Of a number of a hidden state on the wire.
+# Size of a hidden state's number on the wire.
 STATE_WIRE_BYTES = 2
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024

@@ -150,7 +150,7 @@ class TargetSession:
 
     @property
     def tenant(self) -> str:
-        """Whose it is; tenants share places and prompt rows."""
+        """The session's tenant; tenants share places and prompt rows."""
         return self.request.tenant
 
     @property

@@ -492,7 +492,7 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
 
 # Connections, each with a thread; one more closes the eldest.
 MAX_SCRAPES = 16
-# Of a connection on which nothing moves.
+# Timeout of an idle connection.
 SCRAPE_SILENCE_S = 10.0
 
 
@@ -551,8 +551,8 @@ def _text_only(application: WSGIApplication) -> WSGIApplication:
     return serve
 
 
-# Of a replica's page; a verifier's has some 100 KiB. Parsing takes 40 us a line, so what is parsed has its own bound; a
-# verifier has 20 lines for the console.
+# Limit of a replica's page; a verifier's has some 100 KiB. Parsing takes 40 us a line, so the parsed part has its own bound;
+# a verifier has 20 lines for the console.
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 MAX_PARSED_BYTES = 16 * 1024
 

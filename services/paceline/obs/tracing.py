@@ -46,7 +46,7 @@ MAX_MESSAGE_CHARS = 1024
 # Events of a kind that a span shows: spread over its time, and the slowest; `paceline.obs.otlp` keeps that many.
 EVENLY, SLOWEST = 100, 20
 _VARIABLES = "OTEL_EXPORTER_OTLP_"
-# Of the setting that names another endpoint.
+# Help of the setting that names another endpoint.
 ENDPOINT_HELP = (
     "OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: the one in "
     f"{_VARIABLES}ENDPOINT, or no traces."

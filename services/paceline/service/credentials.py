@@ -1,4 +1,4 @@
-"""Who may call whom inside the fleet: mutual TLS between the tiers, or plain text without certificates.
+"""Call permissions inside the fleet: mutual TLS between the tiers, or plain text without certificates.
 
 Replicas are dialled by address and come and go, so certificates are for roles instead of addresses: that of a verifier
 has the DNS name `verifier.paceline.internal` among its subject alternative names. A client requires the name of the

@@ -1,4 +1,4 @@
-"""Who sends requests, and bounded things that callers share: places for sessions, bytes being read, calls, threads.
+"""Callers, and bounded resources that they share: places for sessions, bytes being read, calls, threads.
 
 It knows neither HTTP nor gRPC, nor what is held. Doors set the caller of a task, and it is read where sessions are
 made. Keys stay at the doors.
@@ -31,7 +31,7 @@ FREE_PART = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
         name: The API key's name; empty if the gateway asks for none.
@@ -75,7 +75,7 @@ def may_take(wanted: int, *, key: str, held: Mapping[str, int], num_keys: int, t
     """
     left = total - sum(held.values()) - wanted
     if left == total - wanted:
-        # Of what is whole, anything fits: what is refused now would be refused for ever.
+        # Nothing is held, so any amount fits: a refusal now would be a refusal for ever.
         return left >= 0
     num_holders = 1 + sum(1 for name, amount in held.items() if amount and name != key)
     # Reserves a part for the next key that asks.

@@ -181,7 +181,7 @@ async def _errors_mapped(method: str, context: Any) -> AsyncIterator[None]:
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
     if isinstance(error, NotImplementedError) and str(error) == NOT_SERVED:
-        # Of a generated servicer, as health's `List`: anybody may ask for it.
+        # A generated servicer lacks it, as health's `List`: anybody may ask for it.
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served")
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:

@@ -22,7 +22,7 @@ from paceline.simulated.profile import COMPUTED, DeviceFacts, DrafterFacts, Prof
 REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.6
 # Seconds of a step that are neither weights nor arithmetic, of an all-reduce, and of the host for each session.
 LAUNCH_S, ALL_REDUCE_S, SESSION_S = 5e-4, 1e-5, 1e-5
-# Of a GPU's memory: the share in use, and what activations and scratch take of it.
+# A GPU's memory: the share in use, and the bytes for activations and scratch.
 USED_MEMORY, RESERVE_BYTES = 0.9, 2e9
 TABLE_ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048)
 MOST_DEVICES = 8

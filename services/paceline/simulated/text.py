@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 Digests = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
-# Of each choice that is made of a digest; another stream, another number.
+# Streams of choices made of a digest, each with its own number.
 NEXT, ENDS, GUESS, LAW = 1, 2, 3, 4
 # A sentence has words, and now and then something that ends it, or a string, or a line.
 _WORD = re.compile(r" [a-z]{2,}")
@@ -84,7 +84,7 @@ def words_of(tokenizer: Tokenizer) -> Ints:
     }
     words = sorted(token_id for token_id, text in texts.items() if _WORD.fullmatch(text))
     marks = sorted(token_id for token_id, text in texts.items() if text in _MARKS)
-    # Of a tokenizer that knows no words, any text will do.
+    # Any text will do for a tokenizer that knows no words.
     return _mingled(words if len(words) >= len(_MARKS) else sorted(texts), marks)
 
 

@@ -27,7 +27,7 @@ LOG_BYTES = 64 * 1024 * 1024
 # Bytes of a message from which on the next session waits for the next one; gRPC takes 16 MiB.
 # To write 64 KiB of log probabilities takes some 10 ms of the event loop, and to read them as long.
 PART_BYTES = 64 * 1024
-# Of sessions, in a message.
+# Entries of sessions, in a message.
 PART_ENTRIES = 4096
 # After this silence a gateway gets a sign of life for all its sessions.
 SILENCE_S = 1.0

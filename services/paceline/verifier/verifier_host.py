@@ -83,7 +83,7 @@ class _ActiveSession:
     compiling: asyncio.Task[None] | None = None
 
 
-# Of one message of a gateway: sessions that it wants to be run, and the numbers of those that it leaves.
+# Contents of a gateway's message: sessions that it wants to be run, and the numbers of those that it leaves.
 Asked = tuple[Sequence[Start], Sequence[int]]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from paceline.core.goodput import is_worth
 from paceline.forest import ROOT
 
-# Of a session; a drafter has room for about as many at seven guesses a step.
+# Nodes of a session; a drafter has room for about as many at seven guesses a step.
 MOST_NODES = 256
 # A session has the place of its number, see `SessionNumbers`; vLLM runs up to 1024 at once.
 NUM_RECORDS = 2048

@@ -71,7 +71,7 @@ class ChainScheduler:
         self._clock = StepClock(policy)
         self._sessions: dict[str, ChainSession] = {}
         self._link_numbers = itertools.count(1)
-        # Of the step that is over: its rows, and those of them that take guesses in the next one.
+        # Rows of the finished step, and those that take guesses in the next one.
         self._rows: list[ChainSession] = []
         # By address.
         self._calibrations: CalibrationStore[str] = CalibrationStore(self._forest, lambda _: DRAFTERS)

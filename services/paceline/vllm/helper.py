@@ -147,7 +147,7 @@ class Helper:
             self.ended.set()
 
     def _step_ended(self, message: StepMessage) -> None:
-        # Of a step that came just before.
+        # Answers a step that came just before.
         self._answer()
         self._stop_waiting()
         self._scheduler.commit(message, time.monotonic())

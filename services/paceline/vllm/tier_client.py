@@ -29,7 +29,7 @@ from paceline.vllm.settings import (
 from paceline.vllm.step_message import Observed, RowTokens, StepMessage
 
 HELPER_MODULE = "paceline.vllm.helper"
-# Of new sessions in one message; a helper reads so many in milliseconds.
+# Tokens of new sessions in one message; a helper reads so many in milliseconds.
 MOST_OPENED_TOKENS = 1 << 20
 LEAST_WAIT_S = 0.002
 MOST_WAIT_S = 0.25

@@ -30,7 +30,7 @@ PROTOCOL = 5
 MAX_UINT32 = 2**32 - 1
 # Ids are in every message of a session, and in its errors.
 MAX_SESSION_ID_CHARS = 256
-# Of a model: its end tokens, methods and rules.
+# Most entries of a model's lists: its end tokens, methods and rules.
 MAX_NAMES = 64
 # A smaller positive value would arrive as 0, which means "not set" on the wire.
 SMALLEST_FLOAT32 = 2.0**-126

@@ -49,7 +49,7 @@ from paceline.wire.common import (
 )
 
 MAX_CONFIDENCE = 255
-# Of a session in a message; a tree has no place for more (`paceline.forest.records.SLOTS`).
+# Nodes of a session in a message; a tree has no place for more (`paceline.forest.records.SLOTS`).
 MAX_NODES = 1024
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
@@ -62,9 +62,9 @@ MAX_RESPONSE_BYTES = 2 * PART_BYTES
 PART_MESSAGES = 256
 # Most bytes of a token id on the wire, and of everything else in the opening of a session.
 TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
-# Of everything in other messages that is not counted by session, node or token.
+# Bytes of other messages that are not counted by session, node or token.
 REST_BYTES = 64
-# Of a session and a node, and more than of a distribution: a part has `MAX_NODES` of them at most. Its reader takes
+# Bytes of a session and a node, and at least those of a distribution: a part has at most `MAX_NODES`. Its reader takes
 # some microseconds for each; 800,000 in a message kept an event loop busy for seconds.
 SESSION_BYTES, NODE_BYTES = 5 * WORD.itemsize, 3 * WORD.itemsize + 1
 DISTRIBUTION_BYTES = PART_BYTES // MAX_NODES

@@ -67,7 +67,7 @@ MAX_REQUEST_ENTRIES = 256
 
 # Positions of a prompt whose log probabilities are written and read at a time: with 20 each, some 5 ms.
 JUDGED_AT_ONCE = 128
-# Of a session in a message, and of a token or a log probability.
+# Bytes of a session in a message, and of a token or a log probability.
 _SESSION_BYTES, _ENTRY_BYTES = 64, 16
 
 # A session's number, and what has become of it.

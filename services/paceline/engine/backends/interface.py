@@ -19,8 +19,8 @@ from paceline.engine.model import Burst, Drafted, Pending
 from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 
 Layers = tuple[int, ...] | None
-# Of one batch in one layer: writes new keys and values [rows, G, D] into the rows' slots, and has query [rows, H, D]
-# attend; returns as much. (query, new_keys, new_values, keys and values of the layer as in `KVCache`, scale).
+# A batch's attention in a layer: writes new keys and values [rows, G, D] into the rows' slots, and has query
+# [rows, H, D] attend; returns as much. (query, new_keys, new_values, keys and values of the layer as in `KVCache`, scale).
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 

@@ -1,1 +1,1 @@
-"""Who may come in, and how much of a gateway each caller gets."""
+"""Access to a gateway, and each caller's share of it."""

@@ -42,7 +42,7 @@ LIFE_AFTER_S = 1.0
 VERIFIER_BYTES = 64 * 1024 * 1024
 # Sessions of other verifiers, and other waiters, get the event loop after so long amid a message.
 SLICE_S = 0.005
-# Of a message beside its only session.
+# Overhead of a one-session message.
 MESSAGE_BYTES = 64
 _CHANNEL_OPTIONS = (
     *CHANNEL_OPTIONS,

@@ -24,7 +24,7 @@ from paceline.service.fair_shares import EvictingLimit
 MAX_FRAMING_BYTES = 64 * 1024
 FRAMING_PER_BODY_BYTE = 8
 HEAD_TIMEOUT_S = 30.0
-# Of a body whose request is answered already: most clients look at an answer only after sending everything.
+# Bytes discarded of a body whose request is answered: most clients look at an answer only after sending everything.
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 # A client that leaves more unread than the transport's high-water mark has to read so many bytes in this time:
 # otherwise its answers would keep places, memory and KV pages from others.

@@ -21,7 +21,7 @@ from paceline.gateway.http.body import number
 FieldsT = TypeVar("FieldsT", bound="Fields")
 
 SHOWN_CHARACTERS = 80
-# Of the header that names what was ignored.
+# Limits of the header that names ignored fields.
 MAX_NAMED_FIELDS = 20
 MAX_NAME_CHARACTERS = 64
 _MISSING, _NO_OBJECT = "missing", "model_type"

@@ -40,7 +40,7 @@ STREAM_HEADERS = {
 SLICE_S = 0.005
 # Entries of an iterator that are written at once: with 20 alternatives each, 2 ms.
 ENTRIES_AT_ONCE = 32
-# Of each session of a stream, that may wait for a client that does not read.
+# Bytes of each session of a stream that may wait for a client which does not read.
 CLIENT_BYTES = 16 * 1024 * 1024
 # Assumed size of an event's unmade part: how much of it is made at once depends on the machine.
 REST_BYTES = 64 * 1024

@@ -331,7 +331,7 @@ class StopReader:
         self._matcher = StopMatcher(stops)
         self._include = include
         self._one_call = one_call
-        # Of the arguments of the only call; None: it has not begun.
+        # Extent of the only call's arguments; None: it has not begun.
         self._extent: BracketScanner | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> list[Part]:

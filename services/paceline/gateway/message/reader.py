@@ -70,9 +70,9 @@ def joined(parts: list[Part]) -> list[Part]:
 State = Callable[[], bool]
 # Longer text is read in pieces, since each piece that a state takes moves the rest of it.
 MAX_PIECE_CHARS = 4096
-# Of the head of a call, white space included, and of white space that may turn out to be none of the text.
+# Characters of a call's head, white space included, and of white space that may turn out to be none of the text.
 MAX_HEAD_CHARS = 1024
-# Of a call that is read once it is whole: one answer of a million beginnings of calls took a gateway minutes.
+# Characters of a call that is read once whole: an answer of a million call beginnings took a gateway minutes.
 MAX_HELD_CHARS = 64 * 1024
 
 

@@ -27,7 +27,7 @@ _PLACES = ("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$
 _ANYTHING: Json = {}
 _NOTHING: Json = {"not": {}}
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-# Of a reference or a name; each reference is joined with the name of the schema that it stands in.
+# Length limit of a reference or a name; each reference is joined with the name of its schema.
 MAX_REFERENCE_CHARS = 2048
 # Schemas looked at for one tool. Without a bound, references of 4 MiB kept the threads that read requests for hours.
 STEPS_PER_SCHEMA, MORE_STEPS = 64, 1000

@@ -25,7 +25,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_TEMPLATE_CHARACTERS = 100_000
-# Of one request, those that are held until the answer is sent; each is a hundred bytes here and in the answer.
+# Log probabilities of a request that are held until the answer is sent; each is a hundred bytes here and in the answer.
 MAX_LOGPROBS = 500_000
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16

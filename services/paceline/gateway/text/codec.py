@@ -72,7 +72,7 @@ class TextCodec:
         # By the few sets of special tokens that readers of answers need.
         self._showing: dict[tuple[str, ...] | None, Decodes] = {}
         decoder = tokenizer.decoder
-        # Of the decoder alone: all of a tokenizer with 150,000 tokens takes two thirds of a second.
+        # Copies the decoder alone: all of a tokenizer with 150,000 tokens takes two thirds of a second.
         self._spelling = _Spelling(None if decoder is None else json.loads(decoder.__getstate__()))
         spelled = _Spelled(tokenizer) if self._spelling.is_byte_level else None
         self._decoder = _Decoder(tokenizer, self._spelling.bytes_of(vocab), spelled)

@@ -234,7 +234,7 @@ class GenericBackend(Backend):
 
 
 def _embedding_bytes(model: PreTrainedModel) -> int:
-    """Of the token embedding, of which a step reads a few rows only."""
+    """Bytes of the token embedding, of which a step reads a few rows only."""
     return sum(parameter.nbytes for parameter in model.get_input_embeddings().parameters())
 
 

@@ -23,13 +23,13 @@ from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, b
 # As gRPC's own default. The worst message of this size takes 0.15 s to parse; only callers with a key get that far.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 FIELD = "request"
-# Of a stream that is not read at the moment, so that calls that wait for their turn hold little.
+# Bytes of a stream that is not read at the moment, so that waiting calls hold little.
 UNREAD_BYTES = 64 * 1024
 # Health checks need no key, so few of their messages are read at once: one more ends the read that has waited longest.
 MAX_HEALTH_READS = 8
 MAX_HEALTH_CALLS = 256
 HEALTH_TIMEOUT_S = 5.0
-# Of a connection without calls; clients reconnect when they need one.
+# Idle time of a connection without calls; clients reconnect when they need one.
 MAX_IDLE_MS = 120_000
 HANDSHAKE_TIMEOUT_MS = 10_000
 

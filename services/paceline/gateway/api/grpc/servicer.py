@@ -48,7 +48,7 @@ from paceline.wire import (
 _Unsent = Outbox[Piece | Ending | Exception]
 
 SERVICE_NAME = "paceline.rpc.v1.Gateway"
-# Of log probabilities; at 13 bytes each well below the 4 MiB that clients take, and made within 30 ms.
+# Log probabilities per message; at 13 bytes each well below the 4 MiB that clients take, and made within 30 ms.
 ENTRIES_PER_MESSAGE = 20_000
 
 

@@ -123,7 +123,7 @@ def _schema(value: Any, field: str) -> Mapping[str, Any]:
 
 
 PREDICTION = "prediction"
-# Of a prediction that are read; few tokens of a text have more than four characters on the average.
+# Characters read of a prediction; few tokens of a text have more than four characters on the average.
 MAX_PREDICTED_CHARACTERS = 4 * MAX_PREDICTED_TOKENS
 # Enough to see whether it ends within reasoning.
 PROMPT_END_TOKENS = 16

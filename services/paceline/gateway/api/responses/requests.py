@@ -77,7 +77,7 @@ _PASSED = (*SharedBody.model_fields, "stop", "chat_template_kwargs")
 _PLACE = "place"
 REFERENCE = "item_reference"
 _CALL, _CALL_OUTPUT = "_call", "_call_output"
-# Of calls of tools that are no functions, what is no argument.
+# Fields that are no arguments, in calls of tools that are no functions.
 _OF_CALLS = frozenset({"type", "id", "call_id", "name", "status"})
 
 

@@ -44,7 +44,7 @@ class BracketScanner:
         self._outside = re.compile(rf"[\[\](){{}}{quotes}]")
         self._inside = {quote: re.compile(rf"[\\{quote}]") for quote in quotes}
         self._quote = ""
-        # Of the next piece, the rest of an escape that the last one broke off within.
+        # Characters of the next piece that belong to an escape cut off at the end of the last one.
         self._skip = 0
 
     def scan(self, text: str) -> int | None:

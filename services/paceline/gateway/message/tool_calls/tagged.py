@@ -15,7 +15,7 @@ Types = Mapping[str, Mapping[str, Sequence[str]]]
 MAX_NAME_CHARS = 256
 _PYTHONS_OWN = {"true": True, "false": False, "none": None, "null": None}
 _NOT_JSON = object()
-# Of a parameter that the schema does not list.
+# Types of a parameter that the schema does not list.
 _STRING = ("string",)
 # Longer than any tag that ends a value.
 _MAX_TAG_CHARS = 64
