@@ -160,7 +160,7 @@ async def disturbed_fleet(
     """A fleet of the demo pair that can go wrong, all but gateways behind proxies.
 
     Args:
-        num_replicas: Of each tier.
+        num_replicas: Replicas of each tier.
         chance: For its faults.
         logs: Folder for logs; None: a temporary one, where the disk of the first of each tier is full of them.
         settings: Other fields of `FleetSpec`.

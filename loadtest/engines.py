@@ -59,9 +59,9 @@ class Side:
 
     Attributes:
         name: In the table.
-        cores: Of the engine.
+        cores: Cores of the engine.
         draft_length: Most guesses of a step; None: plain.
-        drafter_cores: Of the drafter tier; none without it.
+        drafter_cores: Cores of the drafter tier; none without it.
     """
 
     name: str

@@ -91,7 +91,7 @@ class Poisoned:
 
     Attributes:
         kind: How engines die of it.
-        history: Of its client.
+        history: History of its client.
         num_engines: How many engines died of it.
     """
 
@@ -269,7 +269,7 @@ def planned(
     If kills are asked for, every fourth fault is one: they go on while other things are wrong.
 
     Args:
-        kinds: Of `FAULTS`.
+        kinds: Kinds from `FAULTS`.
         names: Processes by role.
         chance: Draws the order of each round.
         num_rounds: How often each kind happens, kills apart; None: without end.

@@ -29,7 +29,7 @@ def bench_fleet(
     Args:
         environ: Added to this process's environment.
         launcher: Further arguments of `LocalFleet`.
-        settings: Of `FleetSpec`.
+        settings: Settings of `FleetSpec`.
     """
     spec = FleetSpec(**{**FREE_PORTS, **settings})
     return LocalFleet(spec, environ={**os.environ, **(environ or {})}, say=say, **(launcher or {}))
@@ -50,7 +50,7 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
     """A drafter without a fleet or a registry, at idle priority as `paceline up` starts one; yields its address.
 
     Args:
-        checkpoint: Of the draft model.
+        checkpoint: The draft model's checkpoint.
         cpus: It keeps to these, with a thread for each.
 
     Raises:

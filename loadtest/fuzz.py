@@ -225,7 +225,7 @@ async def fuzz(
     Args:
         addresses: `host:port` by door.
         target: The model behind them.
-        seed: Of the messages.
+        seed: Seed of the messages.
         count: Messages in all.
         doors: Names of doors, of `SHARES`.
         at_quarter: Called when a quarter of them was answered.

@@ -44,7 +44,7 @@ def measure(profile: Path) -> None:
     """Tokens a second of the fleet at each number of streams, plain and with the tier, by turns.
 
     Args:
-        profile: Of the steps that were measured; the drafter keeps to it.
+        profile: Profile of the measured steps; the drafter keeps to it.
     """
     if not profile.is_file():
         raise SystemExit(f"{profile}: there is none; the part `steps` comes first, and writes it")

@@ -61,12 +61,12 @@ class Contact:
     """Where the parts run, and how much they do.
 
     Attributes:
-        shape: Of target and drafter, in `SHAPES`.
+        shape: Shape of target and drafter, in `SHAPES`.
         loads: Sessions, rows of each and tokens of context, of the steps that are timed.
-        sessions: Of whole rounds.
+        sessions: Sessions of whole rounds.
         tokens: Tokens that a session of a round generates.
-        most_rows: Of a step of whole rounds.
-        temperature: Of their requests; and top_p.
+        most_rows: Most rows of a step of whole rounds.
+        temperature: Temperature of their requests; and top_p.
     """
 
     device: torch.device

@@ -45,10 +45,10 @@ class History:
     """All that happened to the client of one request.
 
     Attributes:
-        index: Of its request.
+        index: Index of its request.
         door: Through which it came.
         events: In their order.
-        prefill_s: Of the verifier that ended it; after a failover that is what had to be computed again.
+        prefill_s: Prefill time at the verifier that ended it; after a failover, the recomputed part.
         clock: Monotonic seconds.
     """
 
@@ -136,7 +136,7 @@ def judge(histories: Iterable[History], reference: Sequence[History]) -> Verdict
     """Compares histories with those of undisturbed requests.
 
     Args:
-        histories: Of clients that have given up or come to their end.
+        histories: Histories of clients that gave up or ended.
         reference: By the index of the request, each whole.
     """
     return sum((judge_one(history, reference[history.index]) for history in histories), Verdict())

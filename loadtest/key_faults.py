@@ -50,7 +50,7 @@ class KeyFile:
         """Breaks the file while a block runs, which begins when the key that left is gone; then makes it whole.
 
         Args:
-            urls: Of the gateways.
+            urls: URLs of the gateways.
         """
         self._write(whole=False)
         try:

@@ -134,9 +134,9 @@ class Bench:
     """Measures the fleets of one chance.
 
     Args:
-        path: Of the profile.
+        path: Path of the profile.
         chance: Acceptance.
-        arguments: Of the command line.
+        arguments: Arguments of the command line.
         texts: Gets the texts of each request.
     """
 

@@ -31,7 +31,7 @@ class ResumingHttpClient(ResumingClient):
     """Calls gateways; an async context manager.
 
     Args:
-        urls: Of gateways, `http://host:port`.
+        urls: URLs of gateways, `http://host:port`.
         api_key: Sent with every request; empty: none.
         patience_s: How long to go on trying without new text, in seconds.
         silence_s: Longest wait for the next event of a stream, in seconds.

@@ -74,7 +74,7 @@ class Served:
         name: In the table.
         planned: The planner's name for it.
         fleet: The name of its fleet.
-        speculation: Of its requests; None: the gateway's defaults.
+        speculation: Speculation of its requests; None: the gateway's defaults.
         least_streams: Fewer are not measured.
     """
 
@@ -174,8 +174,8 @@ class Bench:
     """Measures loads, and keeps what came.
 
     Args:
-        arguments: Of the command line.
-        bar: Of its progress.
+        arguments: Arguments of the command line.
+        bar: Progress bar.
 
     Attributes:
         rounds: Figures of each round, by what was measured.

@@ -19,7 +19,7 @@ class StraightCalls:
     """Sessions on one verifier, over one stream as a gateway has it.
 
     Args:
-        address: Of the verifier.
+        address: The verifier's address.
     """
 
     def __init__(self, address: str) -> None:
@@ -54,7 +54,7 @@ class StraightDoor(Door):
     """`Verifier.Verify`, one stream for all sessions; prompts are token ids, and a piece is a token.
 
     Args:
-        address: Of the verifier.
+        address: The verifier's address.
     """
 
     def __init__(self, address: str) -> None:

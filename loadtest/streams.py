@@ -190,7 +190,7 @@ class HttpDoor(Door):
     """Completions over HTTP and server-sent events; each stream has a connection of its own.
 
     Args:
-        url: Of the gateway, `http://host:port`.
+        url: URL of the gateway, `http://host:port`.
         more: Fields of every body.
     """
 

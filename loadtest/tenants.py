@@ -89,7 +89,7 @@ class Turn:
     """Results of a turn.
 
     Attributes:
-        histories: Of the modest tenant's streams.
+        histories: Histories of the modest tenant's streams.
         errands_s: How long each of its errands took.
         failed: Errands that failed, and why.
         greedy: Statuses that the greedy tenant got.

@@ -78,7 +78,7 @@ async def take_turns(
         rounds: The least.
         most_rounds: The most, where it is more than `rounds`.
         is_known: Whether another round would change little after these results.
-        title: Of the progress bar.
+        title: Title of the progress bar.
     """
     results: dict[Side, list[Result]] = {side: [] for side in sides}
     most = max(rounds, most_rounds)

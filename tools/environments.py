@@ -113,7 +113,7 @@ def converted(checkpoint: Path, python: Path, environ: Mapping[str, str], say: C
 
     Args:
         checkpoint: Hugging Face checkpoint folder.
-        python: Of the environment whose libraries convert.
+        python: Python of the environment whose libraries convert.
         environ: Names the cache folder.
         say: Called when something is made.
 

@@ -151,7 +151,7 @@ def install(python: Path, extra: str, build: str) -> None:
     """Installs the project with an extra; what is imported gets compiled then, not the thousands of modules more.
 
     Args:
-        build: Of torch; the CUDA one brings the Triton that kernels are tested with.
+        build: Build of torch; the CUDA one brings the Triton that kernels are tested with.
 
     Raises:
         SetUpError: pip failed; its own message stands above.

@@ -150,7 +150,7 @@ class Peers:
     """A verifier and a drafter, and a wire between them that changes what it carries.
 
     Args:
-        chance: Of the changes.
+        chance: Random source of the changes.
         counts: Outcomes of messages, by their kind.
     """
 
@@ -253,7 +253,7 @@ async def outcomes(seed: int, count: int, *, checked: bool) -> dict[str, int] | 
     """Sends bad messages in a child; what became of them, or how the child ended.
 
     Args:
-        seed: Of the messages.
+        seed: Seed of the messages.
         count: How many, at least.
         checked: Loops check their bounds, which takes long; else they are those that serve.
     """

@@ -118,8 +118,8 @@ def _of_both(
 
     Args:
         good: Makes a good request, with some of its fields replaced; its last field has a length.
-        method: Of the service.
-        most_bytes: Of a message.
+        method: Method of the service.
+        most_bytes: Most bytes of a message.
         first: Messages before it.
         refused: How one session is refused.
     """

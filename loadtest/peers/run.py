@@ -89,8 +89,8 @@ def run_job(name: str, python: Path, job: Job) -> list[PeerFigure]:
     """Runs one process of a peer; what it had measured before it failed is kept.
 
     Args:
-        name: Of `PEERS`.
-        python: Of the peer's environment.
+        name: Name in `PEERS`.
+        python: Python of the peer's environment.
         job: The job to measure.
     """
     env = child_environ(os.environ)

@@ -42,7 +42,7 @@ def writable(folder: Path, variable: str) -> Path:
 
     Args:
         folder: It need not exist.
-        variable: Of the environment, which can name another; for the log.
+        variable: Environment variable, which can name another; for the log.
 
     Raises:
         NothingWritableError: Nothing can be written.

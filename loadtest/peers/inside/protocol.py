@@ -47,7 +47,7 @@ class Job:
             vLLM.
         drafter_cores: The CPUs beside them, for what speaks to them.
         learned_dir: Where what is learned of drafters is kept.
-        temperature, top_p, top_k: Of all requests; 0, 1 and 0 are off.
+        temperature, top_p, top_k: Sampling of all requests; 0, 1 and 0 are off.
     """
 
     target: str

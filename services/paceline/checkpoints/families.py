@@ -51,7 +51,7 @@ class Family:
     Attributes:
         architectures: As config.json names them.
         example: A repository of the Hub.
-        decoder: Of our engine; empty: our engine does not serve it.
+        decoder: Name of our engine's decoder; empty: our engine does not serve it.
         why: Why it does not.
     """
 

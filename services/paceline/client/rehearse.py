@@ -68,7 +68,7 @@ class HelperLink:
     """A helper that listens.
 
     Attributes:
-        vocab_size: Of the target.
+        vocab_size: The target's vocabulary size.
         rates: Rates of plain steps and of steps that draft, by the logarithm of their sessions to the base 2; 0:
             not known.
         learned: All that the helper has learned.

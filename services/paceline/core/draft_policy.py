@@ -37,14 +37,14 @@ class Goodput:
     """The set of nodes that maximises expected committed tokens per second, by step times learned on the way.
 
     Args:
-        cost: Of steps, by their rows.
+        cost: Step times, by their rows.
         max_nodes: Most nodes a session may have verified in one step.
         max_eager_batch: Sessions up to which drafting is tried as soon as plain steps are known; infinite where
             drafters have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
-        times: Of steps.
-        mode: Who drafts: drafters and sources inside the verifier, these alone, or nobody.
+        times: Step times.
+        mode: Origin of drafts: drafters and sources inside the verifier, these alone, or none.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
         step_s: Expected seconds of the step that `allocate` was for.
         responded: Whether the time of that step shows what its mode is worth.
@@ -189,7 +189,7 @@ class Goodput:
 
         Args:
             roots: Sessions that decoded.
-            guesses: Of theirs that it verified.
+            guesses: Their guesses that it verified.
             tokens: Committed by these sessions.
             step_s: Seconds of the step itself.
             cycle_s: From the end of the step before it: waiting and events cost time, too.
@@ -266,7 +266,7 @@ def best_each(survivals: Floats, count: int) -> Ints:
     """How many of its best nodes each session gets when `count` of all are taken, of equals those that come first.
 
     Args:
-        survivals: Of the nodes of each session, best first, `[sessions, most]`; those that are not taken become 0.
+        survivals: Survivals of each session's nodes, best first, `[sessions, most]`; those that are not taken become 0.
         count: Most nodes of all sessions.
     """
     flat = survivals[survivals > 0.0]

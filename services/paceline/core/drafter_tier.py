@@ -25,7 +25,7 @@ class DrafterTier:
     """All drafters of an engine.
 
     Args:
-        vocab_size: Of the target.
+        vocab_size: The target's vocabulary size.
         forest: The trees of all sessions.
     """
 

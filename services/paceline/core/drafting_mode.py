@@ -324,7 +324,7 @@ class DraftingMode:
             num_sessions: Sessions that decoded.
             tokens: Committed by these.
             seconds: From the end of the step before it, without the time of prompts.
-            plain_s: Of a plain step over as many sessions by the start-up profile.
+            plain_s: Time of a plain step over as many sessions, by the start-up profile.
             has_prefill: Whether it read many rows of prompts: such a step counts for no mode.
             responded: Whether drafters have responded, if they are to: before, a step shows nothing of their worth.
         """

@@ -59,7 +59,7 @@ class MovingAverage:
 
     Args:
         value: The mean; before anything is observed, what is expected.
-        weight: Of a new observation, from 0 to 1.
+        weight: Weight of a new observation, from 0 to 1.
     """
 
     value: float

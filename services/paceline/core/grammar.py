@@ -75,7 +75,7 @@ class OutputGrammar:
         state: Before the first token of the output.
         vocab_size: Ids of the model.
         stop_ids: Tokens that end the session.
-        eos_token_ids: Of the model. Ids that do not end the session fill the rest of it once the text has ended.
+        eos_token_ids: The model's end tokens. Ids that do not end the session fill its rest once the text has ended.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class ConnectedDrafter:
     """A drafter whose stream to a verifier is up.
 
     Args:
-        links: Of the verifier's sessions.
+        links: Links of the verifier's sessions.
         response_s: Expected seconds from a commit to the first nodes of a drafter that knew it.
         wants_states: Whether it drafts from hidden states.
     """
@@ -61,7 +61,7 @@ class SessionLink:
         tree: The guesses beyond them.
         calibrations: Numbers of those of the sources that draft for it. Others take effect with the next `open`.
         acceptance: Name of the rule that judges guesses.
-        address: Of its drafter; empty: it has none.
+        address: Its drafter's address; empty: it has none.
         price: Least survival worth drafting for; 1: its drafter idles.
     """
 
@@ -205,7 +205,7 @@ def merge(
     """Adds a drafter's guesses that passed `SessionLink.check` to the trees.
 
     Args:
-        forest: Of the sessions.
+        forest: The sessions' forest.
         source: The drafter's method.
         rows: Theirs, in the order of the guesses.
         filtered: Trees that filter their guesses, by the places of their sessions in the rows.

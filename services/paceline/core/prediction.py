@@ -24,7 +24,7 @@ class PredictedText:
     """Follows an output along its prediction; what the output leaves out is passed over, and nothing counts twice.
 
     Args:
-        token_ids: Of the prediction.
+        token_ids: Tokens of the prediction.
 
     Attributes:
         at: Index of the next token in the prediction; None: the output has left it. It may be its end.

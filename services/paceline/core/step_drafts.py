@@ -73,7 +73,7 @@ class StepDrafts:
 
         Args:
             decoding: Rows of sessions that decode in it.
-            joining: Of those whose prompts are read: their drafters read along, unless the price makes them idle.
+            joining: Sessions in prefill: their drafters read along, unless the price makes them idle.
             other_rows: Rows of the step that are taken.
             most_each: Most nodes of a session; None: its own bound.
         """
@@ -131,7 +131,7 @@ class StepDrafts:
         """Seconds for which the next nodes are worth waiting for, at most a step in all.
 
         Args:
-            rows: Of the sessions that decode.
+            rows: Rows of the decoding sessions.
             waits: See `waits`.
             idle_s: For how long the engine has been waiting.
         """

@@ -106,7 +106,7 @@ class StepTimes:
         Args:
             roots: Its rows but for guesses.
             guesses: Its guesses.
-            seconds: Of the step itself, without waits and prompts.
+            seconds: Time of the step itself, without waits and prompts.
             drafts: Whether drafters worked.
         """
         if not 1 <= roots + guesses <= MOST_ROWS or not seconds > 0.0:

@@ -141,9 +141,9 @@ class TracedRound:
     Attributes:
         at_s: When its tokens were committed.
         gamma: Draft tokens verified.
-        num_accepted: Of these, those that matched.
+        num_accepted: Matching draft tokens among them.
         batch_size: Sessions that committed tokens in the step.
-        price: Of the step.
+        price: The step's price.
         num_rows: Rows of the step, all sessions together.
         num_prompt_rows: Prompt rows among them.
         wait_s: From the end of the step before to the plan of this one: the wait for drafts, and events.

@@ -29,7 +29,7 @@ def best_guesses(
     """The `count` best guesses at a position, best first, each with its confidence; none from unusable logits.
 
     Args:
-        session: Whose noise and processors apply.
+        session: Session whose noise and processors apply.
         logits: float32 [vocab].
         position: Absolute position of the token to guess.
         path: Guessed tokens between the committed ones and that position.
@@ -46,7 +46,7 @@ class Guess(NamedTuple, Generic[State]):
     """A guess that is a node of the tree, or its root.
 
     Attributes:
-        node: Of the tree.
+        node: Node of the tree.
         survival: By this source alone.
         state: To guess its children from.
     """
@@ -65,7 +65,7 @@ class Growth(Generic[State]):
         least: Survival below which no guess is worth a place.
 
     Attributes:
-        survivals: Of the guesses added so far, best first.
+        survivals: Survivals of the guesses added so far, best first.
     """
 
     def __init__(self, tree: DraftTree, source: str, *, limit: int, least: float) -> None:
@@ -111,7 +111,7 @@ def grow_best_first(
 
     Args:
         source: Name of the source.
-        state: Of the root.
+        state: The root's state.
         guesses: From a node's state to its children.
     """
     growth = Growth[State](turn.tree, source, limit=turn.limit, least=turn.least)

@@ -32,7 +32,7 @@ class MedusaSource(LocalSource[Followed]):
     The target must keep final hidden states (`StateLayout.final`).
 
     Args:
-        heads: Of the target.
+        heads: The target's Medusa heads.
     """
 
     name = MEDUSA

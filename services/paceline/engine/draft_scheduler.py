@@ -137,10 +137,10 @@ class DraftScheduler:
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
         identity: The draft model.
-        feature_width: Of the features that it takes; 0: it takes tokens alone.
+        feature_width: Width of the features that it takes; 0: it takes tokens alone.
 
     Attributes:
-        trees: Of all sessions.
+        trees: Trees of all sessions.
         moves: KV that is to be moved before the next step, from slot to slot.
     """
 

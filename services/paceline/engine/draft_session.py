@@ -24,7 +24,7 @@ class Offer(NamedTuple):
     """Candidates that may follow a node, or the root.
 
     Attributes:
-        slot: Of the node, or ROOT.
+        slot: The node's slot, or ROOT.
         token_ids: The guesses, best first.
         draft: The distribution that the one guess of a chain was sampled from, and its position.
     """
@@ -43,11 +43,11 @@ class DraftSession:
         opened: The message that opened it.
         identity: The draft model.
         pool: Pages for committed tokens.
-        feature_width: Of the features that the draft model takes; 0: it takes tokens alone.
+        feature_width: Width of the features that the draft model takes; 0: it takes tokens alone.
 
     Attributes:
         link: Number of its verifier's stream.
-        row: Of its tree in the forest.
+        row: Row of its tree in the forest.
         choice: How it ranks guesses, a `CHOICE`.
         by_logits: Whether it ranks them by logits alone; else rows go through `change`, or it draws from them.
         drafts: Distributions that the guesses of a chain were sampled from, by position.
@@ -215,10 +215,10 @@ class DraftSession:
         It comes with the distribution that it was sampled from.
 
         Args:
-            slot: Of the node, or ROOT.
+            slot: The node's slot, or ROOT.
             path: Tokens from below the root down to it.
             row: The logits `[vocab]` after it, changed already.
-            parent_id: Of the node on the wire.
+            parent_id: The node's id on the wire.
 
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.

@@ -141,7 +141,7 @@ class DraftedTrees:
         """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.
 
         Args:
-            most: Of levels.
+            most: Most levels.
             costs: float64 `[starts]`, see `Forest.levels`.
         """
         counts = self.forest.levels(*starts.calls, most=most, costs=costs, context_len=self._context_len)

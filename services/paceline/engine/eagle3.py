@@ -48,7 +48,7 @@ class EagleConfig:
 
     Attributes:
         folder: Where it lies.
-        sizes: Of its layer, as a Llama's config.json has them.
+        sizes: Sizes of its layer, as a Llama's config.json has them.
         draft_vocab_size: Ids that it can guess; None: all of its target's.
         layer_ids: Layers of the target whose outputs are fused; None: those of the paper.
     """
@@ -151,7 +151,7 @@ def load_eagle3(
     """The drafter's part of a head, as a decoder; the states that it keeps are the features of the rows below.
 
     Args:
-        folder: Of the head.
+        folder: The head's folder.
         target: Checkpoint folder of the target, for embedding and rotary frequencies.
         dtype: As in `load_decoder`; "auto" is the target's.
         device: As in `load_decoder`.
@@ -234,9 +234,9 @@ class DraftHead(Head):
     """A head over part of a vocabulary; ids that it does not know get no probability.
 
     Args:
-        known: Of the ids it knows.
+        known: Rows of the ids it knows.
         draft_ids: int64 [draft_vocab], these ids.
-        vocab_size: Of the target.
+        vocab_size: The target's vocabulary size.
     """
 
     def __init__(self, known: Head, draft_ids: torch.Tensor, vocab_size: int) -> None:
@@ -256,8 +256,8 @@ class DraftCheckpoint:
     """A folder to draft from.
 
     Args:
-        folder: Of the draft model or the head.
-        target: Of the target, which a head needs.
+        folder: Folder of the draft model or the head.
+        target: The target's folder, which a head needs.
         name: Shown in the registry; empty: the folder's.
         dtype: As in `load_decoder`.
         device: As in `load_decoder`.

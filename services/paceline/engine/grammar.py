@@ -53,7 +53,7 @@ class Matcher(GrammarState):
 
     Args:
         matcher: Used by this object alone.
-        mask_bytes: Of a mask.
+        mask_bytes: Size of a mask.
         too_much: Called with what is wrong when it needs more than the bounds allow.
         shared_used_up: Called when it fails, if other sessions share its lexer; None: they do not.
     """
@@ -155,7 +155,7 @@ class Grammars:
     Args:
         folder: Checkpoint folder with a tokenizer.json.
         vocab_size: Ids of the model, which may have more than the tokenizer.
-        eos_token_ids: Of the model.
+        eos_token_ids: The model's end tokens.
 
     Raises:
         ConfigError: The tokenizer is of a kind that llguidance does not know.
@@ -179,7 +179,7 @@ class Grammars:
 
         Args:
             grammar: As llguidance writes it.
-            tenant: Whose the session is.
+            tenant: The session's tenant.
             alone: Whether the session shares nothing with others.
 
         Raises:

@@ -18,7 +18,7 @@ class StateLayout:
     """A row's state: outputs of layers or their fusion, then the final hidden state.
 
     Attributes:
-        hidden_size: Of the model.
+        hidden_size: The model's hidden size.
         layers: Layers whose outputs (the residual stream, not normalised) are kept, in this order.
         fuse: [fused, len(layers) * hidden_size], what is kept in their place; None: themselves.
         final: Whether the final hidden state, normalised as the head takes it, is kept.

@@ -47,7 +47,7 @@ class Verification:
     """A step's rows of last committed tokens, and of guesses below them.
 
     Args:
-        firsts: Of each part of the plan, the row of its last committed token; those of its guesses follow.
+        firsts: Row of the last committed token of each plan part; its guesses' rows follow.
 
     Attributes:
         parts: The plan's parts, including those of sessions that have left since.

@@ -79,7 +79,7 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
 
     Args:
         folder: In the Hugging Face format, with safetensors.
-        dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16).
+        dtype: Type of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16).
         device: "cpu", "cuda" or "auto" (CUDA if there is one).
         num_threads: CPU threads of the linear layers, for the whole process; None leaves torch's choice.
 

@@ -90,7 +90,7 @@ class Device:
     """The thread that computes, one call after the other. The model is made in it, and nobody else touches it.
 
     Args:
-        name: Of the thread, and in logs.
+        name: Name of the thread, and in logs.
     """
 
     def __init__(self, name: str) -> None:

@@ -44,7 +44,7 @@ class ModelNeeds:
     Attributes:
         weight_bytes: As served; loading never holds more.
         page_bytes: KV of one page.
-        logit_bytes: Of one row of logits.
+        logit_bytes: Bytes of one row of logits.
     """
 
     weight_bytes: int
@@ -116,7 +116,7 @@ def pages_of_service(
 
     Args:
         models: All that it loads; the logits of a full step are those of the first.
-        page_bytes: Of one page in all models, with the scratch that grows with the pages.
+        page_bytes: Bytes of one page in all models, with the scratch that grows with the pages.
         copied_rows: Rows of logits that exist once more at a time, to be changed or read.
         host_pages: Most pages in the memory of a host, which others use as well, unless a number is asked for.
         least_pages: Fewer are of no use.
@@ -158,7 +158,7 @@ def fitting_pages(
         utilization: Share of it that may be taken; pages that are asked for by number may take all of it.
         weight_bytes: Weights of all models in the process.
         scratch_bytes: KV of tree nodes, and the logits of a full step.
-        page_bytes: Of one page of committed KV, with the scratch that grows with it.
+        page_bytes: Bytes of one page of committed KV, with the scratch that grows with it.
         most_pages: More are of no use.
         least_pages: Fewer are of no use.
         asked_pages: Exactly this number; 0: as many as fit.

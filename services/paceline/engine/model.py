@@ -107,7 +107,7 @@ class Model(Protocol):
         """Starts a step, and returns at once where the device works by itself.
 
         Args:
-            cache: Of `new_cache`; nobody else touches it before the step is over.
+            cache: The cache of `new_cache`; nobody else touches it before the step is over.
             wanted: Results asked for later, so that the device begins with them; None: not known.
 
         Raises:

@@ -13,7 +13,7 @@ class Part:
     """A session in a step.
 
     Attributes:
-        session: Whose rows these are.
+        session: Session of these rows.
         start: First committed position whose row is computed.
         stop: End of the rows, exclusive.
         num_guesses: Beyond the committed tokens that are verified.
@@ -53,7 +53,7 @@ class StepPlan:
         drafters_work: Whether drafters are at work meanwhile.
         decoding: Sessions that verify guesses, or decode plainly.
         reading: Sessions whose prompts are computed.
-        guesses: Of those that decode.
+        guesses: Guesses of the decoding sessions.
         num_rows: Rows to compute; 0: there is nothing to do.
         num_prefill_rows: Prompt rows among them.
         abandoned: Whether the device had no room for it.

@@ -71,7 +71,7 @@ class StepThreads:
     """Threads of a step: while drafters idle, their verifier uses their CPUs.
 
     Args:
-        threads: Of a step while drafters work.
+        threads: Threads of a step while drafters work.
         cpus: Where these run; empty: anywhere.
         spare_cpus: The drafters' CPUs; while drafters idle a step has a thread more for each.
     """

@@ -24,7 +24,7 @@ def profile_steps(
     Args:
         scratch: Slots to write to, at least `most_rows`; all of them are free again afterwards.
         clock: Seconds, monotonic.
-        most_rows: Of a step.
+        most_rows: Most rows of a step.
     """
     nowhere = SessionPages([], BlockPool(0))
 

@@ -80,7 +80,7 @@ class RehearsingEngine:
         numbers: For its sessions; no other session gets one of them.
         clock: Seconds, monotonic.
         over: Called once the rehearsal has ended, or the engine has refused its sessions.
-        drafter: Who drafts for its sessions; empty: the first one that is reached.
+        drafter: Drafter for its sessions; empty: the first one that is reached.
     """
 
     def __init__(

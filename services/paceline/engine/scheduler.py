@@ -44,8 +44,8 @@ class Scheduler:
         tier: The drafters, and the trees of all sessions.
 
     Attributes:
-        report: Of the step under way.
-        moves: Of the accepted nodes of this step: scratch slots, and the slots of their positions.
+        report: Report of the running step.
+        moves: Moves of this step's accepted nodes: scratch slots, and the slots of their positions.
         outcomes: Outcomes for clients before the next step's tokens.
     """
 

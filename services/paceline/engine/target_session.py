@@ -43,14 +43,14 @@ class TargetSession:
         request: The request to run.
         number: Its name; grows with every session.
         identity: The target model.
-        drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
+        drafter_address: Address of its drafter, unless it wants no speculation; empty: none.
         max_model_len: Most tokens, prompt and output.
         forest: Where its tree is.
         calibrations: Numbers of those of its sources.
         sources: Draft sources inside the verifier.
         acceptance: Name of the rule that judges guesses.
-        price: Of the last step.
-        grammar: Of its sampling parameters, before the first token of the output; None: it has none.
+        price: Price of the last step.
+        grammar: Grammar of its sampling parameters, before the first token of the output; None: it has none.
 
     Attributes:
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
@@ -277,7 +277,7 @@ class TargetSession:
         """Returns log probabilities of the tokens of the prompt that stand after some of its positions.
 
         Args:
-            positions: Of the rows.
+            positions: Positions of the rows.
             logits: Their logits, `[len(positions), vocab]`.
 
         Raises:

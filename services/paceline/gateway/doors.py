@@ -53,7 +53,7 @@ class DoorLimits:
     """Limits on the requests of both doors, together or each.
 
     Attributes:
-        max_connections: Of each door; also calls on one connection.
+        max_connections: Connections of each door; also calls on one connection.
         calls: GRPC calls under way.
         requests: HTTP requests under way.
         reading: Bytes of bodies and messages that are read, at both doors.

@@ -62,7 +62,7 @@ async def serve(
         codecs: Tokenizers by model name.
         stop: Set from outside.
         on_ready: Called once both doors are open.
-        defaults: Of models that have some, by name.
+        defaults: Defaults of models that have some, by name.
 
     Raises:
         ConfigError: A port is in use, or a certificate or API key cannot be used.

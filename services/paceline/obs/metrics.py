@@ -551,8 +551,8 @@ def _text_only(application: WSGIApplication) -> WSGIApplication:
     return serve
 
 
-# Limit of a replica's page; a verifier's has some 100 KiB. Parsing takes 40 us a line, so the parsed part has its own bound;
-# a verifier has 20 lines for the console.
+# Limit of a replica's page; a verifier's has some 100 KiB. Parsing takes 40 us a line, so the parsed part has its own
+# bound; a verifier has 20 lines for the console.
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 MAX_PARSED_BYTES = 16 * 1024
 

@@ -100,7 +100,7 @@ def start_span(
 
     Args:
         tracer: May record it; `OFF` passes on no trace context either.
-        name: Of the span.
+        name: The span's name.
         parent: The span above it, or a trace context from another process. An unreadable one is ignored, as W3C says;
             without a parent a new trace begins, if it is sampled.
         kind: The side of the call.
@@ -211,8 +211,8 @@ async def open_tracing(
         endpoint: Where an OTLP collector takes spans over gRPC: `http://host:port`, or https; empty: what
             OpenTelemetry's variables name, or off.
         sample_ratio: Share of traces that begin here, from 0 to 1; others follow their origin.
-        role: Of the service.
-        replica_id: Of the service.
+        role: The service's role.
+        replica_id: The service's replica id.
         zone: Where the service runs; empty: unknown.
 
     Raises:

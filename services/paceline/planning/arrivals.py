@@ -153,7 +153,7 @@ def generated_arrivals(
     Args:
         rate_per_s: Requests a second, on average over the duration.
         duration_s: Seconds from 0 within which all requests arrive.
-        seed: Of everything that is random.
+        seed: Seed of all random choices.
         shape: A name in `SHAPES`.
 
     Raises:

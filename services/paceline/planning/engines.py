@@ -198,7 +198,7 @@ class VerifierAtWork:
         colocated: Whether it drafts itself.
         drafter: The one of the tier.
         policy: Picks what steps verify; None: as verifiers do, from a profile at start-up.
-        seed: Of the luck with step times.
+        seed: Seed of random step times.
     """
 
     def __init__(

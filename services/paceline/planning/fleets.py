@@ -51,7 +51,7 @@ class Plan:
     """A fleet and what is expected of it, as its cell shows.
 
     Args:
-        outcome: Of one cell.
+        outcome: Outcome of a cell.
         offered_tokens_per_s: Tokens that the load asks of the whole fleet.
         meets: Whether the goals are met.
     """
@@ -105,7 +105,7 @@ def least_fleet(
         ratio: Verifiers to a drafter, for a tier.
         load: Load of the fleet.
         goal: Goals that clients must get.
-        seed: Of the luck.
+        seed: Seed of all random choices.
     """
 
     def of(num_verifiers: int) -> Plan:

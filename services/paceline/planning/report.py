@@ -43,7 +43,7 @@ def steady(
         streams: Requests that are always under way.
         mean_tokens: Mean length of a text.
         seconds: Simulated for one stream; many streams show as much in fewer, down to `LEAST_S`.
-        seed: Of the luck with step times.
+        seed: Seed of random step times.
     """
     lengths = ((PROMPT_TOKENS, tokens_of(number, mean_tokens)) for number in itertools.count())
     until_s = max(LEAST_S, seconds / streams)

@@ -189,7 +189,7 @@ def run_open(
         warm_up_s: Requests of this time at the beginning are not counted.
         until_s: When the load ends; None: with its last request.
         give_up_s: Requests that are still under way this long after that are left unfinished.
-        seed: Of the luck.
+        seed: Seed of all random choices.
 
     Raises:
         ConfigError: A request is longer than the profile allows.
@@ -229,7 +229,7 @@ def run_closed(
         lengths: Prompt and output tokens of the requests in their order; may be without end where `until_s` is given.
         warm_up_s: Time at the beginning that is not counted.
         until_s: When all of it ends; None: with the last request, and once a stream has none left nothing counts.
-        seed: Of the luck.
+        seed: Seed of all random choices.
 
     Raises:
         ConfigError: A request is longer than the profile allows.

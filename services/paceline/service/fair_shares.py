@@ -231,7 +231,7 @@ class FairThreads:
         num_threads: How many run at once.
         what: The work, for refusals and names of threads.
         longest_wait_s: Longest time that a function waits, in seconds.
-        niceness: Of the threads, beside the process's own: on a busy machine they yield to the others.
+        niceness: Niceness of the threads, beside the process's own: on a busy machine they yield to the others.
     """
 
     def __init__(self, num_threads: int, what: str, *, longest_wait_s: float, niceness: int = 0) -> None:

@@ -152,7 +152,7 @@ async def start_grpc_server(
         interceptors: Run inside the one that maps errors, so that their errors get status codes.
         credentials: Makes it a TLS server; None: plain text.
         health_port: Another port, plain text, for the health service alone; 0: none.
-        options: Of gRPC; override those of all services.
+        options: Options of gRPC; override those of all services.
 
     Raises:
         ConfigError: The port is in use, or the address does not belong to this machine.

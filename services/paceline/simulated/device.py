@@ -99,8 +99,8 @@ class Pace:
     """Makes steps as long as a profile says.
 
     Args:
-        facts: Of the device.
-        seed: Of the luck with step times.
+        facts: Facts of the device.
+        seed: Seed of random step times.
         overhead: Share by which a target's steps take longer while drafters work.
         sleep: Waits for a number of seconds, and leaves the interpreter to others.
     """
@@ -145,7 +145,7 @@ class SimulatedTarget:
 
     Args:
         law: Distribution of its texts.
-        pace: Of its device.
+        pace: Pace of its device.
     """
 
     feature_width = state_width = 0
@@ -174,7 +174,7 @@ class SimulatedDraft:
 
     Args:
         law: Distribution of the target's texts.
-        pace: Of its device.
+        pace: Pace of its device.
         truth: Distribution of its guesses.
     """
 

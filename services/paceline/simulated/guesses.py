@@ -75,7 +75,7 @@ class GuessTable:
 
     Attributes:
         ranks: Which of the guesses is right, int64 [places]; -1: none.
-        logits: Of the guesses, best first, such that their confidences come out as drawn, float32 [places, guesses].
+        logits: The guesses' logits, best first, whose confidences come out as drawn, float32 [places, guesses].
         rest: Logit of each of the tokens beside them, float32 [places].
     """
 

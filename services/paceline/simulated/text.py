@@ -55,7 +55,7 @@ class TextLaw:
     Attributes:
         words: Tokens that texts are made of, int64 [n].
         eos_token_id: Ends texts; None: nothing does.
-        mean_length: Of a text in tokens, whose lengths are geometric; 0: only `max_tokens` ends it.
+        mean_length: Mean length of a text in tokens; lengths are geometric; 0: only `max_tokens` ends it.
     """
 
     words: Ints
@@ -66,7 +66,7 @@ class TextLaw:
         """The tokens that follow texts, int64 [n]; with `others` the other words that could be taken for them.
 
         Args:
-            digests: Of the texts.
+            digests: Digests of the texts.
             others: How many wrong guesses are wanted beside each: then int64 [n, 1 + others], the true one first.
         """
         at = (mixed(digests, NEXT) % np.uint64(len(self.words))).astype(np.int64)

@@ -123,7 +123,7 @@ class SessionRecord:
         owner: Replica id of the gateway that runs it.
         api_key: Name of the API key of its request; empty without keys.
         weights_hash: Fingerprint of the weights it began with; others would continue differently.
-        arithmetic: Of the verifiers that have computed it, several joined by ` + `; see `ModelIdentity`.
+        arithmetic: Arithmetic of the verifiers that computed it, several joined by ` + `; see `ModelIdentity`.
         engine_deaths: Engines that died of it, one after another.
         prompt_hash: SHA-256 of the prompt's ids, as little-endian 32-bit numbers.
         committed_len: Generated tokens in the log, behind `prompt_len` of the prompt.

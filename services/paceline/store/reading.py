@@ -52,7 +52,7 @@ def record_from_fields(session_id: str, values: Mapping[str, bytes | None], log_
     """Returns a session record.
 
     Args:
-        session_id: Whose record it must be.
+        session_id: Session whose record it must be.
         values: By the names of its fields; None: missing.
         log_bytes: Length of its token log, four bytes a token.
 

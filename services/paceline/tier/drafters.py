@@ -118,7 +118,7 @@ class Drafters:
         Args:
             pair: Looks at the drafters of all sessions; called every 0.1 s.
             store: The registry of drafters; None: they are at `addresses`.
-            addresses: Of drafters that no registry names.
+            addresses: Addresses of drafters that no registry names.
         """
         if store is None:
             return {"links": self.sweep, "pairing": partial(self._keep_paired, pair, addresses)}

@@ -42,7 +42,7 @@ class ServedEngine:
     """An engine that is not loaded yet, and what a verifier promises with it.
 
     Attributes:
-        identity: Of the model as it is served: its context length is the longest session, prompt and output.
+        identity: Identity of the model as served: its context length is the longest session, prompt and output.
         own_drafter: Names a drafter inside the engine; empty: the verifier pairs sessions with drafters of the tier.
         default_rule: Acceptance rule of requests that name none.
         grammars: Compiles the grammars of requests; None: none are served.
@@ -50,7 +50,7 @@ class ServedEngine:
         make: Loads the model; called in the device's thread.
         learned: Where the engine keeps what it learns.
         rehearsal: When it rehearses, as `--rehearse` says.
-        max_rows: Of a step; 0: not known.
+        max_rows: Most rows of a step; 0: not known.
         helper: Learns for the engine in another process, of a drafter that only it knows; None: the engine does.
     """
 

@@ -165,7 +165,7 @@ class SharedTrees:
     """The memory that a helper writes and its proposer reads.
 
     Args:
-        file: Of `make_board`; this object keeps no hold of the number.
+        file: File number from `make_board`; this object keeps no hold of the number.
     """
 
     def __init__(self, file: int) -> None:

@@ -40,8 +40,8 @@ class ChainScheduler:
         name: Begins the names of its sessions at drafters.
         policy: Which guesses a step verifies.
         drafters: Pairs sessions with drafters.
-        methods: Of drafters that may be used.
-        vocab_size: Of the target.
+        methods: Methods of drafters that may be used.
+        vocab_size: The target's vocabulary size.
         max_model_len: Most tokens of a session, prompt and output.
         max_chain: Most guesses of a session in a step.
     """

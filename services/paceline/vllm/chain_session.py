@@ -25,8 +25,8 @@ class ChainSession:
         token_ids: Its tokens so far.
         max_model_len: Most tokens, prompt and output.
         max_chain: Most guesses in a step.
-        methods: Of drafters that may draft for it.
-        drafter_address: Of its drafter; empty: none.
+        methods: Methods of drafters that may draft for it.
+        drafter_address: Address of its drafter; empty: none.
         forest: Where its tree is.
         calibrations: Numbers of those of its drafter.
         price: The first price for its drafter.

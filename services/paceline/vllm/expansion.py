@@ -44,7 +44,7 @@ def expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 
     Args:
         x: `[requests]`.
         cu_num_tokens: `[requests]`, tokens of all requests up to this one.
-        num_tokens: Of all requests.
+        num_tokens: Tokens of all requests.
         replace_from: This number is replaced
 
     Returns:

@@ -62,7 +62,7 @@ class Helper:
         job: Settings and target.
         to_proposer: The helper's end of the connection.
         board: Where the proposer finds guesses by itself.
-        registry: Of its metrics.
+        registry: Registry of its metrics.
 
     Attributes:
         rehearsal: For `paceline rehearse`, and a verifier around vLLM.

@@ -54,7 +54,7 @@ class Rehearsal:
     Args:
         policy: Decides otherwise.
         learner: Learns of drafts and steps.
-        vocab_size: Of the target.
+        vocab_size: The target's vocabulary size.
 
     Attributes:
         drafter: Hash of the draft model's weights; empty: no drafter was reached yet.

@@ -17,7 +17,7 @@ class RequestStep:
     """A step of vLLM, row by row of its batch.
 
     Attributes:
-        names: Of the requests.
+        names: Names of the requests.
         lengths: Tokens of each after the step; while a prompt is being read, the whole prompt's.
         sampled: Tokens that each has just committed; none while its prompt is being read.
         verified: Guesses of each that the step verified.

@@ -70,7 +70,7 @@ class HelperJob:
     Attributes:
         settings: Settings of the user.
         model: Folder of the target's tokenizer.
-        vocab_size: Of the target.
+        vocab_size: The target's vocabulary size.
         max_model_len: Most tokens of a session, prompt and output.
         max_chain: Most guesses of a session in a step.
         engine: Number of vLLM's engine.

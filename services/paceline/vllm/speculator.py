@@ -77,7 +77,7 @@ class Speculator:
         """Guesses for each request of the batch, after a step.
 
         Args:
-            input_batch: Of the step.
+            input_batch: The step's input batch.
             num_sampled: int `[requests]`, tokens that each has just committed; 0 while its prompt is being read.
             dummy_run: Nothing was computed.
             num_speculative_tokens: Most guesses of a request in the next step; None: as configured.

@@ -58,7 +58,7 @@ class TierClient:
 
     Args:
         vllm_config: vLLM's whole configuration.
-        sessions: Of the runner's rows.
+        sessions: Sessions of the runner's rows.
 
     Attributes:
         failures: How often each kind of exception was caught.
@@ -97,7 +97,7 @@ class TierClient:
         """Guesses for each row of vLLM's batch, after a step.
 
         Args:
-            num_rows: Of the batch.
+            num_rows: Rows of the batch.
             observe: Returns what the step has brought, given the monotonic time and how many tokens of new sessions
                 there is room for.
 

@@ -64,7 +64,7 @@ def read_sessions(
         entries: Name of the column that `ends` divides.
         low: Least number in that.
         last_number: The highest that a session has.
-        most_entries: Of a session.
+        most_entries: Most entries of a session.
 
     Raises:
         RemoteProtocolError: A session is named twice, or is nobody's, or the ends do not divide the entries.

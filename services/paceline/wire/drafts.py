@@ -175,7 +175,7 @@ def draft_response_from_pb(
     """Decodes a drafter's messages: its model, then new nodes and lagging sessions in that order.
 
     Args:
-        message: Of the drafter.
+        message: The drafter's message.
         last_number: The highest session number sent to it.
 
     Raises:

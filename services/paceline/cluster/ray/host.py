@@ -32,12 +32,12 @@ class ServiceSpec:
     """A replica that an actor is to run.
 
     Attributes:
-        name: Of the replica, in the registry too.
+        name: The replica's name, in the registry too.
         checkpoint: Folder of its model, on every node but for snapshots of the Hub; of a gateway that of the tokenizer.
         target: Folder of the target, for the drafter of an EAGLE-3 head.
         num_threads: Threads of a forward pass.
-        port: Of the service; 0: a free one.
-        second_port: Of its metrics, of a gateway gRPC; 0: a free one.
+        port: The service's port; 0: a free one.
+        second_port: Port of its metrics; of a gateway, its gRPC port; 0: a free one.
         env: Variables added to the node's environment.
     """
 

@@ -20,7 +20,7 @@ from paceline.engine.pending import HostPending, Ranks, VerifyRequest
 
 Layers = tuple[int, ...] | None
 # A batch's attention in a layer: writes new keys and values [rows, G, D] into the rows' slots, and has query
-# [rows, H, D] attend; returns as much. (query, new_keys, new_values, keys and values of the layer as in `KVCache`, scale).
+# [rows, H, D] attend; returns as much. (query, new_keys, new_values, keys and values as in `KVCache`, scale).
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
@@ -43,7 +43,7 @@ class Backend(ABC):
     Attributes:
         platform: Where it computes.
         config: Sizes and limits.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         hidden_size: Width of the final hidden states.
         weight_bytes: Weight bytes that a step reads.
         layer_bytes: Weight bytes of each layer; empty where layers do not run alone.
@@ -107,8 +107,8 @@ class Platform(ABC):
     Attributes:
         device: Where tensors lie.
         packs: Whether linears are packed, and take float32 rows whatever their weights are.
-        linear: Of weight [out, in] and bias [out]; both may be dropped afterwards.
-        head: Of weight [vocab, hidden].
+        linear: Makes a linear of weight [out, in] and bias [out]; both may be dropped afterwards.
+        head: Makes a head of weight [vocab, hidden].
     """
 
     device: torch.device

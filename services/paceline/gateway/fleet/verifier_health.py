@@ -31,10 +31,10 @@ class _Record:
 
     Attributes:
         lost_s: When the first call was lost since something was heard; None: none was.
-        score: Of its failures.
+        score: Score of its failures.
         num_ejections: Since the score was 0.
         ejected_until_s: End of the last ejection.
-        refusal: Of a session that would have waited too long for a place.
+        refusal: Refusal of a session that would have waited too long for a place.
         max_wait_s: Time for which that session could wait.
         full_until_s: End of the refusal.
     """

@@ -164,7 +164,7 @@ def _calls(toolbox: Toolbox, key: str, *, cut: bool = False) -> str:
     """Returns the rule of one call as a JSON object.
 
     Args:
-        key: Of the arguments.
+        key: Key of the arguments.
         cut: Whether the call is cut as JSON is, because text that may be JSON begins alike: of several terminals that
             fit, the longest wins, even if the text does not go on as it does.
     """

@@ -70,7 +70,7 @@ class Opening:
         """Yields the rules of free text with its marker, `to_NAME`, and of text without it, `WITHOUT_NAME`.
 
         Args:
-            name: Of the rules.
+            name: Name of the rules.
             others: Further markers that text without the marker must not hold.
         """
         without = f"WITHOUT_{name.upper()}"

@@ -36,7 +36,7 @@ async def read_body(
 
     Args:
         chunks: The body as it arrives.
-        headers: Of the request, with lower-case names.
+        headers: Headers of the request, with lower-case names.
         make_room: Called with the number of bytes before they are read; raises where there is no room.
         max_bytes: Largest body accepted.
         timeout_s: Time for all of it, in seconds.

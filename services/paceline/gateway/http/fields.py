@@ -54,7 +54,7 @@ class UnknownFields:
         """Notes a field.
 
         Args:
-            path: Of the object that holds it; empty: the body.
+            path: Path of the object that holds it; empty: the body.
             name: As the client wrote it.
 
         Raises:
@@ -68,7 +68,7 @@ class UnknownFields:
         """Notes an entry of a list, which is left out as its kind is not served; returns the name of the kind.
 
         Args:
-            path: Of the entry.
+            path: Path of the entry.
             kind: Its `type`, a JSON value.
 
         Raises:
@@ -84,7 +84,7 @@ class UnknownFields:
         """Notes a tool that is left out, as the model may call functions only.
 
         Args:
-            path: Of the tool.
+            path: Path of the tool.
             kind: Its `type`.
             name: Its name; a JSON value.
 

@@ -78,7 +78,7 @@ class Exchange:
 
     Attributes:
         own_id: Our name of the request; empty: none.
-        num_sessions: Of the request; as many times `CLIENT_BYTES` may wait for the client.
+        num_sessions: Sessions of the request; as many times `CLIENT_BYTES` may wait for the client.
         headers: Sent with whatever it begins with.
     """
 

@@ -37,7 +37,7 @@ class Definitions(dict[str, Json]):
     """Schemas by name, and how many steps may still be taken to follow the references between them.
 
     Args:
-        field: Of the request, for errors.
+        field: Request field, for errors.
     """
 
     def __init__(self, field: str) -> None:
@@ -88,8 +88,8 @@ def definitions(schema: Mapping[str, Any], name: str, *, field: str) -> Definiti
 
     Args:
         schema: A whole schema.
-        name: Of the schema; the further names begin with it.
-        field: Of the request, for the error.
+        name: Name of the schema; the further names begin with it.
+        field: Request field, for the error.
 
     Raises:
         InvalidRequestError: It is nested too deeply, or a reference is too long.

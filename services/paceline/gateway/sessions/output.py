@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     """New parts of the message and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
     Attributes:
-        token_ids: Of them, those that belong to the answer.
+        token_ids: Tokens among them that belong to the answer.
         parts: Parts of the new text; without a form of the message, content alone.
         tokens: Tokens behind the text, if the request asks for them; see `TextStream`.
         offset: Generated tokens before these.
@@ -46,15 +46,15 @@ class Ending:
     Attributes:
         finish_reason: Why.
         num_prompt_tokens: Tokens of the prompt.
-        num_cached_tokens: Of these, found in the verifier's prefix cache.
+        num_cached_tokens: Tokens among them found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
-        num_reasoning_tokens: Of these, its reasoning.
+        num_reasoning_tokens: Tokens among them of its reasoning.
         speculation: Speculation counts of all verifiers that ran the session, and whether the text is lossy, mixed or
             guaranteed in distribution only; None if no verifier reported it and none of these holds.
         timings: Where the time went, as far as the verifier reported it.
         stop: The stop string that ended it; None if there was none.
         stop_token_id: The stop token of the request that ended it; None if there was none, or the model's own did.
-        parts: Of a message with a form, what was uncertain up to its end.
+        parts: Parts of a message with a form that were uncertain up to its end.
     """
 
     finish_reason: FinishReason

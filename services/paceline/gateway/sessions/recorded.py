@@ -59,9 +59,9 @@ class RecordedSession:
     """A session's record for the store; it does not write to the store itself.
 
     Attributes:
-        record: As of now, except `committed_len`, which follows from the log.
+        record: The current record, except `committed_len`, which follows from the log.
         token_ids: Prompt and committed tokens.
-        deaths: Of engines that ran it.
+        deaths: Deaths of engines that ran it.
         speculation: Speculation counts here, as far as verifiers reported them; not part of the record.
     """
 

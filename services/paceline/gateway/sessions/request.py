@@ -40,12 +40,12 @@ class SessionRequest(SessionParams):
         skip_special_tokens: Whether special tokens have no text; a stop token never has any unless it is asked for.
         api_key: Name of the API key it came with, never the key; empty where none are asked for.
         max_wait_s: Longest expected wait for a place, in seconds; None: any.
-        weights_hash: Of the verifier it began on; empty: any.
+        weights_hash: Weights hash of the verifier it began on; empty: any.
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
         offset: Generated tokens that the client has already.
-        digest: Of these; see `paceline.core.messages`.
-        arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
+        digest: Their digest; see `paceline.core.messages`.
+        arithmetic: Arithmetic of the verifiers that computed its tokens; see `paceline.store.base.SessionRecord`.
         engine_deaths: Engines that died of it, one after another; see `paceline.gateway.sessions.recorded`.
         token_origins: Whether to say how each token came about.
         echo: The prompt, with which the answer's text begins; None: the answer has no prompt in it.
@@ -170,7 +170,7 @@ def check_logprobs(num_entries: int, *, field: str) -> None:
     """Refuses log probabilities that would fill the memory: they are held until all of them are there.
 
     Args:
-        num_entries: Of all prompts and samples, the alternatives included.
+        num_entries: Entries of all prompts and samples, the alternatives included.
         field: Name of the request field, for the error.
 
     Raises:

@@ -93,7 +93,7 @@ class Sessions:
 
         Args:
             num_sessions: How many.
-            caller: Who sent it.
+            caller: Its sender.
             continued: Whether they began at another gateway, or in another call.
 
         Raises:

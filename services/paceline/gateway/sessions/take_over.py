@@ -59,7 +59,7 @@ class Resumption:
         Args:
             session_id: The id in every message of the session.
             offset: Generated tokens that the client has.
-            digest: Of these; see `paceline.core.messages`.
+            digest: Their digest; see `paceline.core.messages`.
             api_key: Name of the caller's key.
 
         Raises:
@@ -167,8 +167,8 @@ def _up_to_end(
 
     Args:
         committed: Generated tokens.
-        sampling: Of the session.
-        eos_token_ids: Of the model.
+        sampling: The session's sampling parameters.
+        eos_token_ids: The model's end tokens.
     """
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     for index, token_id in enumerate(committed):

@@ -100,7 +100,7 @@ def capabilities_of(render: Renders, source: str) -> Capabilities:
 
     Args:
         render: Renders messages as they are, or raises InvalidRequestError.
-        source: Of the template.
+        source: Source of the template.
 
     Raises:
         ConfigError: It loses the text of users.
@@ -201,7 +201,7 @@ def arranged(messages: Sequence[Message], capabilities: Capabilities) -> list[Me
 
     Args:
         messages: Each with `role`, `content` as a string, and maybe calls and reasoning.
-        capabilities: Of the template.
+        capabilities: The template's capabilities.
     """
     known = [_with_known_role(message, capabilities) for message in messages]
     joined = _without_refused_pairs(_with_system_placed(known, capabilities.system), capabilities.refused_pairs)
@@ -297,8 +297,8 @@ class TemplateSources:
     """The templates of a folder.
 
     Attributes:
-        default: Of chats without tools; None: there is none.
-        tool_use: Of chats with tools; None: the same.
+        default: Template for chats without tools; None: there is none.
+        tool_use: Template for chats with tools; None: the same.
         special_tokens: Tokens that templates may name, `bos_token` and the like.
     """
 
@@ -311,7 +311,7 @@ def read_templates(folder: Path, replacement: Path | None = None) -> TemplateSou
     """Reads the templates of a folder.
 
     Args:
-        folder: Of a checkpoint.
+        folder: A checkpoint's folder.
         replacement: File of a template that is used for all chats instead; None: the folder's own are used.
 
     Raises:

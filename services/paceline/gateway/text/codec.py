@@ -254,8 +254,8 @@ class _Decoder:
 
     Args:
         bytes_of: By id, the byte that a token stands for; empty: it has no such tokens.
-        spelled: Of a byte-level vocabulary, which asks the library for no text: a step of a session would wait for it
-            twice. None: it is another one.
+        spelled: Spelling of a byte-level vocabulary, which asks the library for no text: a session's step would wait
+            for it twice. None: it is another one.
     """
 
     def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, int], spelled: _Spelled | None) -> None:

@@ -84,11 +84,11 @@ class VllmEngine:
     Args:
         core: vLLM's `LLMEngine`.
         make_params: Makes vLLM's `SamplingParams` of its fields.
-        identity: Of the model.
+        identity: Identity of the model.
         refusals: Errors with which vLLM refuses a request.
         helper: Decides on drafting; None: vLLM does not speculate.
         max_num_seqs: Most sessions that vLLM runs at once.
-        stats: Of vLLM's scheduler.
+        stats: Statistics of vLLM's scheduler.
         clock: Seconds, the host's monotonic ones.
     """
 

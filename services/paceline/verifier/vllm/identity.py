@@ -23,7 +23,7 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
     Args:
         name: Name for users; empty: see `served_name`.
         context_len: Longest session that vLLM allows.
-        versions: Of vLLM and what it computes with.
+        versions: Versions of vLLM and what it computes with.
         precision: Settings that decide the logits besides the weights, such as their type and quantisation.
 
     Raises:

@@ -163,8 +163,8 @@ def _make_engine(
     """Starts vLLM's processes, waits until the model is loaded, and runs it once.
 
     Args:
-        identity: Of the model.
-        helper: Of vLLM's worker; None: vLLM does not speculate.
+        identity: Identity of the model.
+        helper: Helper of vLLM's worker; None: vLLM does not speculate.
         processes: Ends vLLM's when it is closed.
     """
     stats = LastStats()

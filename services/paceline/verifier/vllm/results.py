@@ -66,7 +66,7 @@ def add_scheduler(report: StepReport, scheduler: Any, iteration: Any) -> None:
     """Adds to a report what vLLM's scheduler did.
 
     Args:
-        report: Of the step.
+        report: The step's report.
         scheduler: vLLM's `SchedulerStats`.
         iteration: vLLM's `IterationStats`; None: the step brought no tokens.
     """

@@ -91,7 +91,7 @@ def divide(longest: npt.NDArray[np.integer[Any]], kv_heads: int) -> Parts:
 
     Args:
         longest: [lanes], the longest context of the rows of each lane.
-        kv_heads: Of the model.
+        kv_heads: The model's KV heads.
     """
     stretches = np.maximum(1, -(-longest // _STRETCH))
     each = max(1, -(-int(stretches.sum()) // _fill(kv_heads)))

@@ -19,7 +19,7 @@ class MessageAnswer:
     """A message.
 
     Args:
-        message_id: Of the answer.
+        message_id: The answer's id.
         message: The message's content so far.
     """
 

@@ -122,7 +122,7 @@ class BodyReader:
         """Returns what `understand` makes of a body; headers of the answer will name what was ignored.
 
         Args:
-            call: Whose body it is.
+            call: Call of the body.
             understand: Takes the JSON object and the collection of unknown fields.
             prepare: Fetches what `understand` takes as its first argument; None: it takes none.
 

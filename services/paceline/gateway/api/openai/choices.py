@@ -258,7 +258,7 @@ def _chat_grammar(content_grammar: str, model: ServedModel, toolbox: Toolbox, pr
 
     Args:
         content_grammar: Grammar of the content; empty: none.
-        model: Whose the answer is.
+        model: Model of the answer.
         prompt_end: See `Opening`.
     """
     families = model.families
@@ -276,7 +276,7 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
     """Returns how answers to a chat are read; None: all of them is content.
 
     Args:
-        model: Whose the answer is.
+        model: Model of the answer.
         prompt_end: See `Opening`.
         bound: Whether its content has a format; it holds no calls then if no grammar knows how the model writes them.
     """

@@ -41,7 +41,7 @@ class EventId:
 
     Attributes:
         offset: Generated tokens up to there.
-        digest: Of these; see `paceline.core.messages`.
+        digest: Their digest; see `paceline.core.messages`.
     """
 
     session_id: str

@@ -185,7 +185,7 @@ def chat_tokens(
     """Returns the tokens of a chat by the model's template.
 
     Args:
-        model: Whose template it is.
+        model: The template's model.
         unknown: Collects unknown fields of its messages.
         keep_last: How many of its last tokens are kept; None: all.
         tools: Tools for the template.

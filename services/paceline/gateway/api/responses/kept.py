@@ -163,7 +163,7 @@ class KeepingWriter:
     """Writes without being waited for.
 
     Args:
-        documents: Of the store.
+        documents: The store's documents.
         keep: Writes one, `documents.keep` with its limits.
     """
 
@@ -298,7 +298,7 @@ class ResponseShelf:
     """Where responses are kept.
 
     Args:
-        documents: Of the store.
+        documents: The store's documents.
         workers: Read long ones.
         ttl_s: Life of a response after its last change, in seconds.
         room_bytes: Room in the store for all responses of all keys.

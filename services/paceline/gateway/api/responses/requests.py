@@ -85,7 +85,7 @@ def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields
     """Returns the body of a chat, and where in the request each of its messages begins.
 
     Args:
-        body: Of the request.
+        body: The request's body.
         earlier: Messages of the responses that it continues, without instructions.
         unknown: Collects what is unknown in items, and items and tools that are left out.
 

@@ -304,7 +304,7 @@ class NamedCall(StatefulReader):
     """A text that is the arguments of one tool, as a grammar enforces them.
 
     Args:
-        name: Of the tool.
+        name: Name of the tool.
     """
 
     def __init__(self, name: str) -> None:

@@ -34,7 +34,7 @@ class Tags:
         end: Ends a call.
         section_end: Ends a section of calls, or the outer tag of one; None: there are none.
         has_breaks: Whether a value has a line break before it and behind it.
-        num_brackets: Of `>`, in what begins an argument.
+        num_brackets: Count of `>`, in what begins an argument.
     """
 
     begins: tuple[str, ...]
