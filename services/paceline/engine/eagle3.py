@@ -234,7 +234,7 @@ class DraftHead(Head):
     """A head over part of a vocabulary; ids that it does not know get no probability.
 
     Args:
-        known: Rows of the ids it knows.
+        known: Head over the ids it knows.
         draft_ids: int64 [draft_vocab], these ids.
         vocab_size: The target's vocabulary size.
     """
