@@ -247,15 +247,22 @@ class FairThreads:
             OverloadedError: It has waited too long.
         """
         # A single caller may have all threads: others come next.
-        with self._threads.take(0, Caller(name=owner)) as held:
-            try:
-                async with asyncio.timeout(self._longest_wait_s):
-                    await held.wait(1)
-            except TimeoutError:
+        lease = self._threads.take(0, Caller(name=owner))
+        try:
+            async with asyncio.timeout(self._longest_wait_s):
+                await lease.wait(1)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # Its turn may have come at the same moment.
+            lease.release()
+            if isinstance(error, TimeoutError):
                 problem = f"{self._threads.what}: it has waited for {self._longest_wait_s:g} s"
                 raise OverloadedError(problem, retry_after_s=RETRY_AFTER_S) from None
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, partial(copy_context().run, function))
+            raise
+        loop = asyncio.get_running_loop()
+        working = self._executor.submit(copy_context().run, function)
+        # Its thread is taken until the function ends, also when the caller leaves before.
+        working.add_done_callback(lambda _: loop.call_soon_threadsafe(lease.release))
+        return await asyncio.wrap_future(working)
 
     def close(self) -> None:
         """Begins nothing any more; functions that have begun run on."""

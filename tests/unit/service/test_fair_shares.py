@@ -164,7 +164,7 @@ class Bench:
     def begin(self, owner: str) -> asyncio.Task[None]:
         return asyncio.create_task(self.threads.run(lambda: self.order.append(owner), owner))
 
-    async def hold(self) -> Callable[[], None]:
+    async def hold(self, owner: str = "holder") -> Callable[[], None]:
         """Keeps the thread busy until the returned function is called."""
         begun, over = threading.Event(), threading.Event()
 
@@ -172,7 +172,7 @@ class Bench:
             begun.set()
             over.wait(10)
 
-        self.holding = asyncio.create_task(self.threads.run(work, "holder"))
+        self.holding = asyncio.create_task(self.threads.run(work, owner))
         await asyncio.to_thread(begun.wait, 10)
         return over.set
 
@@ -216,6 +216,19 @@ async def test_work_waits_for_a_bounded_time_and_leaves_with_its_caller() -> Non
     await bench.begin("after")
     assert bench.order == ["after"]
     bench.threads.close()
+
+
+async def test_a_thread_is_taken_until_its_function_ends_also_when_the_caller_has_left(bench: Bench) -> None:
+    mark_ready = await bench.hold("greedy")
+    bench.holding.cancel()
+    await asyncio.sleep(0)
+    greedy = bench.begin("greedy")
+    await asyncio.sleep(0)
+    modest = bench.begin("modest")
+    await asyncio.sleep(0)
+    mark_ready()
+    await asyncio.gather(greedy, modest)
+    assert bench.order == ["modest", "greedy"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
