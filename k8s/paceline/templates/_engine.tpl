@@ -1,5 +1,5 @@
-{{/* The pod of a verifier or a drafter: the two differ in their model and in what their GPUs are. With `host` it is one
-of several hosts that compute one target, `leader` or `worker`; the leader is the verifier, workers are Ray's. */}}
+{{/* The pod of a verifier or a drafter; the two differ in model and GPUs. With `host` the pod is the `leader` or a
+`worker` of a target on several hosts; the leader is the verifier, workers run Ray. */}}
 {{- define "paceline.engine" -}}
 {{- $host := .host | default "" -}}
 {{- $worker := eq $host "worker" -}}
@@ -28,7 +28,7 @@ spec:
       {{- if $host }}
       command: [sh, -c, 'ray start --head --port=6379 --include-dashboard=false && exec "$@"', sh, paceline, verifier]
       {{- else }}
-      # vLLM's own images start its server.
+      # The entry point of vLLM's own images starts its server.
       command: [paceline, verifier]
       {{- end }}
       args:
@@ -50,7 +50,7 @@ spec:
           value: {{ $values.graceSeconds | quote }}
         {{- end }}
         {{- if $vllm }}
-        # The user of the pod has none in vLLM's images, and vLLM keeps there what it compiles.
+        # The pod's user has no home in vLLM's images, and vLLM caches compiled code there.
         - {name: HOME, value: /tmp}
         {{- end }}
         {{- if $cache }}
@@ -65,12 +65,12 @@ spec:
         # Plain text: the kubelet's probes have no certificate.
         - name: PACELINE_HEALTH_PORT
           value: {{ $ports.health | quote }}
-        # Others dial the pod itself: a session's stream must reach this replica and no other.
+        # Clients connect to the pod itself: a session's stream must reach this replica and no other.
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         - name: PACELINE_ANNOUNCE
           value: {{ printf (ternary "[$(POD_IP)]:%v" "$(POD_IP):%v" .root.Values.ipv6) $ports.grpc | quote }}
-        # Whom `paceline drain` below means.
+        # The replica id for `paceline drain` below.
         - name: PACELINE_REPLICA
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         {{- include "paceline.env" . | nindent 8 }}
@@ -79,7 +79,7 @@ spec:
         {{- range $name, $port := $ports }}
         - {name: {{ $name }}, containerPort: {{ $port }}}
         {{- end }}
-      # Health says SERVING once the model is loaded, and no more from SIGTERM on.
+      # Health is SERVING once the model is loaded, until SIGTERM.
       startupProbe:
         grpc: {port: {{ $ports.health }}}
         periodSeconds: 5
@@ -90,7 +90,7 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
       livenessProbe:
-        # The process, not its engine: one that hangs ends its process by itself.
+        # Liveness of the process, not of its engine: a stuck engine ends its process by itself.
         grpc: {port: {{ $ports.health }}, service: liveness}
         periodSeconds: 10
         timeoutSeconds: 5
@@ -109,7 +109,7 @@ spec:
       volumeMounts:
         {{- include "paceline.mounts" . | nindent 8 }}
         {{- if $cache }}
-        # What is compiled and what is learned of step times goes on from there when a pod is started anew.
+        # A restarted container reuses compiled code and learned step times from here.
         - {name: weights, mountPath: /cache, subPath: cache}
         {{- end }}
         {{- if $vllm }}
@@ -118,7 +118,7 @@ spec:
   volumes:
     {{- include "paceline.volumes" . | nindent 4 }}
     {{- if $vllm }}
-    # Where vLLM's processes exchange what they compute.
+    # Shared memory of vLLM's processes.
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: 8Gi}
     {{- end }}

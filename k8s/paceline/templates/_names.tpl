@@ -1,4 +1,4 @@
-{{/* Helpers of one tier take a dict: root (the top scope) and tier (gateway, verifier, drafter or redis). */}}
+{{/* Helpers for a tier take a dict: root (the top scope) and tier (gateway, verifier, drafter or redis). */}}
 
 {{- define "paceline.fullname" -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
@@ -29,7 +29,7 @@ labels:
   {{- include "paceline.labels" . | nindent 2 }}
 {{- end -}}
 
-{{/* What runs the pods of a tier, and is scaled. */}}
+{{/* The scalable workload of a tier. */}}
 {{- define "paceline.kind" -}}
 {{- if ne .tier "verifier" -}}Deployment
 {{- else -}}{{ ternary "LeaderWorkerSet" "StatefulSet" (gt (int .root.Values.verifier.hosts) 1) }}

@@ -1,9 +1,9 @@
-{{/* What the specs of all pods say, before their containers. */}}
+{{/* Common fields of all pod specs, before the containers. */}}
 {{- define "paceline.pod" -}}
 {{- $values := get .root.Values .tier -}}
 serviceAccountName: {{ include "paceline.name" . }}
 automountServiceAccountToken: false
-# Kubernetes would set PACELINE_PORT and the like for Services of that name, which are names of settings too.
+# Otherwise Kubernetes sets PACELINE_PORT and the like for a Service named paceline, and these are names of settings.
 enableServiceLinks: false
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -25,7 +25,7 @@ topologySpreadConstraints:
   {{- end }}
 {{- end -}}
 
-{{/* Who a pod or a container runs as: the chart's, and the tier's laid over it; null drops a field. */}}
+{{/* Security context of a pod or container: the chart's, overridden by the tier's; null drops a field. */}}
 {{- define "paceline.security" -}}
 {{- $context := deepCopy (get .scope.root.Values .field) -}}
 {{- range $name, $value := get (get .scope.root.Values .scope.tier) .field | default dict -}}
@@ -38,7 +38,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Labels of a tier's pods. Hosts of a verifier beside its leader are of no Service. */}}
+{{/* Labels of a tier's pods. Workers of a verifier on several hosts belong to no Service. */}}
 {{- define "paceline.podLabels" -}}
 {{- $worker := eq (.host | default "") "worker" -}}
 {{- include "paceline.selector" (dict "root" .root "tier" (ternary "verifier-host" .tier $worker)) -}}
@@ -47,7 +47,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* What all containers say. */}}
+{{/* Common fields of all containers. */}}
 {{- define "paceline.container" -}}
 securityContext:
   {{- include "paceline.security" (dict "scope" . "field" "securityContext") | nindent 2 }}
@@ -62,7 +62,7 @@ securityContext:
   {{- if .root.Values.zone }}
   value: {{ .root.Values.zone | quote }}
   {{- else }}
-  # Empty where Kubernetes does not give pods the label of their node.
+  # Empty if Kubernetes does not copy the node's label to pods.
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}}
   {{- end }}
 - name: PACELINE_HOST
@@ -93,7 +93,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* The environment that a tier's values add. */}}
+{{/* Environment from a tier's values. */}}
 {{- define "paceline.env.own" -}}
 {{- $values := get .root.Values .tier -}}
 {{- range $name, $value := $values.env }}
@@ -147,7 +147,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Pods start anew when what they read at start changes. */}}
+{{/* Pods restart when files that they read at start change. */}}
 {{- define "paceline.annotations" -}}
 {{- $annotations := deepCopy ((get .root.Values .tier).podAnnotations | default dict) -}}
 {{- if not .root.Values.redis.secret -}}

@@ -1,5 +1,5 @@
-{{/* What a tier loads, and where from, as JSON: model is the value of its flag; volume and claim are that of /weights;
-fetch says whether an init container fills it. */}}
+{{/* The checkpoint of a tier and its source, as JSON: model is the flag's value; volume and claim belong to /weights;
+fetch is true if an init container fills it. */}}
 {{- define "paceline.weights" -}}
 {{- $model := .root.Values.model -}}
 {{- $sources := dict "gateway" ($model.tokenizer | default $model.target) "verifier" $model.target "drafter" $model.draft -}}
@@ -24,7 +24,7 @@ fetch says whether an init container fills it. */}}
 {{- toJson $found -}}
 {{- end -}}
 
-{{/* What the services read of /weights: the Hub's cache, offline. */}}
+{{/* Environment of services that read /weights: the Hub's cache, offline. */}}
 {{- define "paceline.weights.env" -}}
 {{- if (include "paceline.weights" . | fromJson).fetch -}}
 - {name: HF_HOME, value: /weights}
@@ -32,7 +32,7 @@ fetch says whether an init container fills it. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* Init containers: those of the values, then the one that fetches. */}}
+{{/* Init containers: first those in the values, then the checkpoint fetch. */}}
 {{- define "paceline.init" -}}
 {{- $values := get .root.Values .tier -}}
 {{- $weights := include "paceline.weights" . | fromJson -}}
@@ -62,7 +62,7 @@ initContainers:
       {{- end }}
       {{- end }}
       {{- include "paceline.env.own" . | nindent 6 }}
-    # What the service asks for later, so that the pod asks for no more; but no GPU.
+    # The service's own requests, so that the pod requests no more; but no GPU.
     {{- $resources := dict }}
     {{- range $kind, $amounts := $values.resources }}
     {{- $_ := set $resources $kind (pick $amounts "cpu" "memory" "ephemeral-storage") }}
