@@ -85,10 +85,16 @@ def run_long(pair, count=4) -> None:
     pair.run()
 
 
+class Drafting(Goodput):
+    """Drafts in every step, whatever pays."""
+
+    @property
+    def drafts(self):
+        return True
+
+
 def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(counting):
-    policy = Goodput()
-    policy.rehearse(True)
-    pair = counting_pair(counting, policy=policy)
+    pair = counting_pair(counting, policy=Drafting())
     run_long(pair, 2)
     num_turns = 0
     for session in pair.sessions.values():

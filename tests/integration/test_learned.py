@@ -88,8 +88,8 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: TunedState) ->
         "[]",
         "{}",
         '{"policy": {}, "calibrations": {}}',
-        '{"policy": {"step_times": [1], "rates": []}, "calibrations": {}}',
-        '{"policy": {"step_times": [], "rates": [], "rehearsed": [""]}, "calibrations": {"tier greedy coupled": [1]}}',
+        '{"policy": {"step_times": [1], "mode_rates": []}, "calibrations": {}}',
+        '{"policy": {"step_times": [], "mode_rates": [], "rehearsed": [""]}, "calibrations": {"tier coupled": [1]}}',
         '{"policy": {}, "calibrations": {"tier greedy coupled": [NaN, 0, 1, 1, 0]}}',
         '{"policy": {}, "calibrations": {"tier greedy coupled": [1, 0, -1, 1, 0]}}',
         '{"policy": {}, "calibrations": 3}',
@@ -98,8 +98,8 @@ async def test_what_was_learned_changes_no_token(tiny_pair, file: TunedState) ->
         '{"policy": {}, "calibrations": {"tier greedy coupled": [Infinity, 0, 1, 1, 0]}}',
         "9" * 5_000,
         "\udc80",
-        json.dumps({"policy": {"step_times": [2.0] * 2, "rates": [1.0], "rehearsed": [""]}, "calibrations": {}}),
-        json.dumps({"policy": {"step_times": [2.0] * 2, "rates": [], "rehearsed": []}, "calibrations": {}}),
+        json.dumps({"policy": {"step_times": [2.0] * 2, "mode_rates": [1.0], "rehearsed": [""]}, "calibrations": {}}),
+        json.dumps({"policy": {"step_times": [2.0] * 2, "mode_rates": [], "rehearsed": []}, "calibrations": {}}),
     ],
 )
 def test_a_file_of_something_else_is_like_none(tiny_pair, file: TunedState, content: str, caplog) -> None:

@@ -161,8 +161,8 @@ async def test_a_verifier_around_vllm_tells_its_helper_what_to_do_and_is_told_wh
             await asyncio.sleep(0.2)
             assert not asked.done(), "another one has its say"
         assert (await asked)["policy"][REHEARSED] == [host.identity.weights_hash]
-        line.teach(json.dumps(learned | {"policy": learned["policy"] | {"rates": [3.0, 1.0, 0.0, 2.0]}}).encode())
-        assert (await line.learned())["policy"]["rates"][-4:] == [3.0, 1.0, 0.0, 2.0]
+        line.teach(json.dumps(learned | {"policy": learned["policy"] | {"mode_rates": [3.0, 1.0, 0.0, 2.0]}}).encode())
+        assert (await line.learned())["policy"]["mode_rates"][-4:] == [3.0, 1.0, 0.0, 2.0]
         running.cancel()
 
 

@@ -117,7 +117,7 @@ class Goodput:
 
     def learned(self) -> dict[str, list[Any]]:
         """State that a successor may begin with: step times, rates, and the draft model they were rehearsed with."""
-        return {"step_times": self.times.learned(), "rates": self.mode.learned(), REHEARSED: [self.rehearsed]}
+        return {"step_times": self.times.learned(), "mode_rates": self.mode.learned(), REHEARSED: [self.rehearsed]}
 
     def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
@@ -126,7 +126,7 @@ class Goodput:
             KeyError, ValueError: It is not the output of `learned`.
         """
         self.times.resume(learned["step_times"])
-        self.mode.resume(learned["rates"])
+        self.mode.resume(learned["mode_rates"])
         (self.rehearsed,) = map(str, learned[REHEARSED])
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:

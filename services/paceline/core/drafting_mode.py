@@ -54,6 +54,8 @@ FALL = 1 / 8
 MOST_LOAD, LEAST_RATE, MOST_RATE = 20, 1e-6, 1e6
 # No step counts for more than this many times the usual one: such a delay is an accident.
 MOST_DELAY = 3.0
+# The most that one step may lose, in plain steps: beside a verifier's cores one that drafts took as long as nine.
+MOST_STEP_LOST = 10.0
 
 
 class Mode(enum.Enum):
@@ -143,7 +145,8 @@ class Load:
 
     Attributes:
         allowance: Loss that trials may still cause, in plain steps; less than 0: they have lost more.
-        cut_off: By mode, the loss of its last trial, if that ended before it could show anything.
+        cut_off: By mode, the loss of its last trial, if its own limits ended that before it could show anything.
+        trials: Modes that were tried, the last one last.
     """
 
     mode: Mode
@@ -151,23 +154,25 @@ class Load:
     allowance: float = ALLOWANCE
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     cut_off: dict[Mode, float] = field(default_factory=dict)
+    trials: dict[Mode, None] = field(default_factory=dict)
     trial: Trial | None = None
     possible: Modes = tuple(Mode)
 
     @property
     def current(self) -> Mode:
         """The mode of the next step."""
-        if len(self.possible) == 1:
-            return Mode.PLAIN
-        return self.mode if self.trial is None else self.trial.mode
+        return self.usual if self.trial is None else self.trial.mode
+
+    @property
+    def usual(self) -> Mode:
+        """The mode in use, or the best one that is possible instead."""
+        return self.mode if self.mode in self.possible else max(self.possible, key=lambda mode: self.rates[mode].value)
 
     def allow(self, possible: Modes) -> None:
         """Limits the next step to these modes, those that its sessions can be served in."""
-        if self.trial is not None and not {self.mode, self.trial.mode} <= set(possible):
+        usual, self.possible = self.usual, possible
+        if self.trial is not None and (self.trial.mode not in possible or usual is not self.usual):
             self.end_trial()
-        if len(possible) > 1 and self.mode not in possible:
-            self.mode = max(possible, key=lambda mode: self.rates[mode].value)
-        self.possible = possible
 
     def observe(self, tokens: float, time: float, *, has_prefill: bool, responded: bool) -> None:
         """Updates the current mode with a step; see `DraftingMode.observe`."""
@@ -180,7 +185,7 @@ class Load:
             self.count(self.current, tokens, time)
         if trial is not None:
             self._continue(trial, tokens, time, counts=counts)
-        elif len(self.possible) > 1 and self.rates[self.mode].steps >= LEAST_STEPS:
+        elif self.rates[self.usual].steps >= LEAST_STEPS:
             self._begin_trial()
 
     def count(self, mode: Mode, tokens: float, time: float) -> None:
@@ -198,28 +203,40 @@ class Load:
             self.mode = max(Mode, key=lambda mode: self.rates[mode].value)
 
     def _begin_trial(self) -> None:
-        """Begins the trial of least expected loss, of equal ones that of drafting, if the allowance covers it."""
+        """Begins a trial if the allowance covers its expected loss: of a better mode, else of the next in turn."""
         losses = {mode: self._expected_loss(mode) for mode in reversed(Mode) if mode in self.possible}
-        losses.pop(self.mode)
-        if losses and min(losses.values()) <= self.allowance:
-            self.trial = Trial(min(losses, key=lambda mode: losses[mode]))
+        del losses[self.usual]
+        if not losses:
+            return
+        order = [*self.trials]
+        # Of modes that were never tried, the one of least loss; of equal ones, drafting.
+        turns = {mode: (order.index(mode) if mode in order else -1, loss) for mode, loss in losses.items()}
+        best = min(losses, key=lambda mode: losses[mode])
+        mode = best if losses[best] <= 0.0 else min(turns, key=lambda mode: turns[mode])
+        if losses[mode] <= self.allowance:
+            self.trial = Trial(mode)
+            self.trials.pop(mode, None)
+            self.trials[mode] = None
             # The machine and the texts may have changed since.
-            self.rates[self.trial.mode].forget(LEAST_STEPS)
+            self.rates[mode].forget(LEAST_STEPS)
 
     def _continue(self, trial: Trial, tokens: float, time: float, *, counts: bool) -> None:
-        usual, tried = self.rates[self.mode], self.rates[trial.mode]
+        usual, tried = self.rates[self.usual], self.rates[trial.mode]
         # Before one was seen, plain steps are those of the profile.
         usual_rate = usual.value or 1.0
         trial.steps += 1
-        trial.lost += time - tokens / usual_rate
+        # A pause of the machine is no loss of the mode.
+        trial.lost += min(time - tokens / usual_rate, MOST_STEP_LOST)
         trial.counted += counts
         # With one more step like those before.
         exceeds = trial.lost * (1.0 + 1.0 / trial.steps) > max(self.allowance, LEAST_LOST)
         over = exceeds or trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
         if trial.counted < LEAST_STEPS:
             if over:
+                self.cut_off[trial.mode] = max(trial.lost, ALLOWANCE)
                 self.end_trial()
             return
+        self.cut_off.pop(trial.mode, None)
         gain, error = tried.value - usual_rate, math.hypot(usual.error, tried.error)
         if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
             self.end_trial(won=gain > 0.0)
@@ -231,14 +248,12 @@ class Load:
         trial, self.trial = self.trial, None
         # Nothing is saved up for several trials in a row.
         self.allowance = min(self.allowance, ALLOWANCE) - max(0.0, trial.lost)
-        if trial.steps:
-            self.cut_off[trial.mode] = 0.0 if trial.counted >= LEAST_STEPS else max(trial.lost, ALLOWANCE)
         if won:
             self.mode = trial.mode
 
     def _expected_loss(self, mode: Mode) -> float:
         """Plain steps that a trial is expected to lose; the error of the mode in use speaks for it."""
-        usual, rate = self.rates[self.mode], self.rates[mode].value
+        usual, rate = self.rates[self.usual], self.rates[mode].value
         if mode is Mode.PLAIN:
             rate = rate or 1.0
         if rate:
@@ -274,7 +289,9 @@ class DraftingMode:
     @property
     def mode(self) -> Mode:
         """The next step's mode."""
-        return Mode.PLAIN if self._load is None else self.rehearsing or self._load.current
+        if self._load is None or self.rehearsing is None:
+            return Mode.PLAIN if self._load is None else self._load.current
+        return self.rehearsing if self.rehearsing in self._load.possible else Mode.PLAIN
 
     @property
     def reason(self) -> Reason:
@@ -295,7 +312,7 @@ class DraftingMode:
         if self.rehearsing is not None and self._load is not None:
             self._load.settle()
         self._leave(None)
-        self.rehearsing = mode
+        self._recent, self.rehearsing = 0.0, mode
 
     def enter(self, num_sessions: int, possible: Modes = tuple(Mode)) -> Mode:
         """Announces a step over so many sessions, at least one, in any of some modes; returns which.
@@ -336,7 +353,7 @@ class DraftingMode:
             return
         if self.rehearsing is None:
             self._load.observe(each, time, has_prefill=has_prefill, responded=responded)
-        elif responded and not has_prefill:
+        elif responded and not has_prefill and self.rehearsing in self._load.possible:
             self._load.count(self.rehearsing, each, time)
 
     def _leave(self, load: Load | None) -> None:
@@ -372,15 +389,15 @@ class DraftingMode:
         Raises:
             ValueError: It is not the output of `learned`.
         """
-        loads: dict[int, Load] = {}
+        loads, eager = dict[int, Load](), self._max_eager_batch
         for at, *values in zip(*[iter(learned)] * (1 + len(Mode)), strict=True):
             if not 0.0 <= at <= MOST_LOAD or not 0.0 <= min(values) <= max(values) <= MOST_RATE:
                 raise ValueError(f"needs loads to {MOST_LOAD} and rates to {MOST_RATE:g}, got {at:g} with {values}")
             rates = {mode: Rate(value) for mode, value in zip(Mode, values, strict=True)}
             mode = max(Mode, key=lambda mode: rates[mode].value)
-            if mode is not Mode.DRAFTING and 2**at <= self._max_eager_batch:
+            if mode is not Mode.DRAFTING and 2**at <= eager:
                 # It may not have paid because the machine was busy, or with another drafter: it is tried anew.
                 rates[Mode.DRAFTING] = Rate()
-            loads[int(at)] = Load(mode, rates=rates)
-        self.loads = loads
+            loads[int(at)] = Load(mode, loss=None if 2**at <= eager else UNKNOWN_LOSS, rates=rates)
+        self.loads, self._recent = loads, 0.0
         self._leave(None)

@@ -362,7 +362,7 @@ def steps(draw: st.DrawFn) -> dict[str, float]:
 @given(learned_rates, st.lists(st.tuples(steps(), st.integers(1, 12)), max_size=6))
 def test_no_step_and_nothing_that_was_learned_leads_to_an_error_in_a_later_step(learned, told) -> None:
     policy = Goodput(StepCost(rows=(1, 1000), seconds=(1e-9, 1.0)))
-    policy.resume({**policy.learned(), "rates": [value for row in learned for value in row]})
+    policy.resume({**policy.learned(), "mode_rates": [value for row in learned for value in row]})
     for step, times in told:
         for _ in range(times):
             policy.enter(int(step["roots"]), sources=True)

@@ -19,6 +19,7 @@ from paceline.core.drafting_mode import (
     MOST_UNCOUNTED,
     DraftingMode,
     Mode,
+    Modes,
 )
 from paceline.core.target_events import Reason
 
@@ -319,3 +320,90 @@ def test_a_successor_tries_anew_what_did_not_pay_its_predecessor() -> None:
 def test_what_was_not_learned_by_such_a_switch_is_refused(learned: list[float]) -> None:
     with pytest.raises(ValueError, match=r"needs loads to 20 and rates to|shorter"):
         DraftingMode().resume(learned)
+
+
+def modes_of(
+    switch: DraftingMode,
+    count: int,
+    num_sessions: int,
+    rates: dict[Mode, float],
+    possible: Modes = tuple(Mode),
+) -> list[Mode]:
+    """Runs steps in which each mode has its rate, within 3 %; returns their modes."""
+    luck, modes = np.random.default_rng(5), list[Mode]()
+    for _ in range(count):
+        modes.append(switch.enter(num_sessions, possible))
+        switch.observe(
+            num_sessions=num_sessions,
+            tokens=num_sessions,
+            seconds=PLAIN_S / rates[modes[-1]] * float(luck.normal(1.0, 0.03)),
+            plain_s=PLAIN_S,
+            has_prefill=False,
+            responded=True,
+        )
+    return modes
+
+
+RATES = {PLAIN: 1.0, SOURCES: 1.0, DRAFTING: 2.0}
+
+
+@pytest.mark.parametrize("sources", [0.7, 0.99, 1.02])
+def test_drafting_gets_its_turn_however_often_sources_are_tried(sources: float) -> None:
+    modes = modes_of(DraftingMode(), 1_500, 8 * MAX_EAGER_BATCH, RATES | {SOURCES: sources})
+    assert SOURCES in modes[:100]
+    assert modes[-1] is DRAFTING
+
+
+def test_drafting_that_lost_gets_its_turn_again() -> None:
+    switch = DraftingMode(math.inf)
+    modes_of(switch, 500, 8, RATES | {DRAFTING: 0.8})
+    assert modes_of(switch, 2_000, 8, RATES)[-1] is DRAFTING
+
+
+def test_a_trial_that_is_interrupted_is_not_cut_off() -> None:
+    switch = DraftingMode()
+    assert modes_of(switch, 3, 1, RATES) == [DRAFTING] * 3
+    modes_of(switch, 30, 16, RATES)
+    assert DRAFTING in modes_of(switch, 60, 1, RATES)
+
+
+def test_a_rehearsal_leaves_no_load_behind_and_counts_at_the_load_that_it_runs() -> None:
+    switch = DraftingMode()
+    modes_of(switch, 50, 64, RATES)
+    for mode in (PLAIN, DRAFTING):
+        switch.rehearse(mode)
+        modes_of(switch, 16, 1, RATES)
+    switch.rehearse(None)
+    assert switch.loads[0].rates[DRAFTING].steps >= LEAST_STEPS
+    switch.rehearse(PLAIN)
+    modes_of(switch, 16, 64, RATES)
+    switch.rehearse(None)
+    assert modes_of(switch, 1, 1, RATES) == [DRAFTING]
+
+
+def test_a_rehearsal_of_drafting_learns_nothing_where_no_drafter_is() -> None:
+    switch = DraftingMode()
+    switch.rehearse(DRAFTING)
+    assert set(modes_of(switch, 10, 1, RATES, (PLAIN, SOURCES))) == {PLAIN}
+    assert not any(switch.learned())
+
+
+def test_a_successor_waits_with_its_first_trial_as_long_as_anybody() -> None:
+    switch = DraftingMode()
+    switch.resume([5.0, 1.0, 0.0, 0.0])
+    assert DRAFTING not in modes_of(switch, 300, 32, RATES, (PLAIN, DRAFTING))
+
+
+def test_a_step_without_a_drafter_changes_no_mode() -> None:
+    switch = DraftingMode(math.inf)
+    modes_of(switch, 200, 8, RATES)
+    for _ in range(20):
+        assert DRAFTING not in modes_of(switch, 1, 8, RATES, (PLAIN, SOURCES))
+        assert modes_of(switch, 1, 8, RATES) == [DRAFTING]
+
+
+def test_a_pause_of_the_machine_within_a_trial_costs_ten_steps_at_most() -> None:
+    switch = DraftingMode()
+    assert modes_of(switch, 1, 1, RATES) == [DRAFTING]
+    switch.observe(num_sessions=1, tokens=1, seconds=500 * PLAIN_S, plain_s=PLAIN_S, has_prefill=False, responded=True)
+    assert switch.loads[0].allowance > -10.0
