@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,20 @@ async def test_a_record_that_cannot_be_read_is_as_good_as_none(fleet: ScriptedFl
     session_id, _ = await logged_tokens(fleet)
     logged = await fleet.store.session(session_id)
     assert logged is not None
+    record = replace(logged.record, params_json=parameters)
+    await fleet.store.write_sessions([PutSession(record=record, token_ids=logged.token_ids, ttl_s=60)])
+    error, _ = await refusal(fleet, resume(session_id, []))
+    assert isinstance(error, SessionNotFoundError)
+
+
+@pytest.mark.parametrize("wrong", [{"priority": "x"}, {"cache_salt": 5}, {"cache_salt": "\ud800"}])
+async def test_a_record_with_a_field_that_cannot_be_right_is_as_good_as_none(
+    fleet: ScriptedFleet, wrong: dict[str, object]
+) -> None:
+    session_id, _ = await logged_tokens(fleet)
+    logged = await fleet.store.session(session_id)
+    assert logged is not None
+    parameters = json.dumps(json.loads(logged.record.params_json) | wrong)
     record = replace(logged.record, params_json=parameters)
     await fleet.store.write_sessions([PutSession(record=record, token_ids=logged.token_ids, ttl_s=60)])
     error, _ = await refusal(fleet, resume(session_id, []))

@@ -98,7 +98,7 @@ class Shares:
         self._held: Counter[str] = Counter()
         # Set when something is given back, and another one then.
         self._freed = asyncio.Event()
-        # By the names of callers: what waits, and the number of the last turn of those that wait or hold something.
+        # By the names of callers: what waits, and the number of the last turn since somebody has been waiting.
         self._waiting: dict[str, deque[_Turn]] = {}
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
@@ -142,8 +142,9 @@ class Shares:
             freed, self._freed = self._freed, asyncio.Event()
             freed.set()
             self._serve()
-            if not self._held[caller.name] and caller.name not in self._waiting:
-                self._last_turns.pop(caller.name, None)
+            if not self._waiting:
+                # A caller that comes back while others wait keeps its place behind them.
+                self._last_turns.clear()
 
     async def wait(self, amount: int, held: Lease) -> None:
         """Returns once it is a caller's turn and so much more is held for it."""

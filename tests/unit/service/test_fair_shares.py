@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,3 +242,21 @@ async def test_threads_may_yield_to_the_rest_of_their_process() -> None:
         threads.close()
     assert nicer == min(own + 3, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+async def test_callers_that_come_one_by_one_do_not_overtake_those_that_wait(bench: Bench) -> None:
+    mark_ready = await bench.hold("a")
+    waiting = [bench.begin("queue") for _ in range(4)]
+    await asyncio.sleep(0)
+    mark_ready()
+
+    async def one_by_one(name: str) -> None:
+        for _ in range(4):
+            await bench.begin(name)
+
+    await asyncio.gather(*waiting, one_by_one("a"), one_by_one("b"))
+    last = len(bench.order) - 1 - bench.order[::-1].index("queue")
+    assert bench.order[: last + 1].count("a") <= 5
+    assert bench.order[: last + 1].count("b") <= 5
+    gaps = np.diff([place for place, name in enumerate(bench.order) if name == "queue"])
+    assert max(gaps) <= 3, "each has its turn"

@@ -139,7 +139,7 @@ def _parameters(params_json: str) -> dict[str, Any]:
     try:
         values = json.loads(params_json)
         return {
-            **{name: values[name] for name in SESSION if name in values},
+            **{name: _checked(name, values[name]) for name in SESSION if name in values},
             "sampling": SamplingParams(**_with_tuples(values["sampling"])),
             "speculation": SpeculationParams(**_with_tuples(values["speculation"])),
             "stops": check_stops(values["stop"]),
@@ -151,6 +151,14 @@ def _parameters(params_json: str) -> dict[str, Any]:
         }
     except (ValueError, TypeError, LookupError, AttributeError, InvalidRequestError) as error:
         raise SessionNotFoundError(f"session_id: its record cannot be read ({type(error).__name__})") from error
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns a parameter of a session from JSON; raises TypeError or InvalidRequestError if it cannot be one."""
+    if type(value) is not type(SESSION[name].default):
+        raise TypeError(f"{name} is of another type")
+    SESSION[name].check(name, value)
+    return value
 
 
 def _with_tuples(values: Any) -> Any:

@@ -68,6 +68,13 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     (HERMES, f'<tool_call>\u00a0{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>', CALL),
     (HERMES, BEYOND_JSON, [Content(BEYOND_JSON)]),
     (PYTHONIC, "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
+    (PYTHONIC, "[f(a={1: 2})]", [Content("[f(a={1: 2})]")]),
+    # A head of more characters than any name has is none.
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n</function>\n<function=g" + 2000 * " " + ">\nThe rest",
+        [CallBegin("f"), CallArguments("{}"), Content("<function=g" + 2000 * " " + ">\nThe rest")],
+    ),
     # The inner end is missing, and the outer one is no content.
     (
         QWEN3_CODER,

@@ -92,8 +92,8 @@ class GrpcDoor(WrappingInterceptor):
             with self._calls.take(1, caller), self._reading.take(0, caller) as held:
                 if handler.request_streaming:
                     return await _answer(handler, self._each(handler, messages, held), context, held)
-                request = _parse(handler, await self._next(messages, held))
-                return await _answer(handler, request, context, held)
+                # Without a name, so that nothing holds the message once the answer has begun.
+                return await _answer(handler, _parse(handler, await self._next(messages, held)), context, held)
 
         return serve
 

@@ -91,7 +91,12 @@ def _calls(text: str) -> list[Part] | None:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """Reads JSON's own constants as Python's."""
+    """Reads JSON's own constants as Python's; raises ValueError for keys that are no strings."""
+
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+            raise ValueError("a key is no string")
+        return self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node

@@ -188,7 +188,7 @@ class TaggedCalls(MarkedCalls):
             self.take(end.end())
             self.state = self.content
             return True
-        if self._tags.head.match(self.held) is not None:
+        if self._tags.head.match(self.held[:MAX_HEAD_CHARS]) is not None:
             return bool(self._head())
         if self._may_be_a_tag() and not self.final:
             return False
