@@ -233,11 +233,11 @@ async def test_children_do_not_outlive_a_supervisor_that_is_killed(tmp_path: Pat
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from paceline.cluster.supervisor import ChildSpec, Supervisor
+from paceline.cluster.supervisor import ChildSpec, ProcessSupervisor
 async def main():
     flag = Path({str(tmp_path / "a")!r})
     async def is_healthy(): return flag.exists()
-    supervisor = Supervisor(print)
+    supervisor = ProcessSupervisor(print)
     argv = (sys.executable, "-c", {SLEEPER!r}, str(flag))
     env = {{"PYTHONPATH": "services"}}
     await supervisor.start([ChildSpec(name="a", argv=argv, env=env, is_healthy=is_healthy)], 30)
