@@ -184,7 +184,7 @@ Global___BadWord: typing_extensions.TypeAlias = BadWord
 
 @typing.final
 class LogitBias(google.protobuf.message.Message):
-    """One entry of the logit bias."""
+    """Entry of the logit bias."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -206,7 +206,7 @@ Global___LogitBias: typing_extensions.TypeAlias = LogitBias
 
 @typing.final
 class SpeculationParams(google.protobuf.message.Message):
-    """What one request asks of speculation."""
+    """Speculation settings of a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -225,7 +225,7 @@ class SpeculationParams(google.protobuf.message.Message):
     """Ways to draft, joined by "+": "draft_model", "ngram", "grammar" and others; empty: all that the verifier serves."""
     @property
     def predicted_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """What the client expects of the output, such as the file that it wants changed; the method "ngram" looks there, too.
+        """Expected output, such as the file that the client wants changed; the method "ngram" looks there, too.
         Of more than 32768 tokens the first ones count.
         """
 
@@ -246,7 +246,7 @@ Global___SpeculationParams: typing_extensions.TypeAlias = SpeculationParams
 
 @typing.final
 class SessionParams(google.protobuf.message.Message):
-    """What a session is run with: gateways tell verifiers, and verifiers drafters, all of it."""
+    """Parameters of a session; gateways send all of them to verifiers, and verifiers to drafters."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -260,7 +260,7 @@ class SessionParams(google.protobuf.message.Message):
     priority: builtins.int
     """Sessions of lower numbers get places, and keep their pages, before others of their tenant; 0 is usual."""
     tenant: builtins.str
-    """Whose the session is, as a digest. Tenants share places, pages, prompt rows and the time in which grammars are
+    """Digest of the session's owner. Tenants share places, pages, prompt rows and the time in which grammars are
     compiled. Empty: not known.
     """
     @property
@@ -269,7 +269,7 @@ class SessionParams(google.protobuf.message.Message):
 
     @property
     def speculation(self) -> Global___SpeculationParams:
-        """What the request asks of speculation; absent: the defaults. A drafter is told the acceptance rule, and no prediction."""
+        """Speculation settings; absent: the defaults. A drafter receives the acceptance rule, and no prediction."""
 
     def __init__(
         self,
@@ -287,8 +287,8 @@ Global___SessionParams: typing_extensions.TypeAlias = SessionParams
 
 @typing.final
 class ModelIdentity(google.protobuf.message.Message):
-    """What must agree between replicas: the vocabulary of a verifier and its drafter, and the weights too of verifiers
-    that take over one another's sessions.
+    """Identity that must agree between replicas: the vocabulary of a verifier and its drafter, and the weights too of
+    verifiers that take over one another's sessions.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -402,7 +402,7 @@ Global___PositionLogprobs: typing_extensions.TypeAlias = PositionLogprobs
 
 @typing.final
 class SpeculationRecord(google.protobuf.message.Message):
-    """What speculation did for one session. A round is one step in which at least one draft token was verified."""
+    """Speculation counts of a session. A round is one step in which at least one draft token was verified."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -103,7 +103,7 @@ class OpenSession(google.protobuf.message.Message):
 
     @property
     def params(self) -> paceline.rpc.v1.common_pb2.SessionParams:
-        """What it is run with. Under the rule "rejection" the tree is a chain, and every guess is sampled from the very
+        """Parameters of the session. Under the rule "rejection" the tree is a chain, and every guess is sampled from the
         distribution that is sent with it.
         """
 
@@ -127,7 +127,7 @@ Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
 @typing.final
 class Commits(google.protobuf.message.Message):
-    """What was committed to some sessions, and what is to be drafted for them, in columns of four bytes an entry,
+    """Committed tokens of some sessions, and how much to draft for them, in columns of four bytes an entry,
     little-endian, one a session or a token. Whole numbers are below 2^31. Tokens come session by session, oldest first.
     """
 
@@ -296,7 +296,7 @@ class SparseDraft(google.protobuf.message.Message):
 
     @property
     def weights(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One weight a token, from 1 to 65535."""
+        """Weight of each token, from 1 to 65535."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class DrafterServicer(object):
     """
 
     def Draft(self, request_iterator, context):
-        """One long-lived stream per verifier carries all their common sessions; messages are batched per step.
+        """A long-lived stream per verifier carries all their common sessions; messages are batched per step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

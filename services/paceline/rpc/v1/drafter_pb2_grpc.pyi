@@ -61,7 +61,7 @@ class DrafterStub(typing.Generic[_DrafterDraftType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Draft: _DrafterDraftType
-    """One long-lived stream per verifier carries all their common sessions; messages are batched per step."""
+    """A long-lived stream per verifier carries all their common sessions; messages are batched per step."""
 
 DrafterAsyncStub: typing_extensions.TypeAlias = DrafterStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -79,6 +79,6 @@ class DrafterServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[paceline.rpc.v1.drafter_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paceline.rpc.v1.drafter_pb2.DraftResponse], collections.abc.AsyncIterator[paceline.rpc.v1.drafter_pb2.DraftResponse]]:
-        """One long-lived stream per verifier carries all their common sessions; messages are batched per step."""
+        """A long-lived stream per verifier carries all their common sessions; messages are batched per step."""
 
 def add_DrafterServicer_to_server(servicer: DrafterServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -21,7 +21,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class GatewayGenerateRequest(google.protobuf.message.Message):
-    """One completion to stream."""
+    """Completion to stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -62,7 +62,7 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
 
     @property
     def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationParams:
-        """What the request asks of speculation; absent: the defaults of the HTTP API."""
+        """Speculation settings; absent: the defaults of the HTTP API."""
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -96,7 +96,7 @@ Global___GatewayGenerateRequest: typing_extensions.TypeAlias = GatewayGenerateRe
 
 @typing.final
 class ResumeRequest(google.protobuf.message.Message):
-    """What is left of a completion to stream."""
+    """Rest of a completion to stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -174,7 +174,7 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
-        """One entry per token, if `sampling.logprobs` asked for them."""
+        """Entry per token, if `sampling.logprobs` asked for them."""
 
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
@@ -218,7 +218,7 @@ class GatewayGenerateResult(google.protobuf.message.Message):
     """Tokens generated."""
     @property
     def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationRecord:
-        """What speculation did."""
+        """Speculation counts."""
 
     @property
     def timings(self) -> paceline.rpc.v1.common_pb2.Timings:
@@ -259,7 +259,7 @@ class ListModelsResponse(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.ModelIdentity]:
-        """One entry a model."""
+        """Entry per model."""
 
     def __init__(
         self,

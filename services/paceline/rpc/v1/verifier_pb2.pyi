@@ -54,7 +54,7 @@ Global___TokenOrigin: typing_extensions.TypeAlias = TokenOrigin
 
 @typing.final
 class VerifyRequest(google.protobuf.message.Message):
-    """What a gateway says."""
+    """Message of a gateway."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -84,7 +84,7 @@ Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
 
 @typing.final
 class StartSession(google.protobuf.message.Message):
-    """One session to run."""
+    """Session to run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -121,7 +121,7 @@ class StartSession(google.protobuf.message.Message):
 
     @property
     def params(self) -> paceline.rpc.v1.common_pb2.SessionParams:
-        """What it is run with."""
+        """Parameters of the session."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ Global___StartSession: typing_extensions.TypeAlias = StartSession
 
 @typing.final
 class VerifyResponse(google.protobuf.message.Message):
-    """What has happened to a gateway's sessions since the message before: in a step, or in several while many sessions run.
+    """Events of a gateway's sessions since the message before: in a step, or in several while many sessions run.
     Columns are numbers of four bytes, little-endian.
     """
 
@@ -171,24 +171,24 @@ class VerifyResponse(google.protobuf.message.Message):
     sessions: builtins.bytes
     """Numbers of the sessions of which anything is told but that they were taken, or ended early."""
     offsets: builtins.bytes
-    """One a session: its generated tokens before these."""
+    """Per session: its generated tokens before these."""
     ends: builtins.bytes
-    """One a session: where its tokens end in `token_ids`."""
+    """Per session: where its tokens end in `token_ids`."""
     token_ids: builtins.bytes
     """Committed tokens, oldest first."""
     origins: builtins.bytes
-    """One byte a token: how it came about, as in `TokenOrigin`."""
+    """A byte per token: its origin, as in `TokenOrigin`."""
     @property
     def taken(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sessions that the verifier has accepted; said at once, before anything else of them."""
 
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Those of `sessions` that the engine computes now; said once, before their first tokens."""
+        """Members of `sessions` that the engine computes now; said once, before their first tokens."""
 
     @property
     def lossy(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Those of `sessions` whose tokens follow another law than the target's; see SpeculationRecord."""
+        """Members of `sessions` whose tokens do not have the target's distribution; see SpeculationRecord."""
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionLogprobs]:
@@ -196,7 +196,7 @@ class VerifyResponse(google.protobuf.message.Message):
 
     @property
     def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionSpeculation]:
-        """What speculation did: now and then, and for sessions that their gateway leaves."""
+        """Speculation counts: now and then, and for sessions that their gateway leaves."""
 
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionResult]:
@@ -244,7 +244,7 @@ class SessionLogprobs(google.protobuf.message.Message):
     """Position in the prompt of the first of `prompt_logprobs`; 1 at least, for nothing says how likely the first token is."""
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
-        """One entry per token of the message."""
+        """Entry per token of the message."""
 
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
@@ -266,7 +266,7 @@ Global___SessionLogprobs: typing_extensions.TypeAlias = SessionLogprobs
 
 @typing.final
 class SessionSpeculation(google.protobuf.message.Message):
-    """What speculation did for one session under this epoch, up to the tokens of the message."""
+    """Speculation counts of a session under this epoch, up to the tokens of the message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -276,7 +276,7 @@ class SessionSpeculation(google.protobuf.message.Message):
     """Number of the session."""
     @property
     def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationRecord:
-        """What it did."""
+        """Counts."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class SessionResult(google.protobuf.message.Message):
     """Tokens committed under this epoch."""
     @property
     def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationRecord:
-        """What speculation did."""
+        """Speculation counts."""
 
     @property
     def timings(self) -> paceline.rpc.v1.common_pb2.Timings:
@@ -352,7 +352,7 @@ class SessionError(google.protobuf.message.Message):
     kind: builtins.str
     """Name of the error's type, or of the nearest above it that peers know."""
     problem: builtins.str
-    """What is wrong; of a field, without its name."""
+    """Error message; of a field, without its name."""
     field: builtins.str
     """The field of the request that is wrong, if one is."""
     retry_after_ns: builtins.int
