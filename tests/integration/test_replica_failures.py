@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from paceline.rpc.v1 import gateway_pb2
 from paceline.service import status
 from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
+from tests.support.fuzzing import until
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 
 # Failures in a row after which a verifier gets no sessions.
@@ -185,6 +187,36 @@ async def test_a_request_that_ends_engines_is_refused_and_stays_refused(
             pass
     assert isinstance(error_from_rpc(caught.value), EndsEnginesError)
     assert num_asked(fleet) == num_engines
+
+
+async def test_new_sessions_whose_engine_died_begin_again_one_after_another(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step with the session that ends engines, all of them would be refused with it."""
+    monkeypatch.setattr(failover, "PART_S", 0.0)
+    died, go_on = EngineDiedError("the engine died"), asyncio.Event()
+    on_failover = failover.Failover._before_next
+
+    async def together(self: failover.Failover, *told: Any) -> None:
+        await go_on.wait()
+        await on_failover(self, *told)
+
+    monkeypatch.setattr(failover.Failover, "_before_next", together)
+    all_fail_with(fleet, died)
+    posts = [asyncio.create_task(post(fleet, prompt=prompt)) for prompt in "abc"]
+    await until(lambda: num_asked(fleet) == len(posts))
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=0)
+    go_on.set()
+    for num_begun in (4, 5, 6):
+        await until(lambda wanted=num_begun: num_asked(fleet) >= wanted)
+        for _ in range(20):
+            await fleet.http.get("/health")
+        assert num_asked(fleet) == num_begun
+        for verifier in fleet.verifiers:
+            for request in verifier.requests[-1:]:
+                verifier.resume(request.session_id)
+    assert [(await each).status_code for each in posts] == [200] * 3
 
 
 async def test_over_http_it_is_refused_with_a_status_that_no_client_repeats_by_itself(fleet: ScriptedFleet) -> None:

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -41,9 +42,10 @@ from paceline.store.base import Replica
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 LAST_PAUSE_OF_FAILED_S = 4.0
-# New sessions whose engine died begin again within this time, each at another moment: the one that ended the engine
-# must not take the others with it once more, or all would be refused.
-PART_S = 1.0
+# New sessions whose engine died begin again one after another: the one that ended the engine must not take the others
+# with it once more, or all would be refused. Each has its turn until its first token, and waits no longer than this for
+# it; sessions of several gateways begin within the second time, each at another moment.
+LONGEST_TURN_S, PART_S = 5.0, 1.0
 # A verifier that left the registry may only have lost its connection to it. Its sessions move once it has also been
 # silent for longer than the interval between its messages.
 SILENT_S = 2.5
@@ -53,12 +55,34 @@ MOST_FAILURES = 10
 _OF_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 
+class _Turn:
+    """The turn of a new session among those whose engine died."""
+
+    def __init__(self, turns: asyncio.Lock) -> None:
+        self._turns = turns
+        self._has_come = False
+
+    async def wait(self) -> None:
+        """Returns when it has come, or would take too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGEST_TURN_S):
+                await self._turns.acquire()
+                self._has_come = True
+
+    def end(self) -> None:
+        """Ends it, if it has come."""
+        if self._has_come:
+            self._has_come = False
+            self._turns.release()
+
+
 @dataclass(slots=True, kw_only=True)
 class _Attempts:
     """A session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
     request: SessionRequest
     recorded: RecordedSession
+    turn: _Turn
     until_s: float
     pause_s: float = FIRST_PAUSE_S
     num_failures: int = 0
@@ -111,6 +135,7 @@ class Failover:
         self._tracer = tracer
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
+        self._turns = asyncio.Lock()
 
     @property
     def in_flight(self) -> Mapping[str, int]:
@@ -140,13 +165,24 @@ class Failover:
             EndsEnginesError: Several engines in a row died of it.
             PacelineError: A verifier refused the session, none was found in time, or the gateway ended it.
         """
-        attempts = _Attempts(request=request, recorded=recorded, until_s=self._clock() + self._failover_s)
+        turn = _Turn(self._turns)
+        attempts = _Attempts(request=request, recorded=recorded, until_s=self._clock() + self._failover_s, turn=turn)
+        try:
+            await self._try_verifiers(attempts, take)
+        finally:
+            turn.end()
+
+    async def _try_verifiers(self, attempts: _Attempts, take: OnCommit) -> None:
+        """Does the work of `run`; its last turn may not have ended."""
+        request, recorded, turn = attempts.request, attempts.recorded, attempts.turn
         epoch = request.epoch
         while True:
+            if recorded.deaths.parts:
+                await turn.wait()
             verifier = await self._verifier(attempts)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
             generate = self._generate(request, recorded, epoch)
-            add = partial(self._add, verifier, recorded, recorded.speculation, take)
+            add = partial(self._add, verifier, recorded, recorded.speculation, turn, take)
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size, add)
             known = len(recorded.token_ids)
             try:
@@ -154,6 +190,7 @@ class Failover:
                 self._health.served(verifier.replica_id)
                 return
             except PacelineError as error:
+                turn.end()
                 self._note_reach(running, verifier, error)
                 if isinstance(error, InvalidRequestError) and error.field == GRAMMAR_FIELD:
                     raise InvalidRequestError(request.grammar_field, error.problem) from None
@@ -172,12 +209,14 @@ class Failover:
         verifier: Replica,
         recorded: RecordedSession,
         earlier: SpeculationRecord | None,
+        turn: _Turn,
         take: OnCommit,
         step: CommittedTokens,
     ) -> bool:
         """Adds to the record what a verifier has committed, and hands it on."""
         self._health.heard(verifier.replica_id)
         if step.token_ids:
+            turn.end()
             recorded.extend(step.token_ids)
         if step.speculation is not None:
             recorded.speculation = sum_of_records([earlier, step.speculation])
@@ -266,7 +305,7 @@ class Failover:
             attempts.failed.clear()
         elif attempts.has_waited:
             await self._pause(attempts, LAST_PAUSE_OF_FAILED_S)
-        if deaths.count and not deaths.has_tokens:
+        if deaths.parts:
             await asyncio.sleep(random.uniform(0.0, PART_S))
         self._on_failover(type(error).__name__)
 

@@ -50,6 +50,11 @@ class EngineDeaths:
         return replace(known, count=known.count + 1) if died or lost else known
 
     @property
+    def parts(self) -> bool:
+        """Whether it should not run beside other sessions of which this is true."""
+        return self.count > 0 and not self.has_tokens
+
+    @property
     def too_many(self) -> bool:
         """Whether it must not be run again."""
         return self.count >= MOST_DEATHS + self.has_tokens
