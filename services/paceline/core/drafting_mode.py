@@ -146,7 +146,7 @@ class Load:
     Attributes:
         allowance: Loss that trials may still cause, in plain steps; less than 0: they have lost more.
         cut_off: By mode, the loss of its last trial, if its own limits ended that before it could show anything.
-        trials: Modes that were tried, the last one last.
+        tried: Modes that were tried, the last one last.
     """
 
     mode: Mode
@@ -154,7 +154,7 @@ class Load:
     allowance: float = ALLOWANCE
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     cut_off: dict[Mode, float] = field(default_factory=dict)
-    trials: dict[Mode, None] = field(default_factory=dict)
+    tried: dict[Mode, None] = field(default_factory=dict)
     trial: Trial | None = None
     possible: Modes = tuple(Mode)
 
@@ -208,15 +208,15 @@ class Load:
         del losses[self.usual]
         if not losses:
             return
-        order = [*self.trials]
+        order = [*self.tried]
         # Of modes that were never tried, the one of least loss; of equal ones, drafting.
         turns = {mode: (order.index(mode) if mode in order else -1, loss) for mode, loss in losses.items()}
         best = min(losses, key=lambda mode: losses[mode])
         mode = best if losses[best] <= 0.0 else min(turns, key=lambda mode: turns[mode])
         if losses[mode] <= self.allowance:
             self.trial = Trial(mode)
-            self.trials.pop(mode, None)
-            self.trials[mode] = None
+            self.tried.pop(mode, None)
+            self.tried[mode] = None
             # The machine and the texts may have changed since.
             self.rates[mode].forget(LEAST_STEPS)
 
