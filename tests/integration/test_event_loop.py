@@ -25,8 +25,9 @@ pytestmark = SHARES_A_GATEWAY
 
 CONTEXT_LEN = 32_768
 GATEWAY = {"context_len": CONTEXT_LEN}
-# The aim is 50 ms of the loop's own CPU time, which other processes do not change; the verifier is in the loop, too.
-MAX_STALL_S = 0.1
+# The aim is 50 ms of the loop's own CPU time; the verifier is in the loop, too. Measured in the time of an empty loop
+# of a million turns, 27 ms on an older core, since neighbours and slow machines stretch both.
+MAX_STALL = 6.0
 MAX_BODY_BYTES = 4 * 1024 * 1024
 TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "x"}
@@ -109,6 +110,14 @@ async def watched() -> AsyncIterator[list[float]]:
         gc.unfreeze()
 
 
+def yardstick_s() -> float:
+    """Returns the CPU time of a million turns of an empty loop, here and now, in seconds."""
+    began_s = time.thread_time()
+    for _ in range(1_000_000):
+        continue
+    return time.thread_time() - began_s
+
+
 async def status_of(fleet: ScriptedFleet, path: str, raw: bytes) -> int:
     """Sends a body and throws the answer away as it comes: a client's work must not count."""
     host, _, port = fleet.addresses.http.rpartition(":")
@@ -138,7 +147,7 @@ async def test_the_largest_bodies_and_answers_let_other_streams_run(fleet: Scrip
     assert len(raw) <= MAX_BODY_BYTES
     async with watched() as turns_s:
         assert await status_of(fleet, path, raw) == status
-    assert max(turns_s) < MAX_STALL_S
+    assert max(turns_s) < MAX_STALL * yardstick_s()
 
 
 # Tokens of a prompt near the longest, and the samples of one request.
@@ -178,4 +187,4 @@ async def test_samples_of_the_longest_prompts_let_other_sessions_of_a_verifier_r
                     samples.create_task(calls.tokens(sample(1 + at, prompt, DEAR[kind])))
                     # As gateways do.
                     await asyncio.sleep(0)
-    assert max(turns_s) < MAX_STALL_S
+    assert max(turns_s) < MAX_STALL * yardstick_s()

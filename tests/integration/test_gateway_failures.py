@@ -307,13 +307,16 @@ async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Pa
 async def test_a_session_whose_client_does_not_read_ends_and_goes_to_no_other_verifier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response, "CLIENT_BYTES", 64 * 1024)
+    monkeypatch.setattr(response, "CLIENT_BYTES", 1024 * 1024)
     async with scripted_fleet(tmp_path, num_verifiers=2, context_len=32_768) as fleet:
         for each in fleet.verifiers:
-            each.script = Script(step_len=64)
-        raw = json.dumps({**REQUEST, "max_tokens": 30_000, "logprobs": 20, "stream": True}).encode()
+            # A fast verifier would end the session before a slow gateway has seen that its client is stuck.
+            each.script = Script(step_len=64, pause_after=29_000)
+        # Some 25 MB of events, more than any kernel keeps for a client.
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
+        raw = json.dumps({**chat, "max_tokens": 30_000, "stream": True}).encode()
         async with connected(fleet) as (reader, writer):
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
             writer.write(head.encode() + raw)
             await reader.readuntil(b"data: ")
             [used] = [each for each in fleet.verifiers if each.requests]
