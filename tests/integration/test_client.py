@@ -5,15 +5,17 @@ from __future__ import annotations
 import http.server
 import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from paceline.client import generate as client
+from paceline.core.errors import PacelineError
 
 RECORD = {
     "num_steps": 3,
@@ -82,9 +84,10 @@ def test_text_goes_to_stdout_and_the_record_to_stderr(script: Script, capsys: py
     client.main(["Say hello", "--url", script.url, "--seed", "7", "--no-speculation"])
     printed = capsys.readouterr()
     assert printed.out == "Hello, wörld\n"
-    assert printed.err == (
-        "[9 tokens in 3 steps, acceptance rate 0.75 (6 of 8 draft tokens), mean acceptance length 4.00, "
-        "mean batch size 1.5]\n"
+    assert re.fullmatch(
+        r"\[9 tokens in 3 steps, first after \d+\.\d\d s, then \d+ tokens/s; acceptance rate 0\.75 "
+        r"\(6 of 8 draft tokens\), mean acceptance length 4\.00, mean batch size 1\.5\]\n",
+        printed.err,
     )
     assert script.paths == ["/v1/completions"]
     (body,) = script.bodies
@@ -138,7 +141,29 @@ def test_a_failure_is_one_line(
 
 
 def test_without_draft_tokens_the_line_says_so() -> None:
-    assert client.summary(None, {"completion_tokens": 3}) == "[3 tokens, no draft token verified]"
+    done = client.Completion(text="abc", num_tokens=3, first_s=0.25, decode_s=0.5, metrics=None)
+    assert client.summary(done) == "[3 tokens, first after 0.25 s, then 4 tokens/s; no draft token verified]"
+
+
+def test_comparing_sends_both_and_prints_the_ratio(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    client.main(["Say hello", "--url", script.url, "--compare"])
+    printed = capsys.readouterr()
+    assert printed.out == "Hello, wörld\n"
+    assert [body["speculation"] for body in script.bodies] == [{"enabled": True}, {"enabled": False}]
+    first, plain, ratio = printed.err.splitlines()
+    assert first.startswith("[9 tokens")
+    assert plain.startswith("without speculation: [9 tokens")
+    assert re.fullmatch(r"\[identical texts; speculation was \d+\.\d\d times as fast: \d+ and \d+ tokens/s\]", ratio)
+
+
+def test_compared_texts_must_be_the_same() -> None:
+    one, other = (
+        client.Completion(text=text, num_tokens=9, first_s=0.1, decode_s=seconds, metrics=None)
+        for text, seconds in (("abc", 1.0), ("abd", 2.0))
+    )
+    assert "speculation was 2.00 times as fast: 8 and 4" in client.comparison(one, replace(other, text="abc"))
+    with pytest.raises(PacelineError, match="the two texts differ"):
+        client.comparison(one, other)
 
 
 def test_something_that_is_no_gateway_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

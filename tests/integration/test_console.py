@@ -177,9 +177,9 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(trees: FleetRun
         problems = problems_of(page)
         await page.goto(trees.url)
         await page.wait_for_function(ALL_DRAWN)
-        assert await page.text_content("#status") == "drafting"
+        await page.wait_for_selector("#status[data-state=good]:has-text('drafting')")
         assert await page.locator("#replicas tbody tr").count() == 3
-        await page.wait_for_selector("#replicas td:has-text('drafting for')")
+        await page.wait_for_selector("#replicas td:has-text('drafting')")
 
         await page.fill("#max_tokens", "60")
         await page.click("#run")

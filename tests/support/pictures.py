@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import re
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -33,12 +34,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the pictures (default docs)")
     parser.add_argument("--seconds", type=float, default=90.0, help="load before the pictures (default 90)")
     parser.add_argument("--streams", type=int, default=2, help="most streams at once (default 2)")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"of the window, in pixels (default {WIDTH})")
     parser.add_argument("--url", help="a gateway that serves already; without it a fleet of its own")
     run(parser, take)
 
 
 async def take(options: argparse.Namespace) -> bool:
-    """Takes both pictures; returns whether the page worked."""
+    """Takes both pictures, if they show a gain; returns whether the page worked."""
     program = chromium()
     if program is None:
         sys.stderr.write("no Chromium is installed here\n")
@@ -49,7 +51,7 @@ async def take(options: argparse.Namespace) -> bool:
             fleet = bench_fleet()
             url = (await stack.enter_async_context(fleet)).gateway_url
         browser = await stack.enter_async_context(browsing(program))
-        page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page = await browser.new_page(viewport={"width": options.width, "height": HEIGHT})
         problems = problems_of(page)
         await page.goto(url)
         streams = [asyncio.create_task(stream(url, index, options.streams)) for index in range(options.streams)]
@@ -57,6 +59,11 @@ async def take(options: argparse.Namespace) -> bool:
         await page.fill("#max_tokens", str(MAX_TOKENS))
         await page.click("#run")
         await page.wait_for_selector("#verdict[data-state]:not([data-state=''])", timeout=PLAYGROUND_TIMEOUT_MS)
+        verdict = await page.text_content("#verdict") or ""
+        gain = re.search(r"([\d.]+) . the speed", verdict)
+        if gain is None or float(gain[1]) <= 1.0:
+            sys.stderr.write(f"no picture: it would show no gain ({verdict})\n")
+            return False
         for scheme in SCHEMES:
             await page.emulate_media(color_scheme=scheme)
             # One more look, so that all is drawn in the new colours.

@@ -10,6 +10,7 @@ Whether drafters work, or sources inside the verifier alone, is measured (`pacel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,14 +88,26 @@ class Goodput:
         return self.mode.mode is Mode.DRAFTING
 
     @property
+    def step_mode(self) -> Mode:
+        """The mode of that step."""
+        return self.mode.mode
+
+    @property
     def guesses(self) -> bool:
         """Whether that step verifies guesses, of drafters or of sources alone; if not, nothing of speculation runs."""
-        return self.drafts or self.mode.mode is not Mode.PLAIN
+        return self.step_mode is not Mode.PLAIN
 
     @property
     def reason(self) -> Reason:
         """Why that step verifies guesses, or does not."""
         return self.mode.reason
+
+    @property
+    def measured(self) -> list[tuple[str, int, float]]:
+        """Mode, about how many sessions, and tokens a second of all of them, as measured at the present load."""
+        num_sessions, rates = self.mode.measured
+        each_s = self.times.plain.at(num_sessions) if rates else math.inf
+        return [(mode, num_sessions, num_sessions * rate / each_s) for mode, rate in rates.items()]
 
     def rehearse(self, drafts: bool | None, *, over: str = "") -> None:
         """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
@@ -235,7 +248,12 @@ class FixedGamma(Goodput):
     @property
     def drafts(self) -> bool:
         """Always, unless gamma is 0."""
-        return self.max_nodes > 0
+        return self.step_mode is Mode.DRAFTING
+
+    @property
+    def step_mode(self) -> Mode:
+        """The setting's."""
+        return Mode.DRAFTING if self.max_nodes else Mode.PLAIN
 
     @property
     def reason(self) -> Reason:

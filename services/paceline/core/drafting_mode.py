@@ -58,12 +58,12 @@ MOST_DELAY = 3.0
 MOST_STEP_LOST = 10.0
 
 
-class Mode(enum.Enum):
+class Mode(enum.StrEnum):
     """Origin of a step's guesses: none, sources inside the verifier, or drafters and sources."""
 
-    PLAIN = enum.auto()
-    SOURCES = enum.auto()
-    DRAFTING = enum.auto()
+    PLAIN = "plain"
+    SOURCES = "sources"
+    DRAFTING = "drafting"
 
 
 Modes = Collection[Mode]
@@ -292,6 +292,13 @@ class DraftingMode:
         if self._load is None or self.rehearsing is None:
             return Mode.PLAIN if self._load is None else self._load.current
         return self.rehearsing if self.rehearsing in self._load.possible else Mode.PLAIN
+
+    @property
+    def measured(self) -> tuple[int, dict[Mode, float]]:
+        """About how many sessions the present load has, and the known rates there; 0 and none before the first step."""
+        if self._load is None:
+            return 0, {}
+        return 2**self._at, {mode: rate.value for mode, rate in self._load.rates.items() if rate.is_known}
 
     @property
     def reason(self) -> Reason:

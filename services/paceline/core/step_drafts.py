@@ -102,8 +102,10 @@ class StepDrafts:
             self._forest.links.look_ahead(fresh, self.caps(fresh), price=self._policy.price, step_s=self.step_s)
 
     def describe(self, report: StepReport) -> None:
-        """Adds to a report whether its step drafts, at which price, and why."""
-        report.price, report.drafts, report.reason = self._policy.price, self._policy.guesses, self._policy.reason
+        """Adds to a report the mode of its step, at which price, why, and the rates of all modes."""
+        policy = self._policy
+        report.price, report.mode, report.reason = policy.price, policy.step_mode, policy.reason
+        report.measured = policy.measured
         report.responded = self._policy.responded
 
     def mark_silent(self, rows: Ints, now_s: float, report: StepReport) -> None:

@@ -240,8 +240,9 @@ class StepReport:
         counts: Amounts for counters, by the name of the metric in `paceline.obs.metrics` and its labels.
         levels: States of gauges after the step, by name.
         samples: Values for histograms, by name.
-        drafts: Whether a target's step drafts.
-        reason: Why, or why not; None: that is decided elsewhere.
+        mode: Origin of its guesses, a `drafting_mode.Mode`.
+        reason: Why; None: that is decided elsewhere.
+        measured: Mode, about how many sessions, and tokens a second of all of them, at the present load.
         responded: Whether its time shows what its mode is worth: drafters have answered, if they were to.
         num_levels: Levels of trees that a draft model has grown.
     """
@@ -256,8 +257,9 @@ class StepReport:
     num_waiting: int = 0
     num_levels: int = 1
     price: float = 1.0
-    drafts: bool = False
+    mode: str = "plain"
     reason: Reason | None = None
+    measured: list[tuple[str, int, float]] = field(default_factory=list)
     responded: bool = True
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)

@@ -36,6 +36,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import __version__
 from paceline.core.addresses import host_port, is_ipv6
+from paceline.core.drafting_mode import Mode
 from paceline.core.errors import (
     ConfigError,
     EndsEnginesError,
@@ -207,8 +208,6 @@ GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-# Modes of steps without and with drafts.
-MODES = ("plain", "drafting")
 # Why sessions continue without their drafter: its stream is lost, it broke the protocol, is silent, or has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
 REQUEST_ERRORS = (
@@ -270,17 +269,28 @@ class VerifierMetrics:
         meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
         meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
         self._mode: tuple[str, str] | None = None
+        self._rates: dict[tuple[str, str], float] = {}
         self._of_steps(meter)
 
-    def show_mode(self, *, drafts: bool, reason: Reason) -> None:
-        """Steps draft or are plain, for a reason; a change takes the place of what was shown."""
-        mode = MODES[drafts], str(reason)
-        if mode == self._mode:
+    def show_rates(self, measured: Iterable[tuple[str, int, float]]) -> None:
+        """Shows rates of modes at a load, as in `StepReport`; one that has changed has been measured now."""
+        for mode, num_sessions, rate in measured:
+            labels = mode, str(num_sessions)
+            # Forgetting leaves a rate as it is, but for rounding.
+            if not math.isclose(self._rates.get(labels, 0.0), rate, rel_tol=1e-9):
+                self._rates[labels] = rate
+                self.mode_rate.labels(*labels).set(rate)
+                self.mode_measured.labels(*labels).set_to_current_time()
+
+    def show_mode(self, mode: str, reason: Reason) -> None:
+        """Steps are of this mode, for a reason; a change takes the place of what was shown."""
+        shown = mode, str(reason)
+        if shown == self._mode:
             return
         if self._mode is not None:
             self.mode_since.remove(*self._mode)
-        self._mode = mode
-        self.mode_since.labels(*mode).set_to_current_time()
+        self._mode = shown
+        self.mode_since.labels(*shown).set_to_current_time()
 
     def _of_steps(self, meter: Meter) -> None:
         meter.histogram(
@@ -296,10 +306,20 @@ class VerifierMetrics:
         price.set(1.0)
         self.mode_since = meter.gauge(
             "paceline:mode_since_seconds",
-            f"Unix time since when steps have had this mode for this reason; one series. mode: {', '.join(MODES)} "
-            "(steps verify guesses, be it those of sources inside the verifier alone). "
-            f"reason: {', '.join(Reason)}.",
+            f"Unix time since when steps have had this mode for this reason; one series. mode: {', '.join(Mode)} "
+            f"(sources: guesses of sources inside the verifier alone). reason: {', '.join(Reason)}.",
             ("mode", "reason"),
+        )
+        self.mode_rate = meter.gauge(
+            "paceline:mode_tokens_per_second",
+            "Tokens a second of all sessions of a step, as the controller has measured each mode. "
+            "load: about how many sessions, a power of two.",
+            ("mode", "load"),
+        )
+        self.mode_measured = meter.gauge(
+            "paceline:mode_measured_seconds",
+            "Unix time when paceline:mode_tokens_per_second was last measured.",
+            ("mode", "load"),
         )
         self.step = _step_seconds(meter, "Time of one forward step; rows: the least power of two that holds its rows.")
         meter.histogram(

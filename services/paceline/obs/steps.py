@@ -37,7 +37,8 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
         report.samples["paceline:gamma"] += report.gammas
         metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
         if report.reason is not None:
-            metrics.show_mode(drafts=report.drafts, reason=report.reason)
+            metrics.show_mode(report.mode, report.reason)
+            metrics.show_rates(report.measured)
         if report.accepted:
             metrics.speculation.add_rounds(num_draft_tokens=sum(report.gammas), num_accepted_tokens=report.accepted)
     metrics.meter.record(report)

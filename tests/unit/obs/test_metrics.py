@@ -79,13 +79,13 @@ def test_a_verifier_shows_its_mode_its_reason_and_since_when_until_one_of_them_c
     registry = CollectorRegistry()
     metrics = VerifierMetrics(registry, "tiny")
     shown: list[dict[str, float]] = []
-    steps = ((False, Reason.TOO_LOADED), (False, Reason.TOO_LOADED), (True, Reason.TRYING), (True, None))
-    for now_s, (drafts, reason) in enumerate(steps, start=100):
+    steps = (("plain", Reason.TOO_LOADED), ("plain", Reason.TOO_LOADED), ("sources", Reason.TRYING), ("sources", None))
+    for now_s, (mode, reason) in enumerate(steps, start=100):
         monkeypatch.setattr(time, "time", lambda now_s=now_s: float(now_s))
-        record_step(metrics, StepReport(num_rows=1, drafts=drafts, reason=reason))
+        record_step(metrics, StepReport(num_rows=1, mode=mode, reason=reason))
         shown.append({name: value for name, value in samples(registry).items() if "mode_since" in name})
     plain = {'paceline:mode_since_seconds{mode="plain",reason="too_loaded"}': 100.0}
-    trying = {'paceline:mode_since_seconds{mode="drafting",reason="trying"}': 102.0}
+    trying = {'paceline:mode_since_seconds{mode="sources",reason="trying"}': 102.0}
     assert shown == [plain, plain, trying, trying]
 
 

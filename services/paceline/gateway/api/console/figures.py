@@ -9,9 +9,11 @@ import asyncio
 import hashlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,11 @@ COUNTERS = {
 }
 # Its labels say whether the verifier drafts, and why; its value, since when.
 MODE, MODE_LABELS = "paceline:mode_since_seconds", ("mode", "reason")
-SHOWN = (MODE, *COUNTERS)
+# Tokens a second of each mode and load, and when that was measured.
+RATE, MEASURED, RATE_LABELS = "paceline:mode_tokens_per_second", "paceline:mode_measured_seconds", ("mode", "load")
+SHOWN = (MODE, RATE, MEASURED, *COUNTERS)
+# More than that is no verifier's.
+MOST_RATES, MOST_DIGITS = 128, 9
 
 Json = dict[str, Any]
 
@@ -86,21 +92,38 @@ async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str
 
 
 def summed(samples: Sequence[Sample], now_s: float) -> Json:
-    """Returns counters by the console's short names and summed over labels, and the verifier's mode.
+    """Returns counters by the console's short names and summed over labels, the verifier's mode, and its rates.
 
     Raises:
         ValueError: A sum is not finite.
     """
     counters, mode = dict.fromkeys(COUNTERS.values(), 0.0), None
+    rates = defaultdict[tuple[str, ...], Json](dict)
     for sample in samples:
         if sample.name == MODE:
             told = {name: sample.labels.get(name, "") for name in MODE_LABELS}
             mode = {**told, "for_s": max(0.0, now_s - sample.value)}
+        elif sample.name in (RATE, MEASURED):
+            rates[tuple(sample.labels.get(name, "") for name in RATE_LABELS)][sample.name] = sample.value
         else:
             counters[COUNTERS[sample.name]] += sample.value
     if not all(map(math.isfinite, counters.values())):
         raise ValueError(f"counters must be finite, got {counters}")
-    return {"counters": counters, "mode": mode}
+    return {"counters": counters, "mode": mode, "rates": _rates(rates, now_s)}
+
+
+def _rates(rates: Mapping[tuple[str, ...], Json], now_s: float) -> list[Json]:
+    """Returns rates by mode and load with their age; those that cannot be a verifier's are left out."""
+    return [
+        {
+            "mode": mode,
+            "load": int(load),
+            "tokens_per_s": values[RATE],
+            "age_s": max(0.0, now_s - values.get(MEASURED, now_s)),
+        }
+        for (mode, load), values in islice(rates.items(), MOST_RATES)
+        if RATE in values and load.isascii() and load.isdecimal() and len(load) <= MOST_DIGITS
+    ]
 
 
 def _shown(replica: Replica, told: Json | None) -> Json:
@@ -113,7 +136,7 @@ def _shown(replica: Replica, told: Json | None) -> Json:
         "sessions": replica.num_sessions,
         "max_sessions": replica.max_sessions,
         "draining": replica.draining,
-        **(told or {"counters": None, "mode": None}),
+        **(told or {"counters": None, "mode": None, "rates": []}),
     }
 
 

@@ -27,7 +27,8 @@ def page_of_two_steps() -> str:
     metrics = VerifierMetrics(registry, "tiny")
     for gammas, accepted in (([4, 0], [3]), ([4, 2], [0, 2])):
         report = StepReport(num_rows=8, seconds=0.01, price=0.25, gammas=gammas, accepted=accepted)
-        report.drafts, report.reason = True, Reason.PAYS
+        report.mode, report.reason = "drafting", Reason.PAYS
+        report.measured = [("plain", 2, 50.0), ("drafting", 2, 90.0)]
         record_step(metrics, report)
     return generate_latest(registry).decode()
 
@@ -36,7 +37,32 @@ def test_counters_and_mode_are_those_of_a_verifiers_steps() -> None:
     told = summed(samples_of(page_of_two_steps(), SHOWN), time.time() + 60.0)
     assert told["counters"] == {"steps": 2, "turns": 4, "drafted": 10, "accepted": 5}
     assert told["mode"] == {"mode": "drafting", "reason": "pays", "for_s": pytest.approx(60.0, abs=10.0)}
-    assert summed([], 0.0) == {"counters": {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}, "mode": None}
+    assert told["rates"] == [
+        {"mode": mode, "load": 2, "tokens_per_s": rate, "age_s": pytest.approx(60.0, abs=10.0)}
+        for mode, rate in (("plain", 50.0), ("drafting", 90.0))
+    ]
+    nothing = {"counters": {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}, "mode": None, "rates": []}
+    assert summed([], 0.0) == nothing
+
+
+def test_rates_of_loads_that_no_verifier_has_are_left_out() -> None:
+    page = "".join(
+        f'paceline:mode_tokens_per_second{{mode="plain",load="{load}"}} 1\n' for load in ("2", "x", "9" * 10, "", "²")
+    )
+    assert [each["load"] for each in summed(samples_of(page, SHOWN), 0.0)["rates"]] == [2]
+    many = "".join(f'paceline:mode_tokens_per_second{{mode="plain",load="{load}"}} 1\n' for load in range(1000))
+    assert len(summed(samples_of(many, SHOWN), 0.0)["rates"]) == 128
+
+
+def test_a_rate_is_as_old_as_its_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    metrics = VerifierMetrics(registry, "tiny")
+    metrics.show_rates([("plain", 4, 10.0), ("drafting", 4, 20.0)])
+    at_s = time.time() + 100.0
+    monkeypatch.setattr(time, "time", lambda: at_s)
+    metrics.show_rates([("plain", 4, 10.0), ("drafting", 4, 21.0)])
+    rates = summed(samples_of(generate_latest(registry).decode(), SHOWN), at_s)["rates"]
+    assert {each["mode"]: round(each["age_s"], -1) for each in rates} == {"plain": 100.0, "drafting": 0.0}
 
 
 @contextmanager

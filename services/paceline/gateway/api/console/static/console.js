@@ -4,11 +4,12 @@ const WINDOW = 300; // looks that are drawn
 const NARROWEST = 60; // and that a plot has room for at first
 const SMOOTHED = 3; // looks that a rate is taken over
 const PAUSE_MS = 1000;
+const HEAD = 14; // of a plot's height of 100, above the lines, for its scale
+const GONE_S = 60; // for which a replica is shown that is not there any more
 const PROMPT = 'def parse_header(line):\n    """Return';
 const TIERS = ["gateway", "verifier", "drafter"];
 const STATES = {
   ready: ["good", ""],
-  drafting: ["good", ""],
   "no drafter": ["warn",
     "No drafter is there: verifiers decode plainly, or with guesses of their own. Texts are the same, slower."],
   "no verifier": ["bad", "No verifier is there: requests wait for one, and are refused if none comes."],
@@ -17,7 +18,7 @@ const STATES = {
 const REASONS = {
   pays: "drafts pay",
   trying: "both are being compared at this load",
-  no_drafter: "nobody drafts for these requests",
+  no_drafter: "speculation is off in these requests, or nobody drafts for them",
   too_loaded: "too many sessions for drafts to pay; not tried yet",
   did_not_pay: "drafts did not pay when measured at this load",
   fixed: "set so",
@@ -130,7 +131,7 @@ function drawPanels() {
 function drawRates() {
   const width = Math.max(NARROWEST, rates.length);
   for (const panel of PANELS) {
-    panel.svg.setAttribute("viewBox", `0 0 ${width} 100`);
+    panel.svg.setAttribute("viewBox", `0 ${-HEAD} ${width} ${100 + HEAD}`);
     const lines = panel.lines.map(([, of]) => rates.map((sums) => (sums ? of(sums) : NaN)));
     const top = panel.top ?? Math.max(1, 1.1 * Math.max(0, ...lines.flat().filter(Number.isFinite)));
     lines.forEach((values, index) => {
@@ -142,7 +143,8 @@ function drawRates() {
       }).join(""));
     });
     const latest = lines[0].at(-1);
-    const shown = Number.isFinite(latest) ? latest.toFixed(panel.digits) : "–";
+    const digits = latest && latest < 10 ? Math.max(1, panel.digits) : panel.digits;
+    const shown = Number.isFinite(latest) ? latest.toFixed(digits) : "–";
     panel.output.replaceChildren(shown, made("span", "unit", Number.isFinite(latest) ? panel.unit : ""));
     write(panel.scale, `${top.toFixed(top < 10 ? 1 : 0)}`);
     panel.svg.setAttribute("aria-label", `${panel.title}: ${shown} ${panel.unit}`);
@@ -160,24 +162,57 @@ function lasting(seconds) {
   return `${Math.floor(seconds / size)} ${unit}`;
 }
 
-const whyOf = ({ reason }) => REASONS[reason] ?? reason;
-
-function modeOf(replica, own) {
-  if (!replica.mode || !own) return "";
-  return own.turns ? `${replica.mode.mode} for ${lasting(replica.mode.for_s)}: ${whyOf(replica.mode)}` : "idle";
+// Why a verifier is in its mode; where a drafter is there, it is the requests that want none.
+function whyOf({ reason }, roles) {
+  if (reason === "no_drafter" && roles.has("drafter")) return "speculation is off in these requests";
+  return REASONS[reason] ?? reason;
 }
 
-function cells(replica, before, now) {
+// The speed-up that a verifier has measured at the load nearest to its batch: what it was, and how long ago.
+function gainOf(replica, own) {
+  const octaves = ({ load }) => Math.abs(Math.log2(load / (own.turns / own.steps)));
+  const nearest = Math.min(...replica.rates.map(octaves));
+  const here = replica.rates.filter((each) => octaves(each) === nearest);
+  const plain = here.find(({ mode }) => mode === "plain");
+  const other = here.find(({ mode }) => mode === (replica.mode.mode === "plain" ? "drafting" : replica.mode.mode));
+  if (!plain || !other) return null;
+  const ageS = Math.max(plain.age_s, other.age_s);
+  return { ratio: (other.tokens_per_s / plain.tokens_per_s).toFixed(2), load: other.load, age: lasting(ageS) };
+}
+
+// A verifier's mode in a sentence: with its gain where that was measured, else with its reason.
+function modeOf(replica, own, roles) {
+  const gain = gainOf(replica, own);
+  if (!gain) return `${replica.mode.mode}: ${whyOf(replica.mode, roles)}`;
+  const where = `at ${gain.load} ${gain.load === 1 ? "session" : "sessions"}, measured ${gain.age} ago`;
+  if (replica.mode.mode !== "plain") return `${replica.mode.mode}: ${gain.ratio} × plain ${where}`;
+  return `plain: ${whyOf(replica.mode, roles)}; drafting gave ${gain.ratio} × plain ${where}`;
+}
+
+function cells(replica, before, now, roles) {
   const own = since(before, now, replica);
+  const perS = (own?.turns + own?.accepted) / own?.seconds;
+  const works = replica.mode && own?.turns;
+  const mode = works ? `${modeOf(replica, own, roles)} (for ${lasting(replica.mode.for_s)})` : own ? "idle" : "";
   const unread = replica.role === "verifier" && !replica.counters;
   const fixed = (value, digits) => (Number.isFinite(value) && replica.counters ? value.toFixed(digits) : "");
-  const state = replica.draining ? "draining" : unread ? "metrics not read" : "ok";
+  const state = replica.goneS ? `gone for ${lasting(replica.goneS)}`
+    : replica.draining ? "draining" : unread ? "metrics not read" : "ok";
   return [
     [replica.id, ""], [replica.address, "mono"], [replica.zone, ""], [replica.model, ""],
     [replica.sessions + (replica.max_sessions ? ` / ${replica.max_sessions}` : ""), "number"],
-    [fixed((own?.turns + own?.accepted) / own?.seconds, 0), "number"], [fixed(own?.drafted / own?.turns, 1), "number"],
-    [modeOf(replica, own), ""], [state, state === "ok" ? "" : "warn"],
+    [fixed(perS, perS && perS < 10 ? 1 : 0), "number"], [fixed(own?.drafted / own?.turns, 1), "number"],
+    [replica.role === "verifier" ? mode : "", ""], [state, state === "ok" ? "" : "warn"],
   ];
+}
+
+const seen = new Map(); // replicas, and when each was last there
+
+// Replicas that are there, and those that have gone within the last minute.
+function withGone(now) {
+  for (const each of now.replicas) seen.set(each.id, { replica: each, atS: now.at_s });
+  for (const [id, { atS }] of seen) if (now.at_s - atS > GONE_S) seen.delete(id);
+  return [...seen.values()].map(({ replica, atS }) => ({ ...replica, goneS: now.at_s - atS }));
 }
 
 function show(now) {
@@ -189,24 +224,27 @@ function show(now) {
   if (rates.length > WINDOW) rates.shift();
   drawRates();
   say(...stateOf(before, now));
-  const sorted = TIERS.flatMap((role) => now.replicas.filter((each) => each.role === role));
+  const [roles, replicas] = [rolesOf(now), withGone(now)];
+  const sorted = TIERS.flatMap((role) => replicas.filter((each) => each.role === role));
   find("replicas").tBodies[0].replaceChildren(...sorted.map((replica) => {
     const row = made("tr", "");
-    row.append(...cells(replica, before, now).map(([text, kind]) => made("td", kind, text)));
+    row.append(...cells(replica, before, now, roles).map(([text, kind]) => made("td", kind, text)));
     return row;
   }));
 }
 
-// Colour, words and notice for the fleet.
+const rolesOf = (now) => new Set(now.replicas.filter((each) => !each.draining).map((each) => each.role));
+
+// Colour, words and notice for the fleet; a verifier that is not plain speaks for it.
 function stateOf(before, now) {
-  const present = new Set(now.replicas.filter((each) => !each.draining).map((each) => each.role));
+  const present = rolesOf(now);
   const named = (word) => [STATES[word][0], word, STATES[word][1]];
   if (!present.has("verifier")) return named("no verifier");
   if (!present.has("drafter")) return named("no drafter");
-  const modes = now.replicas.filter((each) => since(before, now, each)?.turns && each.mode).map((each) => each.mode);
-  if (!modes.length) return named("ready");
-  if (modes.some(({ mode }) => mode === "drafting")) return named("drafting");
-  return ["", `plain: ${whyOf(modes[0])}`, ""];
+  const atWork = now.replicas.filter((each) => each.mode && since(before, now, each)?.turns);
+  if (!atWork.length) return named("ready");
+  const first = atWork.find(({ mode }) => mode.mode !== "plain") ?? atWork[0];
+  return [first.mode.mode === "plain" ? "" : "good", modeOf(first, since(before, now, first), present), ""];
 }
 
 function say(state, text, notice) {
