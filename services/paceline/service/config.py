@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
 import re
 import shutil
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +37,27 @@ _METADATA_KEY = "paceline.setting"
 # Type of a value in a file; for other types text is accepted, too.
 _FILE_TYPES: Mapping[type, Any] = {bool: bool, Path: str}
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+# Kinds of values in `--help`: the first pattern that fits a setting's name, else its unit, else its type.
+_KINDS = {
+    r"port|.*_port": "PORT",
+    r".*_dir": "FOLDER",
+    r"model|draft_model|target_model": "MODEL",
+    r"fleet|.*_(file|cert|key|template)": "FILE",
+    r".*_(url|endpoint)": "URL",
+    r".*_arg": "FLAG",
+    r"cpus|.*_cpus": "CPUS",
+    r".*(_config|_schema)": "JSON",
+    r"host|announce|ray": "HOST",
+}
+_UNITS = {"s": "SECONDS", "seconds": "SECONDS", "bytes": "BYTES", "tokens": "TOKENS", "GPU seconds": "SECONDS"}
+_TYPES: Mapping[type, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+# Sections of `--help`, by the settings' names; all others come first.
+_SECTIONS = {
+    "ports and addresses": r"host|announce|zone|replica_id|.*port|port_offset|redis_.*|forwarded_.*|allowed_origins",
+    "TLS and keys": r"tls_.*|api_keys_file|ca_file|.*api_key.*",
+    "metrics, traces and logs": r"otlp_.*|trace_.*|log_.*|access_log|metrics_.*",
+    "times and sizes": r".*(_s|_bytes)",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +205,7 @@ def reason(error: Exception, value: object = None) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(value) else ""
         return f"{where}{error.strerror}"
-    return f"{' '.join(str(error).split())} ({type(error).__name__})"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def parse_cpus(name: str, text: str) -> frozenset[int]:
@@ -322,6 +344,19 @@ class _Option:
         return wanted
 
     @property
+    def kind(self) -> str:
+        """Word for its value in `--help`."""
+        if self.setting.choices:
+            return "{" + ",".join(self.setting.choices) + "}"
+        by_name = (kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, self.name))
+        return next(by_name, _UNITS.get(self.setting.unit or "", _TYPES.get(self.base_type, "VALUE")))
+
+    @property
+    def section(self) -> str:
+        """Section of `--help`; empty: the first one."""
+        return next((name for name, pattern in _SECTIONS.items() if re.fullmatch(pattern, self.name)), "")
+
+    @property
     def help_line(self) -> str:
         if self.required:
             default = "required"
@@ -338,7 +373,18 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        raise ConfigError(f"{message}{self._nearest(message)} (see {self.prog} --help)")
+
+    def _nearest(self, message: str) -> str:
+        """Returns the known flag that is most like the first unknown one."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]*)", message)
+        return "" if unknown is None else suggestion(unknown[1], self._option_string_actions)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Returns `, did you mean X?` for the known word that is most like one; empty: none is."""
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {nearest[0]}?" if nearest else ""
 
 
 def setting_of(config_class: type[Any], name: str) -> Setting:
@@ -384,14 +430,17 @@ def _parser(options: Sequence[_Option], prog: str, description: str) -> argparse
         epilog="Every flag can also be set by the environment variable named beside it; the flag wins.",
         allow_abbrev=False,
     )
+    sections: dict[str, Any] = {"": parser}
     for option in options:
+        if option.section not in sections:
+            sections[option.section] = parser.add_argument_group(option.section)
+        add = sections[option.section].add_argument
         if option.base_type is bool and not option.repeated:
-            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help_line)
+            add(option.flag, action=argparse.BooleanOptionalAction, help=option.help_line)
         elif option.repeated:
-            parser.add_argument(option.flag, action="append", metavar="VALUE", help=option.help_line)
+            add(option.flag, action="append", metavar=option.kind, help=option.help_line)
         else:
-            metavar = "{" + ",".join(option.setting.choices) + "}" if option.setting.choices else "VALUE"
-            parser.add_argument(option.flag, metavar=metavar, help=option.help_line)
+            add(option.flag, metavar=option.kind, help=option.help_line)
     return parser
 
 

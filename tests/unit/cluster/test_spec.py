@@ -33,7 +33,6 @@ from paceline.cluster.spec import (
     Ports,
     ServicePort,
     plan_endpoints,
-    plan_store_port,
     share_cpus,
     share_memory,
 )
@@ -93,11 +92,6 @@ def planned(spec: FleetSpec) -> list[ServicePort]:
         return plan_endpoints(spec, Ports(HOST, held))
 
 
-def store_port(spec: FleetSpec) -> int:
-    with ExitStack() as held:
-        return plan_store_port(spec, Ports(HOST, held))
-
-
 def all_ports(endpoints: Iterable[ServicePort]) -> list[int]:
     return [port for endpoint in endpoints for port in (endpoint.port, endpoint.second_port)]
 
@@ -113,10 +107,10 @@ def test_free_ports_are_all_different() -> None:
     spec = load_free("--num-verifiers", "3", "--num-drafters", "2", "--num-gateways", "2")
     endpoints = planned(spec)
     assert [endpoint.name for endpoint in endpoints] == [
-        *("verifier-0", "verifier-1", "verifier-2", "drafter-0", "drafter-1", "gateway-0", "gateway-1")
+        *("verifier-0", "verifier-1", "verifier-2", "drafter-0", "drafter-1", "gateway-0", "gateway-1", "valkey")
     ]
-    ports = all_ports(endpoints)
-    assert len(set(ports)) == len(ports) == 14
+    ports = all_ports(endpoints)[:-1]
+    assert len(set(ports)) == len(ports) == 15
     # Outgoing connections are given others, and take none of them before its service listens.
     assert set(ports) <= set(UNCLAIMED)
 
@@ -136,7 +130,8 @@ def test_where_traces_go_reaches_all_services_and_the_ratio_those_that_begin_the
 
 def test_without_drafter_none_is_planned() -> None:
     roles = {endpoint.role for endpoint in planned(load_free("--no-drafter"))}
-    assert roles == {"verifier", "gateway"}
+    assert roles == {"verifier", "gateway", "valkey"}
+    assert "valkey" not in {each.role for each in planned(load_free("--redis-url", "redis://127.0.0.1:1"))}
 
 
 def test_a_port_in_use_is_named_by_its_flag() -> None:
@@ -145,7 +140,18 @@ def test_a_port_in_use_is_named_by_its_flag() -> None:
             with pytest.raises(ConfigError, match=rf"{flag} \d+: cannot listen"):
                 planned(load_free(flag, port))
         with pytest.raises(ConfigError, match=r"--redis-port .*--redis-url"):
-            store_port(load_free("--redis-port", port))
+            planned(load_free("--redis-port", port))
+
+
+def test_all_ports_in_use_are_named_at_once_and_an_offset_moves_all() -> None:
+    with port_in_use() as one, port_in_use() as other:
+        flags = ("--verifier-port", one, "--gateway-port", other, "--redis-port", one)
+        named = f"--verifier-port {one}, --gateway-port {other}, --redis-port {one}: cannot listen"
+        with pytest.raises(ConfigError, match=named):
+            planned(load_free(*flags))
+    moved = load_free("--gateway-port", "8000", "--redis-port", "6379", "--port-offset", "1000")
+    assert (moved.moved(moved.gateway_port, 2), moved.moved(moved.redis_port)) == (9020, 7379)
+    assert moved.moved(moved.verifier_port, 2) == 0
 
 
 def test_two_processes_get_no_port_both() -> None:
@@ -153,7 +159,7 @@ def test_two_processes_get_no_port_both() -> None:
         ports = Ports(HOST, held)
         port = str(plan_endpoints(load_free(), ports)[0].port)
         with pytest.raises(ConfigError, match=rf"--redis-port {port}: cannot listen"):
-            plan_store_port(load_free("--redis-port", port), ports)
+            plan_endpoints(load_free("--redis-port", port), ports)
     with pytest.raises(ConfigError, match=rf"--drafter-port {port}: cannot listen"):
         planned(load_free("--verifier-port", port, "--drafter-port", port))
 

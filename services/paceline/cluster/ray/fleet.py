@@ -27,7 +27,7 @@ from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_chec
 from paceline.cluster.fleet_file import RayTier, check_for_ray
 from paceline.cluster.health import store_health
 from paceline.cluster.ray.host import Report, ServiceHost, ServiceSpec, own_address
-from paceline.cluster.spec import PORT_STRIDE, FleetSpec, Ports, ServicePort, plan_store_port, store_child
+from paceline.cluster.spec import STORE_FLAG, FleetSpec, Ports, ServicePort, store_child
 from paceline.cluster.supervisor import ProcessSupervisor
 from paceline.cluster.valkey import find_server
 from paceline.core.addresses import host_port
@@ -229,7 +229,7 @@ class RayFleet:
         if role == DRAFTER:
             checkpoint = self.checkpoints.draft_of(number)
         ports = (spec.gateway_port, spec.gateway_grpc_port) if role == GATEWAY else (0, 0)
-        port, second_port = (first and first + number * PORT_STRIDE for first in ports)
+        port, second_port = (spec.moved(first, number) for first in ports)
         threads = {VERIFIER: spec.verifier_threads, DRAFTER: spec.drafter_threads}.get(role)
         return ServiceSpec(
             name=f"{role}-{number}",
@@ -280,7 +280,7 @@ async def shared_store(spec: FleetSpec, environ: Mapping[str, str], say: Callabl
         return
     host = own_address()
     with ExitStack() as held:
-        port = plan_store_port(spec, Ports(host, held))
+        port = Ports(host, held).take(spec.moved(spec.redis_port), STORE_FLAG)
     password = secrets.token_urlsafe(24)
     url = f"redis://:{password}@{host_port(host, port)}"
     supervisor = ProcessSupervisor(say)
