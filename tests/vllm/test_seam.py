@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.vllm import Proposer
-from paceline.vllm.settings import TESTED, check_version, installed_version
+from paceline.vllm.settings import READ, TESTED, check_version, installed_version
 
 pytestmark = pytest.mark.vllm
 
@@ -81,5 +81,7 @@ def test_vllm_finds_the_class_by_its_path() -> None:
 def test_the_installed_version_is_the_one_that_users_are_let_go_on_with() -> None:
     assert installed_version() in TESTED
     check_version(installed_version(), untested=False)
+    for version in READ:
+        check_version(version, untested=False)
     with pytest.raises(ConfigError, match="was not tested"):
         check_version("0.99.0", untested=False)

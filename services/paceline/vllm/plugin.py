@@ -1,20 +1,22 @@
 """The plug-in of vLLM by which its V2 model runner takes our speculator.
 
-V2 has no entry for custom speculators, so this adds one where `VLLM_USE_V2_MODEL_RUNNER=1` asks for V2, and leaves
-every other vLLM alone. vLLM loads it in all its processes before their workers start, so it must not import numba: on
-a CPU vLLM 0.32.0 searches all modules for kernels, and fails at llvmlite's.
+V2 has no entry for custom speculators, so this adds one, and leaves a vLLM without the tier alone. vLLM chooses the
+runner as it does without speculation: V2 where its build has Triton, unless `VLLM_USE_V2_MODEL_RUNNER` says otherwise.
+`tests/vllm/interface.py` lists all that this takes of vLLM.
+
+vLLM loads it in all its processes before their workers start, so it must not import numba: on a CPU vLLM 0.32.0
+searches all modules for kernels, and fails at llvmlite's.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from paceline.vllm.settings import METHOD, V2_VARIABLE, uses_tier
+from paceline.vllm.settings import METHOD, uses_tier
 
 # Where vLLM keeps what this changes.
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
@@ -35,14 +37,10 @@ def register() -> None:
 
 
 def _unsupported(theirs: Callable[..., list[str]], vllm_config: Any) -> list[str]:
-    """Features that V2 lacks; the tier where nobody has asked for it there, and by our name."""
-    ours = f"speculative method '{METHOD}'"
+    """Features that V2 lacks; the tier is none of them."""
     features = theirs(vllm_config)
-    if not uses_tier(vllm_config):
-        return features
-    asked = os.environ.get(V2_VARIABLE) == "1"
-    named = [] if asked else [f"Paceline's drafter tier (docs/vllm.md: it takes {V2_VARIABLE}=1)"]
-    return [each for feature in features for each in (named if feature == ours else [feature])]
+    ours = f"speculative method '{METHOD}'" if uses_tier(vllm_config) else None
+    return [feature for feature in features if feature != ours]
 
 
 def _made(theirs: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:

@@ -105,10 +105,8 @@ def test_without_cpus_vllm_has_as_many_threads_and_what_users_say_stays() -> Non
     assert not own.keys() & process_environment(CONFIG, own, 1).keys()
 
 
-def test_vllms_model_runner_is_named_where_the_tier_drafts_and_left_to_vllm_elsewhere() -> None:
-    assert process_environment(CONFIG, {}, 1)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    plain = replace(CONFIG, speculative_config='{"num_speculative_tokens": 0}')
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in process_environment(plain, {}, 1)
+def test_the_model_runner_is_vllms_own_choice() -> None:
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in process_environment(CONFIG, {}, 1)
 
 
 @pytest.fixture

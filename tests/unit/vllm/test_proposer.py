@@ -238,7 +238,7 @@ def test_a_helper_ends_with_its_proposer(start: Callable[[str], Engine]) -> None
 def test_a_version_that_was_not_tested_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99.1"))
     config = vllm_config(str(tmp_path))
-    with pytest.raises(ConfigError, match=r'vLLM 0\.99\.1 .* tested: 0\.32\.0; .*"untested": true'):
+    with pytest.raises(ConfigError, match=r'vLLM 0\.99\.1 .* known: 0\.32\.0, 0\.33\.0; .*"untested": true'):
         Proposer(config)
     config.additional_config["paceline"]["untested"] = True
     Proposer(config)

@@ -193,17 +193,9 @@ def test_the_plug_in_puts_the_speculator_in_where_the_tier_is_asked_for(vllm: An
     assert vllm.config._get_v2_model_runner_unsupported_features() == LACKED
 
 
-@pytest.mark.parametrize("asked", ["1", "0", None])
-def test_v2_takes_the_tier_where_it_is_asked_for_and_else_the_refusal_names_us(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, asked: str | None
-) -> None:
+def test_v2_takes_the_tier_and_lacks_what_it_lacks_without(vllm: Any) -> None:
     register()
-    if asked is None:
-        monkeypatch.delenv(V2_VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(V2_VARIABLE, asked)
-    named = [] if asked == "1" else ["Paceline's drafter tier (docs/vllm.md: it takes VLLM_USE_V2_MODEL_RUNNER=1)"]
-    assert vllm.config._get_v2_model_runner_unsupported_features() == [*named, LACKED[1]]
+    assert vllm.config._get_v2_model_runner_unsupported_features() == [LACKED[1]]
 
 
 def test_a_vllm_without_these_names_is_left_alone(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:

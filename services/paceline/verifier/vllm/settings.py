@@ -13,7 +13,7 @@ from paceline.core.params import MAX_TOP_LOGPROBS
 from paceline.model_service import refuse_settings
 from paceline.service.config import parse_cpus
 from paceline.verifier.config import NAME, VLLM, VerifierConfig, vllm_speculation_from
-from paceline.vllm.settings import METHOD, SECTION, V2_VARIABLE
+from paceline.vllm.settings import METHOD, SECTION
 
 PROPOSER = "paceline.vllm.Proposer"
 # Our settings without a meaning under vLLM, and what to use instead.
@@ -116,9 +116,6 @@ def process_environment(config: VerifierConfig, environ: Mapping[str, str], num_
     if "VLLM_LOGGING_LEVEL" not in environ:
         # At INFO it logs its whole configuration, with the registry's password.
         ours["VLLM_LOGGING_LEVEL"] = "WARNING"
-    if V2_VARIABLE not in environ and num_draft_tokens(config):
-        # The runner that knows the tier by itself, whatever vLLM's default is.
-        ours[V2_VARIABLE] = "0"
     if config.cpus:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_shared(sorted(parse_cpus("--cpus", config.cpus)), num_ranks))
     elif "VLLM_CPU_OMP_THREADS_BIND" not in environ:
