@@ -22,6 +22,10 @@ In the table, all of it after the load has found its pace:
   Near 1 that process is the limit. Below it a verifier is slower than its device as it works in turn with it: a step is
   longer by what planning and committing take
 
+With `--stretch K` all devices take K times as long, so that the processes hardly contend for this machine's cores: the
+rest of the share is then lost to our own code in the way of a step, and not to the machine. Figures are those of the
+stretched devices, and so is the ideal.
+
 Figures of one machine: client, gateway and services share its cores, as they would not in a cluster. The bench is met
 when all ways give the same texts.
 """
@@ -33,11 +37,13 @@ import asyncio
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +59,7 @@ from paceline.planning.report import LOADS, PROMPT_TOKENS, SETTLING, steady
 from paceline.planning.simulation import Outcome, Way
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import find_profile
-from paceline.simulated.profile import Profile
+from paceline.simulated.profile import Profile, write_profile
 from tools.procfs import cpu_s
 from tools.scrape import mean_between, scrape
 
@@ -110,6 +116,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.5, help="of a load, until no text begins (default 2.5)")
     parser.add_argument("--rounds", type=int, default=2, help="of each way at each load (default 2)")
     parser.add_argument("--acceptance", type=float, help="chance that a first guess is right (default: the profile's)")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="all devices' times are multiplied by it (default 1)"
+    )
     run(parser, measure)
 
 
@@ -140,9 +149,7 @@ def planned_all(cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[Ce
     """The planner's prediction of each; before anything is measured, since it takes all cores."""
     with ProcessPoolExecutor() as pool:
         outcomes = [
-            pool.submit(
-                steady, costless(name, arguments.acceptance), way.planned, streams, mean_tokens=arguments.max_tokens
-            )
+            pool.submit(steady, costless(name, arguments), way.planned, streams, mean_tokens=arguments.max_tokens)
             for name, streams, way in cells
         ]
         return {
@@ -151,9 +158,9 @@ def planned_all(cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[Ce
         }
 
 
-def costless(name: str, acceptance: float | None) -> Profile:
+def costless(name: str, arguments: argparse.Namespace) -> Profile:
     """A profile without our own code, which is a share of a step there, and takes its time in the fleet."""
-    profile = find_profile(name)
+    profile, acceptance = find_profile(name).stretched(arguments.stretch), arguments.acceptance
     law = profile.acceptance if acceptance is None else GuessLaw.at(acceptance)
     return replace(profile, acceptance=law, drafting_overhead=0.0)
 
@@ -184,6 +191,8 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, bar: tqdm[Any]) -> None:
         self.rounds: defaultdict[Cell, list[dict[str, Any]]] = defaultdict(list)
         self._arguments, self._bar = arguments, bar
+        # A stretched device does as much in as many times the seconds.
+        self._seconds = arguments.seconds * arguments.stretch
         self._texts: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
 
     @property
@@ -198,18 +207,24 @@ class Bench:
             if not mine:
                 continue
             profile, _, way = mine[0]
-            async with bench_fleet(simulate=profile, acceptance=self._arguments.acceptance, **settings) as fleet:
-                await self._run(fleet, way, streams=8, seconds=1.0)
-                for streams in dict.fromkeys(cell[1] for cell in mine):
-                    now = [cell for cell in mine if cell[1] == streams]
-                    for number in range(self._arguments.rounds):
-                        for cell in now if number % 2 == 0 else now[::-1]:
-                            await self._measure(fleet, cell)
+            with tempfile.TemporaryDirectory() as folder:
+                simulated = Path(folder) / "profile.json"
+                write_profile(find_profile(profile).stretched(self._arguments.stretch), simulated)
+                await self._measure_fleet(mine, way, simulate=str(simulated), **settings)
+
+    async def _measure_fleet(self, mine: Sequence[Cell], way: Served, **settings: Any) -> None:
+        async with bench_fleet(acceptance=self._arguments.acceptance, **settings) as fleet:
+            await self._run(fleet, way, streams=8, seconds=self._arguments.stretch)
+            for streams in dict.fromkeys(cell[1] for cell in mine):
+                now = [cell for cell in mine if cell[1] == streams]
+                for number in range(self._arguments.rounds):
+                    for cell in now if number % 2 == 0 else now[::-1]:
+                        await self._measure(fleet, cell)
 
     async def _measure(self, fleet: LocalFleet, cell: Cell) -> None:
         profile, streams, way = cell
         self._bar.set_postfix_str(f"{profile}, {streams} {way.name}")
-        seconds = self._arguments.seconds
+        seconds = self._seconds
         running = asyncio.create_task(self._run(fleet, way, streams, seconds))
         since_s = time.perf_counter()
         await asyncio.sleep(SETTLING * seconds)
