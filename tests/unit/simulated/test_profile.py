@@ -37,6 +37,18 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "p.json") == written
 
 
+def test_stretched_devices_take_as_many_times_as_long_and_hold_as_much() -> None:
+    given = profile()
+    longer = given.stretched(4.0)
+    for device, slow in ((given.target, longer.target), (given.drafter, longer.drafter)):
+        for rows in (1, 7, 300):
+            at = {"num_sessions": 3, "kv_tokens": 500}
+            assert slow.step_s(rows, **at) == pytest.approx(4.0 * device.step_s(rows, **at))
+        assert (slow.rows, slow.kv_tokens, slow.max_sessions) == (device.rows, device.kv_tokens, device.max_sessions)
+    assert longer.link_s == 4.0 * given.link_s
+    assert longer.drafter.draft_width == given.drafter.draft_width
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
