@@ -26,9 +26,9 @@ from loadtest.streams import Ask, HttpDoor
 from paceline.cluster.local import LocalFleet
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
-from paceline.engine.pending import HostPending, Ranks, VerifyRequest
+from paceline.engine.pending import Ranks, VerifyRequest
 from paceline.planning.report import SETTLING
-from paceline.simulated.device import DigestCache, Pace, SimulatedTarget
+from paceline.simulated.device import DigestCache, Pace, SimulatedTarget, TextPending
 from paceline.simulated.model import find_profile
 
 STREAMS = (1, 8, 32)
@@ -109,7 +109,7 @@ class ComputedTarget(SimulatedTarget):
     def new_cache(self, num_blocks: int) -> ComputedCache:
         return ComputedCache(self._decoder, num_blocks)
 
-    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> HostPending:
+    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> TextPending:
         """Computes the step, chooses its tokens on the device, and answers with those of the text."""
         assert isinstance(cache, ComputedCache), "of new_cache"
         pending = self._decoder.launch(batch, cache.computed, wanted)

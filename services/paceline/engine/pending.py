@@ -17,8 +17,10 @@ from paceline.engine.sampler import Logits, working_space
 from paceline.forest import Bools, Floats, Ints
 
 Longs = npt.NDArray[np.int64]
-# Tokens of rows that are still to be chosen.
+# Tokens of rows that are still to be chosen; and what is passed in place of logits where they are known.
 NOT_KNOWN: Longs = np.empty(0, np.int64)
+NO_LOGITS: Logits = np.empty((0, 1), np.float32)
+NO_SPACE = working_space(1)
 
 
 class VerifyRequest(NamedTuple):
@@ -106,6 +108,21 @@ def warm_up() -> None:
     pending, walks = HostPending(np.zeros((1, 2), np.float32)), greedy_roots(1)
     pending.follow(walks)
     pending.rank(walks.rows, walks.positions, walks.choices)
+
+
+def follow_known(tokens: Longs, walks: VerifyRequest) -> VerifyResult:
+    """Follows tokens that are known down the guesses.
+
+    Args:
+        tokens: int64 `[rows]`, `step_kernels.NOTHING` where a row's logits leave nothing to choose.
+    """
+    num_sessions = len(walks.rows)
+    walked = VerifyResult(
+        np.empty(len(tokens), np.int64), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_)
+    )
+    if num_sessions:
+        step_kernels.follow(NO_LOGITS, tokens, *walks[:-1], NO_SPACE, *walked)
+    return walked
 
 
 class HostPending:

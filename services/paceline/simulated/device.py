@@ -17,7 +17,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
 from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted
-from paceline.engine.pending import HostPending, Ranks, VerifyRequest
+from paceline.engine.pending import HostPending, Rankings, Ranks, VerifyRequest, VerifyResult, follow_known
 from paceline.simulated.guesses import GuessLaw, GuessTable, Logits
 from paceline.simulated.profile import DeviceFacts
 from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contributions, mixed
@@ -140,6 +140,41 @@ class Pace:
         return self._factor * expected * math.exp(noise * float(self._luck.standard_normal()) - noise**2 / 2)
 
 
+class TextPending:
+    """A simulated target's step that is over: its tokens are known, and logits are made for the rows that need them.
+
+    Args:
+        tokens: int64 `[rows]`, the next token of each row.
+        make: Logits of some of these rows, float32 `[n, vocab]`.
+    """
+
+    runs_ahead = False
+
+    def __init__(self, tokens: Ints, make: Callable[[Ints], Logits]) -> None:
+        self._tokens, self._make = tokens, make
+        self._host: HostPending | None = None
+
+    def prepare(self, wanted: VerifyRequest | Ranks | None) -> None:
+        """Makes all logits now, as a device would while it computes, unless greedy choices are all that is wanted."""
+        if not isinstance(wanted, VerifyRequest) or not wanted.choices["greedy"].all():
+            self._on_host()
+
+    def follow(self, walks: VerifyRequest) -> VerifyResult:
+        # The next token has the largest logit of its row.
+        return follow_known(self._tokens, walks) if walks.choices["greedy"].all() else self._on_host().follow(walks)
+
+    def rank(self, rows: Ints, positions: Ints, choices: np.ndarray) -> Rankings:
+        return self._on_host().rank(rows, positions, choices)
+
+    def logits(self, rows: Sequence[int]) -> Logits:
+        return self._make(np.asarray(rows, np.int64)) if self._host is None else self._host.logits(rows)
+
+    def _on_host(self) -> HostPending:
+        if self._host is None:
+            self._host = HostPending(self._make(np.arange(len(self._tokens))))
+        return self._host
+
+
 class SimulatedTarget:
     """A target model: its text's next token has all the weight; the others' logits only rank them.
 
@@ -158,15 +193,21 @@ class SimulatedTarget:
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)
 
-    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> HostPending:
+    def launch(self, batch: Batch, cache: DigestCache, wanted: VerifyRequest | Ranks | None) -> TextPending:
         """Takes a step's time."""
-        del wanted
         started_s = self._pace.now_s()
         digests = cache.write(batch)[batch.logit_rows]
-        logits = self._tables[(mixed(digests, LAW) % np.uint64(NUM_TABLES)).astype(np.int64)]
-        logits[np.arange(len(digests)), self._law.next_tokens(digests)] = 0.0
+        tokens = self._law.next_tokens(digests)
+
+        def make(rows: Ints) -> Logits:
+            logits = self._tables[(mixed(digests[rows], LAW) % np.uint64(NUM_TABLES)).astype(np.int64)]
+            logits[np.arange(len(rows)), tokens[rows]] = 0.0
+            return logits
+
+        pending = TextPending(tokens, make)
+        pending.prepare(wanted)
         self._pace.keep(started_s, batch)
-        return HostPending(logits)
+        return pending
 
 
 class SimulatedDraft:

@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
 from paceline.engine.batch import Batch
 from paceline.engine.packing import BatchBuilder, PrefixRows, TreeRow
+from paceline.engine.pending import HostPending, greedy_roots
 from paceline.simulated.device import DigestCache, Pace
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import Simulation, find_profile
@@ -137,3 +138,17 @@ def test_a_profile_is_found_by_file_or_name_and_refused_otherwise() -> None:
     for name, problem in (("huge+1b@h100+l4", "no model 'huge' is known"), ("nowhere.json", "nowhere.json")):
         with pytest.raises(ConfigError, match=problem):
             find_profile(name)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_tokens_that_are_known_go_down_the_guesses_as_the_logits_would(greedy: bool) -> None:
+    target = Simulation(profile=STILL, folder=DEMO_TARGET).target()
+    pool, cache = BlockPool(32), target.new_cache(64)
+    batch = prefix(pages_of(TOKENS, pool), 0, len(TOKENS))
+    request = greedy_roots(1)
+    request.choices["greedy"] = greedy
+    pending = target.launch(batch, cache, request)
+    by_logits = HostPending(pending.logits([0])).follow(request)
+    known = pending.follow(request)
+    assert (known.tokens.tolist(), known.counts.tolist()) == (by_logits.tokens.tolist(), by_logits.counts.tolist())
+    assert int(pending.logits([0])[0].argmax()) == known.tokens[0]

@@ -17,11 +17,8 @@ from paceline.engine.backends.cuda.plan import choice_words
 from paceline.engine.backends.cuda.stream import Stream
 from paceline.engine.backends.interface import memory_errors
 from paceline.engine.batch import Batch
-from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, VerifyRequest, VerifyResult
-from paceline.engine.sampler import Logits, working_space
-
-NO_LOGITS: Logits = np.empty((0, 1), np.float32)
-NO_SPACE = working_space(1)
+from paceline.engine.pending import HostPending, Longs, Rankings, Ranks, VerifyRequest, VerifyResult, follow_known
+from paceline.engine.sampler import Logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +126,12 @@ class CudaPending:
     def follow(self, walks: VerifyRequest) -> VerifyResult:
         if walks is not self._asked.wanted:
             return self._on_host().follow(walks)
-        tokens, num_sessions = np.empty(len(self._asked.places), np.int64), len(walks.rows)
-        walked = VerifyResult(np.empty_like(tokens), np.empty(num_sessions, np.int64), np.empty(num_sessions, np.bool_))
-        if num_sessions:
+        tokens = np.empty(len(self._asked.places), np.int64)
+        if len(walks.rows):
             self._done.wait()
             assert self._answers is not None, "sessions have rows"
             tokens[self._asked.rows] = self._answers.numpy()
-            step_kernels.follow(NO_LOGITS, tokens, *walks[:-1], NO_SPACE, *walked)
-        return walked
+        return follow_known(tokens, walks)
 
     @memory_errors()
     def rank(self, rows: Longs, positions: Longs, choices: npt.NDArray[Any]) -> Rankings:
