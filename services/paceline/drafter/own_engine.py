@@ -17,7 +17,7 @@ from paceline.engine import pending
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint
-from paceline.engine.memory import draft_page_bytes, model_needs, pages_of_service
+from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, pages_of_service
 from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.forest import Forest, warm_up
 from paceline.model_service import HOST_PAGES
@@ -98,4 +98,5 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     decoder.prepare(config.max_num_batched_tokens, engine.cache, drafts=True)
     engine.warm_up()
     logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
+    log_memory(decoder.device, decoder.weight_bytes, engine.cache.nbytes)
     return engine

@@ -7,8 +7,11 @@ here, by name.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -19,6 +22,25 @@ from paceline.core.errors import ConfigError
 from paceline.engine.layers import RopeFrequencies, rope_frequencies
 
 MOST_LAYERS = 4096
+# Configs of transformers check the names of activations, which import kernels of its hub, and these torch's compilers:
+# 120 MiB of every process, for a decorator that we never use.
+_HUB_KERNELS, _ACTIVATIONS = "transformers.integrations.hub_kernels", "transformers.activations"
+
+
+def _import_activations() -> None:
+    """Imports transformers' activations without the kernels of its hub, unless these are there already."""
+    if _ACTIVATIONS in sys.modules or _HUB_KERNELS in sys.modules:
+        return
+    without = ModuleType(_HUB_KERNELS)
+    without.use_kernel_forward_from_hub = lambda *_: lambda layer: layer  # type: ignore[attr-defined]
+    sys.modules[_HUB_KERNELS] = without
+    try:
+        import_module(_ACTIVATIONS)
+    except ImportError:
+        # Another version needs more of them, and imports them itself.
+        sys.modules.pop(_ACTIVATIONS, None)
+    finally:
+        del sys.modules[_HUB_KERNELS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +150,7 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
     # Some families list their layers as they are read: 2**40 took all memory.
     if isinstance(layers := text_config(given).get("num_hidden_layers"), int):
         whole(layers, f"{CONFIG}: num_hidden_layers", 1, MOST_LAYERS)
+    _import_activations()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Each family has checks of its own, which raise what they like.

@@ -177,7 +177,7 @@ def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> D
     hidden = shape.hidden_size
     reader = LlamaReader(checkpoint, config, shape, kind, platform)
     of_the_target = LlamaReader(target_checkpoint, config, shape, kind, platform)
-    embedding = of_the_target.weight("model.embed_tokens.weight", (config.vocab_size, hidden))
+    embedding = of_the_target.embedding((config.vocab_size, hidden))
     draft_ids = _draft_ids(checkpoint, eagle, config.vocab_size)
     if checkpoint.has(HEAD):
         head_weight = reader.weight(HEAD, (eagle.draft_vocab_size or config.vocab_size, hidden))

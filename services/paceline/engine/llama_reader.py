@@ -42,7 +42,7 @@ class LlamaReader:
             ConfigError: A tensor is missing or has another shape than config.json says.
         """
         vocab = (self._config.vocab_size, self._shape.hidden_size)
-        embedding = self.weight("model.embed_tokens.weight", vocab)
+        embedding = self.embedding(vocab)
         hidden = self._shape.hidden_size
         return LlamaWeights(
             embedding=embedding,
@@ -69,6 +69,11 @@ class LlamaReader:
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A weight matrix, in kind and place."""
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
+
+    def embedding(self, shape: tuple[int, int]) -> torch.Tensor:
+        """The embedding [vocab, hidden]; a copy, as the file stays mapped, whole, while a tensor is a view of it."""
+        embedding = self.weight("model.embed_tokens.weight", shape)
+        return embedding.clone() if self._device.type == "cpu" else embedding
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """The weight [size] of one norm, float32."""

@@ -20,6 +20,7 @@ from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.loading import choose_dtype, choose_platform
+from paceline.service.process import trim_heap
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,30 @@ def fitting_pages(
     ):
         logger.info("memory: %s", part)
     return pages
+
+
+def log_memory(device: torch.device, weight_bytes: int, kv_bytes: int, root: Path = ROOT) -> None:
+    """Logs in one line what a loaded service takes of a host's memory.
+
+    Args:
+        device: Where the model is; a GPU's memory is its own.
+        weight_bytes: Weights of all models in the process.
+        kv_bytes: Pages and scratch; they take memory when they are first written.
+    """
+    if device.type != "cpu":
+        return
+    trim_heap()
+    try:
+        resident = int((root / "proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return
+    logger.info(
+        "memory: the service takes %.2f GB: weights %.2f GB, other %.2f GB; KV takes up to %.2f GB more, as it is used",
+        resident / GB,
+        weight_bytes / GB,
+        (resident - weight_bytes) / GB,
+        kv_bytes / GB,
+    )
 
 
 def _does_not_fit(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -165,3 +167,18 @@ def test_a_folder_without_config_and_a_broken_one_are_told_apart(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         DecoderConfig.from_folder(tmp_path)
+
+
+def test_reading_a_config_imports_no_compiler_of_torch(tmp_path):
+    """120 MiB of each verifier and drafter."""
+    code = (
+        "import sys; from pathlib import Path; from paceline.engine.config import read_transformers_config as read; "
+        f"print(read(Path({str(write(tmp_path))!r})).hidden_act, 'torch._dynamo' in sys.modules); "
+        "import transformers.activations as known; print(sorted(known.ACT2FN)[:1]); "
+        "import transformers.integrations.hub_kernels as real; print(real.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    read, activations, real = done.stdout.splitlines()
+    assert read == "silu False"
+    assert activations != "[]"
+    assert real != "None", "others get the real module"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -60,3 +63,19 @@ def test_views_of_layers_share_the_memory_of_the_cache():
     values[3, 2, 15, 1] = 456.0
     assert cache.keys[1, 2, 0, 4, 7] == 123.0
     assert cache.values[1, 3, 2, 15, 1] == 456.0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_pages_take_memory_when_they_are_first_written():
+    before = resident_bytes()
+    cache = CpuKVCache(16, 8, 64, 2048, dtype=torch.bfloat16, state_width=64)
+    assert cache.nbytes > 1e9
+    assert resident_bytes() - before < 1e8
+    assert not cache.keys[3, 2000].any(), "unused lanes never hold NaN"
+    cache.values.fill_(1.0)
+    assert resident_bytes() - before > 5e8
+    cache.copy_slots(np.zeros(1, np.int64), np.full(1, 2047 * BLOCK_SIZE))
+    assert resident_bytes() - before < 7e8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from typing_extensions import override
 from paceline.engine.backends.cpu.fused_layers import FusedLayers
 from paceline.engine.backends.cpu.kv import CpuKVCache
 from paceline.engine.backends.cpu.layer_kernels import add_rms_norm_rows, rms_norm_rows
+from paceline.engine.backends.cpu.linear import PackedHead
 from paceline.engine.backends.interface import Layers, LlamaBackend, Platform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
@@ -26,6 +28,12 @@ class CpuBackend(LlamaBackend):
     """The Llama family in compiled loops; arguments as `LlamaBackend`."""
 
     def __init__(self, platform: Platform, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> None:
+        # A tied embedding is read from the packed head: it is a fifth of Llama-3.2-1B.
+        self._tied = weights.head if isinstance(weights.head, PackedHead) else None
+        if self._tied is not None and self._tied.packs(weights.embedding):
+            weights = replace(weights, embedding=weights.embedding[:0].clone())
+        else:
+            self._tied = None
         super().__init__(platform, config, shape, weights)
         self._inner = shape.intermediate_size
         self._eps = np.float32(shape.rms_norm_eps)
@@ -50,8 +58,7 @@ class CpuBackend(LlamaBackend):
 
     def _enter(self, batch: Batch) -> tuple[Rows, Rows]:
         """The residual stream [rows, hidden] before the first layer, and what that layer takes; no rows: its norm."""
-        token_ids, feature_norm = torch.from_numpy(batch.token_ids), self.weights.feature_norm
-        embedded: Rows = torch.nn.functional.embedding(token_ids, self.weights.embedding).float().numpy()
+        embedded, feature_norm = self._embed(batch.token_ids), self.weights.feature_norm
         if feature_norm is None:
             return embedded, self._nothing
         assert batch.features is not None, "such a model takes features"
@@ -60,6 +67,15 @@ class CpuBackend(LlamaBackend):
         rms_norm_rows(embedded, self.weights.layers[0].input_norm.numpy(), self._eps, entering[:, :hidden])
         rms_norm_rows(batch.features, feature_norm.numpy(), self._eps, entering[:, hidden:])
         return batch.features.copy(), entering
+
+    def _embed(self, token_ids: npt.NDArray[np.int64]) -> Rows:
+        """Embeddings, float32 [tokens, hidden]."""
+        if self._tied is not None:
+            return self._tied.rows_of(token_ids)
+        embedded: Rows = (
+            torch.nn.functional.embedding(torch.from_numpy(token_ids), self.weights.embedding).float().numpy()
+        )
+        return embedded
 
     def _final(self, residual: Rows, delta: Rows) -> torch.Tensor:
         """Final hidden states of rows, float32 [rows, hidden]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,3 +78,13 @@ def test_raw_takes_and_gives_the_weights_kind():
     with torch.inference_mode():
         assert layer.raw(torch.zeros(4, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert layer.nbytes == 2 * (64 * 96 + 96)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(70, 33), (260, 64)])
+def test_a_packed_head_gives_the_rows_of_its_weight_back_bit_by_bit(dtype, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    head, token_ids = PackedHead(weight), np.random.default_rng(3).integers(0, shape[0], 50)
+    assert np.array_equal(head.rows_of(token_ids), weight[torch.from_numpy(token_ids)].float().numpy())
+    assert head.packs(weight)
+    assert not head.packs(weight.clone())
