@@ -126,7 +126,8 @@ class ModelServiceConfig:
     max_num_seqs: int
     max_num_batched_tokens: int = setting(help="Most rows of a step.", unit="tokens", low=16, high=65536)
     engine_stall_s: float = setting(
-        help="Time inside one step after which the engine counts as hung, and the process ends.",
+        help="Time inside one step after which the engine counts as hung, and the process ends; a verifier waits for "
+        "two full steps at least.",
         unit="s",
         low=1,
         high=3600,
@@ -185,6 +186,7 @@ async def serve_model(
     registry: CollectorRegistry,
     background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
     prepared: Callable[[], Coroutine[Any, Any, None]] = lambda: asyncio.sleep(0),
+    stall_s: Callable[[], float] | None = None,
     tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
@@ -196,6 +198,7 @@ async def serve_model(
         registry: Metrics to show.
         background: Names the tasks that are kept running while the service runs.
         prepared: Awaited before the service says that it is ready.
+        stall_s: Time inside one step after which the engine counts as hung; None: `--engine-stall-s`.
         tls: Own certificate, with which only the tier that this one serves may call; None: plain text, open to all.
 
     Raises:
@@ -233,7 +236,7 @@ async def serve_model(
                             host,
                             role,
                             server,
-                            config.engine_stall_s,
+                            stall_s or (lambda: config.engine_stall_s),
                         )
                 finally:
                     await host.close()
@@ -262,7 +265,7 @@ async def _prepare(prepared: Callable[[], Coroutine[Any, Any, None]], host: Mode
 
 
 async def _unless_it_hangs(
-    serving: Coroutine[Any, Any, None], host: ModelHost, role: str, server: GrpcServer, bound_s: float
+    serving: Coroutine[Any, Any, None], host: ModelHost, role: str, server: GrpcServer, bound_s: Callable[[], float]
 ) -> None:
     """Serves to the end. If the engine hangs, ends the process with `EXIT_HUNG`, as no thread can be ended alone."""
     tasks = (

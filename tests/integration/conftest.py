@@ -164,6 +164,7 @@ async def served_verifier(
         max_queue=max_queue,
         grace_s=30.0,
         stream_interval_s=0.1,
+        stall_s=20.0,
         metrics=VerifierMetrics(CollectorRegistry(), "tiny"),
         tls=tls,
         tracer=tracer,

@@ -173,13 +173,25 @@ async def test_a_session_that_waits_shows_life_while_the_engine_gets_on(
         assert await first.end() is None
 
 
-async def test_a_hung_engine_shows_no_life(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_a_long_step_a_verifier_shows_life_and_for_how_long_until_the_engine_counts_as_hung(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verifier_host, "LIFE_S", 0.01)
     monkeypatch.setattr(commit_log, "SILENCE_S", 0.02)
-    poison = Poison()
+    poison, bound_s = Poison(), 1e9
+    monkeypatch.setattr(verifier_host.TargetHost, "stall_s", property(lambda _: bound_s))
     async with running_verifier(tiny_pair[0], poison=poison) as (calls, host), watched(host):
         stream = Stream(calls, ask("s", HANGS, max_tokens=4))
         await stream.runs()
+        signs: dict[float, float] = {}
+        while len(signs) < 4:
+            await asyncio.sleep(0.001)
+            if step_s := stream.call.step_s:
+                signs[stream.call.heard_s] = step_s
+        assert sorted(signs.values()) == [*signs.values()], "the step goes on"
+        bound_s = 0.0
+        # Signs on their way arrive.
+        await asyncio.sleep(0.2)
         heard_s = stream.call.heard_s
         await asyncio.sleep(0.5)
         assert stream.call.heard_s == heard_s

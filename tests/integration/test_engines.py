@@ -20,6 +20,7 @@ from paceline.core.params import (
     SamplingParams,
     SpeculationParams,
 )
+from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived
 from paceline.engine.loop import run_sync
 from paceline.forest import Forest
@@ -229,6 +230,30 @@ def test_chunked_prefill_and_the_prefix_cache_leave_the_tokens_alone(tiny_pair):
     assert chunked.sessions["b"].token_ids == whole.sessions["a"].token_ids
     assert chunked.sessions["a"].result.num_cached_tokens == 0
     assert chunked.sessions["b"].result.num_cached_tokens == 192
+
+
+def test_a_prompt_cut_by_time_leaves_the_tokens_and_their_log_probabilities_alone(tiny_pair):
+    prompt = [7 * index % 250 for index in range(300)]
+    sampling = SamplingParams(max_tokens=24, temperature=0.9, seed=3, logprobs=2)
+    found = []
+    for row_s in (1e-6, 0.01, 0.05):
+        pair = EnginePair(*tiny_pair, max_num_batched_tokens=512)
+        pair.target.scheduler.prompt_rows.start_from(StepCost(rows=(1, 4), seconds=(row_s, 4 * row_s)))
+        launch = pair.target._decoder.launch
+
+        def slow(batch, cache, wanted, *, clock=pair.clock, launch=launch, row_s=row_s):
+            clock.now_s += row_s * batch.num_rows
+            return launch(batch, cache, wanted)
+
+        pair.target._decoder.launch = slow
+        for name, text in (("beside", prompt[:9]), ("a", prompt), ("b", prompt[40:])):
+            pair.submit(name, text, sampling, salt=name)
+        pair.run()
+        sessions = pair.sessions.values()
+        texts = [[entry for message in each.messages for entry in message.logprobs] for each in sessions]
+        found.append((sum(report.num_prefill_rows > 0 for report in pair.reports), texts))
+    assert found[0][0] < found[1][0] < found[2][0], "the slower a row, the more steps"
+    assert found[0][1] == found[1][1] == found[2][1]
 
 
 def test_cancelling_frees_pages_on_both_tiers_within_one_step(tiny_pair):

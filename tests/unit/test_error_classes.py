@@ -58,7 +58,7 @@ def made(kind: type[PacelineError]) -> PacelineError:
 def nearest(kind: type[PacelineError]) -> type[PacelineError]:
     """The class that other processes know; who lost a peer is not lost itself."""
     known = next(each for each in kind.__mro__ if each.__module__ == errors.__name__)
-    return UnavailableError if known is PeerLostError else known
+    return UnavailableError if issubclass(known, PeerLostError) else known
 
 
 def over_the_stream_of_sessions(error: PacelineError) -> PacelineError:

@@ -224,6 +224,10 @@ class Goodput:
             responded=self.responded,
         )
 
+    def plain_s(self, rows: int) -> float:
+        """Expected seconds of a step of so many rows without prompts."""
+        return float(self.times.with_guesses(rows, 0, drafts=self.drafts)[0]) if rows else 0.0
+
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
 

@@ -40,6 +40,10 @@ class PeerLostError(UnavailableError):
     """The connection to a peer broke off: it died, or the way to it did."""
 
 
+class PeerSilentError(PeerLostError):
+    """A peer has sent nothing for too long: its process or host is frozen, or the way to it is cut. No engine died."""
+
+
 class MovedError(UnavailableError):
     """A session has to be placed anew, on any verifier; nobody is at fault."""
 

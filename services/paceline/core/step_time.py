@@ -3,11 +3,12 @@
     seconds(roots, guesses) = whole * base(roots) + extra * (base(roots + guesses) - base(roots) + node_s * guesses)
 
 `whole` is how much slower the machine is than it was at start, `extra` the same for guesses: each is requested, judged,
-and moved or dropped besides being a row.
+and moved or dropped besides being a row. Rows of prompts are bounded by the times of the steps that had some.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ MOST_ROWS = KNOTS[-1]
 WEIGHT, STIFFNESS, MOST_ERROR, FACTORS = 0.05, 0.25, 0.3, (0.05, 20.0)
 # Seconds that a guess is expected to take besides its row.
 NODE_S = 5e-5
+# Longest step that has rows of prompts, and fewest such rows. A prompt of 1,501 tokens on a model of 1 G parameters,
+# 512 rows a step, stopped a stream beside it for 9.8 s at a time.
+PROMPT_STEP_S, LEAST_PROMPT_ROWS = 1.0, 16
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
@@ -74,6 +78,17 @@ class StepCost:
     def with_guesses(self, rows: int, most: int) -> Floats:
         """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
         return self.from_to(rows, rows + most) + self.node_s * np.arange(most + 1)
+
+    def drawn_out(self, most_rows: int) -> StepCost:
+        """The table up to `most_rows` rows; beyond its last point by the shape of `DEFAULT_STEP_COST`.
+
+        The slope between the last two of few points says little: steps of up to some 8 rows take the same time.
+        """
+        shape, last = DEFAULT_STEP_COST, self.rows[-1]
+        factor = self.seconds[-1] / shape.at(last)
+        more = [rows for rows in KNOTS if last < rows < most_rows] + [most_rows] * (most_rows > last)
+        seconds = [factor * shape.at(rows) for rows in more]
+        return replace(self, rows=(*self.rows, *more), seconds=(*self.seconds, *seconds))
 
     def scaled(self, factor: float) -> StepCost:
         """The same shape, `factor` times as long."""
@@ -142,3 +157,42 @@ class StepTimes:
         if known.shape != self._factors.shape or not np.all(np.isfinite(known)):
             raise ValueError(f"needs {len(self._factors)} finite factors, got {known.shape}")
         self._factors = np.clip(known, *FACTORS)
+
+
+class PromptRows:
+    """How many rows of prompts a step may have: it should take no longer than `PROMPT_STEP_S`.
+
+    Tokens of all other sessions, and cancellations, wait for the step. Learned from the times of steps alone: where
+    `rows` took `seconds`, the next step may have `rows * bound / seconds`. A step of `a + b * rows` seconds stays
+    within the bound then, as `a` is counted anew for every row, and the number converges to that of the bound. A step
+    with few rows shows less than one with many, so only a step above the bound makes the number smaller.
+    """
+
+    def __init__(self) -> None:
+        self._most: float = math.inf
+
+    def start_from(self, cost: StepCost) -> None:
+        """Begins with the steps of a profile, and with few rows where these were slow."""
+        self._most = LEAST_PROMPT_ROWS
+        for rows, seconds in zip(cost.rows, cost.seconds, strict=True):
+            if seconds <= PROMPT_STEP_S:
+                self.observe(rows=rows, seconds=seconds)
+
+    def most(self, limit: int) -> int:
+        """Most rows of prompts in the next step, at most `limit`."""
+        return int(min(limit, self._most))
+
+    def observe(self, *, rows: int, seconds: float, plain_s: float = 0.0) -> None:
+        """Adds the time of a step.
+
+        Args:
+            rows: Its rows of prompts.
+            seconds: Its time.
+            plain_s: Expected time of the same step without prompts: they may at least double it, or would never be read
+                beside many sessions.
+        """
+        if not rows or not seconds > 0.0:
+            return
+        bound_s = max(PROMPT_STEP_S, 2.0 * plain_s)
+        fitting = max(LEAST_PROMPT_ROWS, rows * bound_s / seconds)
+        self._most = (min if seconds > bound_s else max)(self._most, fitting)

@@ -60,6 +60,11 @@ class ColocatedEngine:
         """Numbers of the sessions that a failure now is attributed to."""
         return self._target.at_stake
 
+    @property
+    def full_step_s(self) -> float:
+        """Expected seconds of a step of all sessions that fit."""
+        return self._target.full_step_s
+
     async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Drafts as long as that pays, then runs a step of the target; see `TargetEngine`."""
 

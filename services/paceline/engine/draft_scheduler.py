@@ -27,6 +27,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.step_time import PromptRows
 from paceline.engine.draft_plan import CatchingUp, DraftPlan, Starts
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens, Messages
@@ -168,6 +169,7 @@ class DraftScheduler:
         self._commits: list[FreshTokens] = []
         self._computing: list[DraftSession] = []
         self._pace = DraftPace()
+        self._prompt_rows = PromptRows()
         self._planned_s = 0.0
 
     @property
@@ -339,7 +341,7 @@ class DraftScheduler:
         """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
         planned: list[CatchingUp] = []
         started: list[DraftSession] = []
-        room = self._limits.max_num_batched_tokens
+        room = self._prompt_rows.most(self._limits.max_num_batched_tokens)
         for session in sorted(self.trees.behind, key=lambda session: session.pages.num_missing):
             if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
                 continue
@@ -390,6 +392,8 @@ class DraftScheduler:
         """The step is over: collects the nodes that are due."""
         if plan.num_rows and not plan.reads:
             self._pace.took(now_s - self._planned_s, plan.num_levels)
+        num_read = sum(each.stop - each.start for each in plan.catching_up)
+        self._prompt_rows.observe(rows=num_read, seconds=now_s - self._planned_s)
         computing, self._computing = self._computing, []
         for session in computing:
             session.settle()

@@ -98,12 +98,17 @@ class Device:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._meanwhile: list[Callable[[], None]] = []
         self._inside = False
+        self._since_s = 0.0
         self.num_calls = 0
 
     @property
     def at_work(self) -> int | None:
         """Number of the call that has not come back yet; None while it has nothing to do."""
         return self.num_calls if self._inside else None
+
+    def call_s(self, now_s: float) -> float:
+        """Seconds for which it has been inside the call that has not come back yet, at a monotonic time; 0: none."""
+        return now_s - self._since_s if self._inside else 0.0
 
     def start(self) -> None:
         threading.Thread(target=self._work, name=self.name, daemon=True).start()
@@ -113,7 +118,7 @@ class Device:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_R] = loop.create_future()
         self.num_calls += 1
-        self._inside = True
+        self._inside, self._since_s = True, time.monotonic()
         waiting, self._meanwhile = self._meanwhile, []
 
         def answer() -> None:

@@ -20,6 +20,7 @@ from paceline.core.link import NewTokens, commit
 from paceline.core.messages import CommittedTokens
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.step_drafts import Choice, StepDrafts
+from paceline.core.step_time import PromptRows
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits, num_accepted_of
 from paceline.engine.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
 from paceline.engine.planned_step import Part, StepPlan
@@ -46,6 +47,7 @@ class Scheduler:
     Attributes:
         report: Report of the running step.
         moves: Moves of this step's accepted nodes: scratch slots, and the slots of their positions.
+        prompt_rows: How many rows of prompts a step may have.
         outcomes: Outcomes for clients before the next step's tokens.
     """
 
@@ -64,6 +66,7 @@ class Scheduler:
         self.report = StepReport()
         self.moves: list[tuple[int, int]] = []
         self.outcomes: list[Outcome] = []
+        self.prompt_rows = PromptRows()
         self._scratch = scratch
         self._limits = limits
         self._policy = policy
@@ -268,7 +271,7 @@ class Scheduler:
     ) -> Guesses:
         backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
-        other_rows = min(backlog, max(0, budget - len(decoding)))
+        other_rows = min(backlog, self.prompt_rows.most(max(0, budget - len(decoding))))
         # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         rows, joining_rows = (rows_of(each.tree.row for each in part) for part in (decoding, joining))
@@ -295,7 +298,8 @@ class Scheduler:
     def _plan_reading(self, sessions: Sequence[TargetSession], num_rows: int) -> list[Part]:
         """Chunks of prompts, while the step has room."""
         reading: list[Part] = []
-        rows = prompt_rows(sessions, max(0, self._limits.max_num_batched_tokens - num_rows))
+        room = max(0, self._limits.max_num_batched_tokens - num_rows)
+        rows = prompt_rows(sessions, self.prompt_rows.most(room))
         for session in sessions:
             if count := rows[session.number]:
                 start = session.pages.num_computed
@@ -392,6 +396,8 @@ class Scheduler:
         self._idle_since_s = now_s
         seconds = now_s - plan.started_s
         self.report.seconds = seconds
+        plain_s = self._policy.plain_s(plan.num_rows - plan.num_prefill_rows)
+        self.prompt_rows.observe(rows=plan.num_prefill_rows, seconds=seconds, plain_s=plain_s)
         # A step in which a session failed shows nothing: its rows took time, and brought no token.
         if self._cycle_since_s is not None and 0 < len(self.report.gammas) == len(plan.decoding):
             with learning(self._policy.forget):

@@ -23,7 +23,7 @@ from paceline.core.errors import InvalidRequestError, MovedError, OverloadedErro
 from paceline.core.messages import CommittedStates, CommittedTokens, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
-from paceline.core.step_time import StepCost
+from paceline.core.step_time import PROMPT_STEP_S, StepCost
 from paceline.core.target_events import (
     Cancel,
     DrafterNews,
@@ -138,6 +138,11 @@ class TargetEngine:
         in_step = self._in_step
         return tuple(session.number for session in self.scheduler.running) if in_step is None else in_step
 
+    @property
+    def full_step_s(self) -> float:
+        """Expected seconds of a step of all sessions that fit, with a prompt beside them."""
+        return max(PROMPT_STEP_S, 2.0 * self._policy.plain_s(self._limits.max_num_seqs))
+
     # Events
 
     def handle(self, event: TargetEvent) -> None:
@@ -225,10 +230,12 @@ class TargetEngine:
         self._policy.resume(learned["policy"])
 
     def profile(self, *, drafters_work: bool) -> StepCost:
-        """Measures steps for the policy to start from, while there are no sessions; takes seconds."""
+        """Measures steps for the policy and prompts to start from, while there are no sessions; takes seconds."""
         self._use_threads(drafters_work)
         most_rows = self._limits.max_num_batched_tokens
-        return profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
+        cost = profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
+        self.scheduler.prompt_rows.start_from(cost)
+        return cost
 
     # Stepping
 

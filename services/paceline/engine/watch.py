@@ -50,25 +50,26 @@ class Stall:
         return self.stuck_s
 
 
-async def until_hung(device: Device, bound_s: float, stalled: Callable[[float], None]) -> float:
-    """Returns once the device has been inside one call for longer than `bound_s` seconds, with the time it has been.
+async def until_hung(device: Device, bound_s: Callable[[], float], stalled: Callable[[float], None]) -> float:
+    """Returns once the device has been inside one call for longer than a bound, with the seconds it has been.
 
     Args:
+        bound_s: Seconds; follows what the engine learns of its steps.
         stalled: Called in another thread once the event loop has not come round for as long.
     """
-    tick_s, over, turns = max(LEAST_TICK_S, bound_s / LOOKS), threading.Event(), 0
+    tick_s, over, turns = max(LEAST_TICK_S, bound_s() / LOOKS), threading.Event(), 0
 
     def watch_loop() -> None:
         stall = Stall(tick_s)
         while not over.wait(tick_s):
-            if (stuck_s := stall.look(turns, time.monotonic())) > bound_s:
+            if (stuck_s := stall.look(turns, time.monotonic())) > bound_s():
                 stalled(stuck_s)
                 return
 
     threading.Thread(target=watch_loop, name="watch the event loop", daemon=True).start()
     stall = Stall(tick_s)
     try:
-        while (stuck_s := stall.look(device.at_work, time.monotonic())) <= bound_s:
+        while (stuck_s := stall.look(device.at_work, time.monotonic())) <= bound_s():
             turns += 1
             await asyncio.sleep(tick_s)
     finally:

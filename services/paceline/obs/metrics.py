@@ -47,6 +47,7 @@ from paceline.core.errors import (
     OverloadedError,
     PacelineError,
     PeerLostError,
+    PeerSilentError,
     PermissionDeniedError,
     RemoteProtocolError,
     ResumeMismatchError,
@@ -217,6 +218,7 @@ REQUEST_ERRORS = (
     ModelNotFoundError,
     OverloadedError,
     PeerLostError,
+    PeerSilentError,
     PermissionDeniedError,
     RemoteProtocolError,
     ResumeMismatchError,
@@ -231,6 +233,7 @@ FAILOVER_REASONS = (
     OverloadedError,
     PacelineError,
     PeerLostError,
+    PeerSilentError,
     RemoteProtocolError,
     UnavailableError,
 )

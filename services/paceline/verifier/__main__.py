@@ -58,6 +58,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             max_queue=config.max_queue,
             grace_s=config.grace_s,
             stream_interval_s=config.stream_interval_s,
+            stall_s=config.engine_stall_s,
             metrics=VerifierMetrics(registry, served.identity.name),
             zone=config.zone,
             tls=tls,
@@ -73,6 +74,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             registry=registry,
             background=host.background,
             prepared=host.prepared,
+            stall_s=lambda: host.stall_s,
             tls=tls,
         )
 

@@ -139,7 +139,7 @@ class GatewayLog:
         self._taken: list[int] = []
         self._last_number = 0
         self.waiting = WaitingBytes(LOG_BYTES)
-        self._alive = False
+        self._alive, self._step_s = False, 0.0
         # When the gateway last took a sign of life.
         self._shown_s = asyncio.get_running_loop().time()
         self._error: PacelineError | None = None
@@ -183,10 +183,14 @@ class GatewayLog:
         """The engine has made progress; the next message says so."""
         self._alive = True
 
-    def show_life(self, now_s: float) -> None:
-        """Sends a sign of life if the gateway has had none for a while."""
+    def show_life(self, now_s: float, step_s: float = 0.0) -> None:
+        """Sends a sign of life if the gateway has had none for a while.
+
+        Args:
+            step_s: Seconds for which the engine has been inside the step under way; 0: it has made progress.
+        """
         if now_s - self._shown_s >= SILENCE_S:
-            self._alive = True
+            self._alive, self._step_s = True, step_s
             self._ready.set()
 
     def close(self, error: PacelineError | None = None) -> None:
@@ -220,10 +224,10 @@ class GatewayLog:
             outcomes.append(self._ended.popleft())
         if not (outcomes or self._taken or self._alive):
             return None
-        part = LogPart(outcomes=outcomes, taken=self._taken[:PART_ENTRIES], alive=self._alive)
+        part = LogPart(outcomes=outcomes, taken=self._taken[:PART_ENTRIES], alive=self._alive, step_s=self._step_s)
         if self._alive:
             self._shown_s = now_s
-        self._taken, self._alive = self._taken[PART_ENTRIES:], False
+        self._taken, self._alive, self._step_s = self._taken[PART_ENTRIES:], False, 0.0
         if not (self._leaving or self._ended or self._taken or self.closed):
             self._ready.clear()
         return part

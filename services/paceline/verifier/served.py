@@ -22,6 +22,8 @@ from paceline.verifier.vllm.helper_line import HelperLine
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, ignore_eos=True)
 ALONE = (replace(GREEDY, logprobs=1), replace(SAMPLED, frequency_penalty=0.1))
+# No engine counts as hung before the time of so many full steps, whatever `--engine-stall-s` is.
+NUM_FULL_STEPS = 2
 
 
 class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
@@ -34,6 +36,11 @@ class TargetStepper(Stepper[TargetEvent, DrafterNews], Protocol):
     @property
     def at_stake(self) -> tuple[int, ...]:
         """Numbers of the sessions that a failure now is blamed on."""
+        ...
+
+    @property
+    def full_step_s(self) -> float:
+        """Expected seconds of a step of all sessions that fit; 0: not known."""
         ...
 
 

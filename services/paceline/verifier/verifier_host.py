@@ -50,7 +50,7 @@ from paceline.tier.drafters import Drafters
 from paceline.verifier.commit_log import GatewayLog, Gathering, SessionLog
 from paceline.verifier.config import BEFORE_READY, NEVER
 from paceline.verifier.rehearsing import READY_S, Rehearser
-from paceline.verifier.served import ServedEngine, TargetStepper
+from paceline.verifier.served import NUM_FULL_STEPS, ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
 from paceline.wire import LogPart, log_to_pb, size_of
 from paceline.wire.sessions import Start
@@ -95,6 +95,7 @@ class TargetHost:
         max_queue: Most sessions that wait or run.
         grace_s: Time that sessions get to finish when the verifier stops.
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
+        stall_s: Least time inside one step after which the engine counts as hung.
         metrics: Where steps are counted.
         zone: Where it runs; empty: not known.
         tls: Certificate to show to drafters; None: plain text.
@@ -108,6 +109,7 @@ class TargetHost:
         max_queue: int,
         grace_s: float,
         stream_interval_s: float,
+        stall_s: float,
         metrics: VerifierMetrics,
         zone: str = "",
         tls: FleetTls | None = None,
@@ -126,6 +128,7 @@ class TargetHost:
             niceness=NICENESS,
         )
         self._grace_s = grace_s
+        self._stall_s = stall_s
         self._metrics = metrics
         self._tracer = tracer
         self.engine: EngineLoop[TargetEvent, DrafterNews] = EngineLoop(
@@ -158,6 +161,13 @@ class TargetHost:
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    @property
+    def stall_s(self) -> float:
+        """Time inside one step after which the engine counts as hung; longer where steps have proved to be slow."""
+        return (
+            self._stall_s if self._stepper is None else max(self._stall_s, NUM_FULL_STEPS * self._stepper.full_step_s)
+        )
 
     def _make_stepper(self) -> Stepper[TargetEvent, DrafterNews]:
         self._stepper = self._served.make()
@@ -481,17 +491,19 @@ class TargetHost:
         """Sends signs of life to silent gateways; never returns.
 
         The engine is alive while it makes progress, or has no session: those that wait for their grammars wait for it.
+        In a long step it is alive until it counts as hung, so that to a gateway silence means that nobody is there.
         """
         device, loop = self.engine.device, asyncio.get_running_loop()
         num_calls = device.num_calls
         while True:
             await asyncio.sleep(LIFE_S)
-            works = device.num_calls != num_calls
+            step_s = 0.0 if device.num_calls != num_calls else device.call_s(time.monotonic())
+            works = device.num_calls != num_calls or 0.0 < step_s < self.stall_s
             num_calls = device.num_calls
             if works or not any(each.begun for each in self._sessions.values()):
                 for gateway, sessions in self._gateways.items():
                     if sessions:
-                        gateway.show_life(loop.time())
+                        gateway.show_life(loop.time(), step_s)
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3

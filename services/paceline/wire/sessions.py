@@ -57,7 +57,7 @@ _ORIGIN_FROM_PB = {value: origin for origin, value in _ORIGIN_TO_PB.items()}
 _KINDS: dict[str, type[PacelineError]] = {
     name: kind
     for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, PacelineError) and kind is not PeerLostError
+    if isinstance(kind, type) and issubclass(kind, PacelineError) and not issubclass(kind, PeerLostError)
 }
 MAX_PROBLEM_CHARS, MAX_FIELD_CHARS = 256, 64
 # A client gets the pause unchanged.
@@ -83,12 +83,14 @@ class LogPart:
     Attributes:
         outcomes: Committed tokens of sessions, each named once, then how sessions ended early.
         taken: Numbers of sessions that it has accepted.
-        alive: The engine makes progress.
+        alive: The engine makes progress, or is inside a step for less than the time after which it counts as hung.
+        step_s: Seconds for which it has been inside that step; 0: it has made progress.
     """
 
     outcomes: Sequence[Outcome] = ()
     taken: Sequence[int] = ()
     alive: bool = False
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +101,13 @@ class LogRead:
         outcomes: As of `LogPart`, each decoded when it is asked for; of a long prompt's log probabilities several.
         taken: As of `LogPart`.
         alive: As of `LogPart`.
+        step_s: As of `LogPart`.
     """
 
     outcomes: Iterator[Outcome]
     taken: Sequence[int]
     alive: bool
+    step_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,7 +268,7 @@ def generate_request_from_pb(message: verifier_pb2.StartSession, *, context_len:
 
 def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
     """Encodes a verifier's messages to a gateway."""
-    message = verifier_pb2.VerifyResponse(alive=part.alive, taken=part.taken)
+    message = verifier_pb2.VerifyResponse(alive=part.alive, taken=part.taken, step_ns=round(part.step_s * NS_PER_S))
     numbers: list[int] = []
     offsets: list[int] = []
     ends: list[int] = []
@@ -329,7 +333,7 @@ def log_from_pb(
             start = end
         yield from ((each.number, _error_from_pb(each)) for each in message.errors if each.number in sessions)
 
-    return LogRead(outcomes=outcomes(), taken=[*message.taken], alive=message.alive)
+    return LogRead(outcomes=outcomes(), taken=[*message.taken], alive=message.alive, step_s=message.step_ns / NS_PER_S)
 
 
 def _committed(offset: int, token_ids: tuple[int, ...], origins: bytes) -> CommittedTokens:

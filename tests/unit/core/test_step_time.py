@@ -7,7 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.core.step_time import MOST_ROWS, NODE_S, StepCost, StepTimes
+from paceline.core.step_time import (
+    LEAST_PROMPT_ROWS,
+    MOST_ROWS,
+    NODE_S,
+    PROMPT_STEP_S,
+    PromptRows,
+    StepCost,
+    StepTimes,
+)
 
 PROFILE = StepCost(rows=(1, 128), seconds=(0.010, 0.137))
 
@@ -81,3 +89,55 @@ def test_what_guesses_cost_is_told_from_what_the_rest_of_a_step_does():
     whole, extra = times.learned()
     assert whole == pytest.approx(1.5, rel=0.02)
     assert extra * (1.0 + NODE_S / (PROFILE.at(9) - PROFILE.at(8))) == pytest.approx(0.4, rel=0.05)
+
+
+def test_a_table_is_drawn_out_by_the_shape_of_steps_and_not_by_its_last_slope():
+    """A busy machine had shown 1, 4 and 8 rows: a step of 512 that was taken for one of 8 then took over 20 s."""
+    flat = StepCost(rows=(1, 4, 8), seconds=(0.28, 0.28, 0.28))
+    drawn = flat.drawn_out(512)
+    assert (drawn.rows[:3], drawn.seconds[:3]) == (flat.rows, flat.seconds)
+    assert drawn.rows[-1] == 512
+    assert drawn.at(512) > 20 * flat.at(8)
+    assert flat.drawn_out(8) == flat
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.3])
+@pytest.mark.parametrize("row_s", [1e-4, 0.01, 0.03])
+def test_steps_of_a_prompt_approach_the_bound_from_below(row_s, fixed_s):
+    rows = PromptRows()
+    rows.start_from(StepCost(rows=(1, 4, 8), seconds=tuple(fixed_s + row_s * count for count in (1, 4, 8))))
+    seconds = []
+    for _ in range(30):
+        count = rows.most(4096)
+        seconds.append(fixed_s + row_s * count)
+        rows.observe(rows=count, seconds=seconds[-1])
+    assert max(seconds) <= PROMPT_STEP_S
+    assert count == 4096 or seconds[-1] > 0.9 * PROMPT_STEP_S
+
+
+def test_a_slow_step_has_the_next_one_read_less_and_fast_ones_take_it_back():
+    rows = PromptRows()
+    rows.observe(rows=512, seconds=8.0 * PROMPT_STEP_S)
+    assert rows.most(512) == 64
+    rows.observe(rows=64, seconds=1000.0)
+    assert rows.most(512) == LEAST_PROMPT_ROWS
+    rows.observe(rows=LEAST_PROMPT_ROWS, seconds=PROMPT_STEP_S / 8)
+    assert rows.most(512) == 8 * LEAST_PROMPT_ROWS
+    rows.observe(rows=1, seconds=PROMPT_STEP_S / 2)
+    assert rows.most(512) == 8 * LEAST_PROMPT_ROWS, "the end of a prompt shows less"
+
+
+def test_beside_sessions_whose_step_alone_takes_longer_prompts_double_it_at_most():
+    rows = PromptRows()
+    rows.observe(rows=100, seconds=8.0, plain_s=2.0)
+    assert rows.most(512) == 50
+
+
+def test_where_the_first_step_is_beyond_the_bound_a_prompt_begins_with_the_fewest_rows():
+    rows = PromptRows()
+    rows.start_from(StepCost(rows=(1, 4), seconds=(2.0, 2.5)))
+    assert rows.most(512) == LEAST_PROMPT_ROWS
+
+
+def test_nothing_bounds_prompts_before_a_step_was_slow():
+    assert PromptRows().most(8192) == 8192

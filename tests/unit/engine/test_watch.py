@@ -28,7 +28,7 @@ class Device:
 
 async def test_a_device_that_waits_is_never_hung_and_one_that_does_not_come_back_is() -> None:
     device, stalled = Device(), list[float]()
-    watching = asyncio.create_task(until_hung(device, 0.2, stalled.append))
+    watching = asyncio.create_task(until_hung(device, lambda: 0.2, stalled.append))
     done, _ = await asyncio.wait({watching}, timeout=0.5)
     assert not done
     device.at_work = 1
@@ -38,7 +38,9 @@ async def test_a_device_that_waits_is_never_hung_and_one_that_does_not_come_back
 
 async def test_an_event_loop_that_does_not_come_round_is_seen_from_outside() -> None:
     seen, stalled = threading.Event(), list[float]()
-    watching = asyncio.create_task(until_hung(Device(), 0.2, lambda stuck_s: stalled.append(stuck_s) or seen.set()))
+    watching = asyncio.create_task(
+        until_hung(Device(), lambda: 0.2, lambda stuck_s: stalled.append(stuck_s) or seen.set())
+    )
     await asyncio.sleep(0)
     assert seen.wait(10), "the loop stands still meanwhile"
     assert stalled[0] > 0.2

@@ -21,6 +21,7 @@ from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
     PeerLostError,
+    PeerSilentError,
     RemoteProtocolError,
     UnavailableError,
 )
@@ -105,6 +106,12 @@ class RunningCall:
         assert self._stream is not None, "it has begun"
         return self._stream.heard_s
 
+    @property
+    def step_s(self) -> float:
+        """For how long the verifier's step had lasted then, seconds; 0: its engine had made progress."""
+        assert self._stream is not None, "it has begun"
+        return self._stream.step_s
+
     def begun(self, stream: _VerifierStream) -> None:
         self._stream = stream
 
@@ -177,6 +184,7 @@ class _VerifierStream:
     Attributes:
         over: It has ended, with all its sessions.
         heard_s: When the verifier last showed life, or was given its first session.
+        step_s: For how long its step had lasted then.
     """
 
     def __init__(
@@ -187,6 +195,7 @@ class _VerifierStream:
         self._silence_s = silence_s
         self._clock = clock
         self.heard_s = clock()
+        self.step_s = 0.0
         self._calls: dict[int, RunningCall] = {}
         self._asked: dict[int, AskedSession] = {}
         self._last_number = 0
@@ -256,7 +265,9 @@ class _VerifierStream:
         self._watch = None
         left_s = self.heard_s + self._silence_s - self._clock()
         if self._calls and left_s <= 0.0:
-            self._end(partial(PeerLostError, f"the verifier at {self.address} was silent for {self._silence_s:g} s"))
+            inside = f", {self.step_s:.1f} s into a step" if self.step_s else ""
+            problem = f"the verifier at {self.address} was silent for {self._silence_s:g} s{inside}"
+            self._end(partial(PeerSilentError, problem))
         elif self._calls:
             self._watch = asyncio.get_running_loop().call_later(left_s, self._look)
 
@@ -313,7 +324,7 @@ class _VerifierStream:
         part = log_from_pb(message, self._asked, self._last_number)
         now_s = self._clock()
         if part.alive:
-            self.heard_s = now_s
+            self.heard_s, self.step_s = now_s, part.step_s
         for number in part.taken:
             if number in self._calls:
                 self._calls[number].taken_s = now_s

@@ -291,7 +291,8 @@ class Failover:
         deaths = attempts.recorded.deaths
         if deaths.too_many:
             raise EndsEnginesError(
-                f"{deaths.count} engines in a row died while they ran the request; it is not run again"
+                f"{deaths.count} engines in a row died, or their processes were lost, while they ran the request; "
+                "it is not run again"
             ) from error
         if attempts.num_failures >= MOST_FAILURES:
             raise _given_up(attempts, error) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError
+from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, PeerSilentError
 from paceline.core.messages import SpeculationRecord, distribution_only
 from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite
 
@@ -45,8 +45,8 @@ class EngineDeaths:
         """
         known = EngineDeaths(has_tokens=True) if progressed else self
         died = isinstance(error, EngineDiedError)
-        # It may be computed before the process can report it.
-        lost = isinstance(error, PeerLostError) and (ran or unheard)
+        # It may be computed before the process can report it. One that is silent is not known to have died.
+        lost = isinstance(error, PeerLostError) and not isinstance(error, PeerSilentError) and (ran or unheard)
         return replace(known, count=known.count + 1) if died or lost else known
 
     @property

@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epaceline/rpc/v1/verifier.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"`\n\rVerifyRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12-\n\x06starts\x18\x02 \x03(\x0b\x32\x1d.paceline.rpc.v1.StartSession\x12\x0e\n\x06leaves\x18\x03 \x03(\r\"\x94\x02\n\x0cStartSession\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12.\n\x06params\x18\x0e \x01(\x0b\x32\x1e.paceline.rpc.v1.SessionParams\x12\x18\n\x0bmax_wait_ns\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05whole\x18\t \x01(\x08\x12\x13\n\x0btraceparent\x18\r \x01(\tB\x0e\n\x0c_max_wait_nsJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"\xff\x02\n\x0eVerifyResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x10\n\x08sessions\x18\x03 \x01(\x0c\x12\x0f\n\x07offsets\x18\x04 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x0f\n\x07origins\x18\x07 \x01(\x0c\x12\r\n\x05taken\x18\x08 \x03(\r\x12\x0f\n\x07running\x18\t \x03(\r\x12\r\n\x05lossy\x18\n \x03(\r\x12\x32\n\x08logprobs\x18\x0b \x03(\x0b\x32 .paceline.rpc.v1.SessionLogprobs\x12\x34\n\x07records\x18\x0c \x03(\x0b\x32#.paceline.rpc.v1.SessionSpeculation\x12/\n\x07results\x18\r \x03(\x0b\x32\x1e.paceline.rpc.v1.SessionResult\x12-\n\x06\x65rrors\x18\x0e \x03(\x0b\x32\x1d.paceline.rpc.v1.SessionError\"\xa9\x01\n\x0fSessionLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12:\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12\x15\n\rprompt_offset\x18\x04 \x01(\r\"]\n\x12SessionSpeculation\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x37\n\x0bspeculation\x18\x02 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationRecord\"\x8d\x02\n\rSessionResult\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x34\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1d.paceline.rpc.v1.FinishReason\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x05 \x01(\r\x12\x37\n\x0bspeculation\x18\x06 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationRecord\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.paceline.rpc.v1.Timings\"d\n\x0cSessionError\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ns\x18\x05 \x01(\x04*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x32Y\n\x08Verifier\x12M\n\x06Verify\x12\x1e.paceline.rpc.v1.VerifyRequest\x1a\x1f.paceline.rpc.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epaceline/rpc/v1/verifier.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"`\n\rVerifyRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12-\n\x06starts\x18\x02 \x03(\x0b\x32\x1d.paceline.rpc.v1.StartSession\x12\x0e\n\x06leaves\x18\x03 \x03(\r\"\x94\x02\n\x0cStartSession\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12.\n\x06params\x18\x0e \x01(\x0b\x32\x1e.paceline.rpc.v1.SessionParams\x12\x18\n\x0bmax_wait_ns\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05whole\x18\t \x01(\x08\x12\x13\n\x0btraceparent\x18\r \x01(\tB\x0e\n\x0c_max_wait_nsJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"\x90\x03\n\x0eVerifyResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x10\n\x08sessions\x18\x03 \x01(\x0c\x12\x0f\n\x07offsets\x18\x04 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x0f\n\x07origins\x18\x07 \x01(\x0c\x12\r\n\x05taken\x18\x08 \x03(\r\x12\x0f\n\x07running\x18\t \x03(\r\x12\r\n\x05lossy\x18\n \x03(\r\x12\x32\n\x08logprobs\x18\x0b \x03(\x0b\x32 .paceline.rpc.v1.SessionLogprobs\x12\x34\n\x07records\x18\x0c \x03(\x0b\x32#.paceline.rpc.v1.SessionSpeculation\x12/\n\x07results\x18\r \x03(\x0b\x32\x1e.paceline.rpc.v1.SessionResult\x12-\n\x06\x65rrors\x18\x0e \x03(\x0b\x32\x1d.paceline.rpc.v1.SessionError\x12\x0f\n\x07step_ns\x18\x0f \x01(\x04\"\xa9\x01\n\x0fSessionLogprobs\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12:\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32!.paceline.rpc.v1.PositionLogprobs\x12\x15\n\rprompt_offset\x18\x04 \x01(\r\"]\n\x12SessionSpeculation\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x37\n\x0bspeculation\x18\x02 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationRecord\"\x8d\x02\n\rSessionResult\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x34\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1d.paceline.rpc.v1.FinishReason\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x05 \x01(\r\x12\x37\n\x0bspeculation\x18\x06 \x01(\x0b\x32\".paceline.rpc.v1.SpeculationRecord\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.paceline.rpc.v1.Timings\"d\n\x0cSessionError\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ns\x18\x05 \x01(\x04*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x32Y\n\x08Verifier\x12M\n\x06Verify\x12\x1e.paceline.rpc.v1.VerifyRequest\x1a\x1f.paceline.rpc.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.rpc.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENORIGIN']._serialized_start=1486
-  _globals['_TOKENORIGIN']._serialized_end=1632
+  _globals['_TOKENORIGIN']._serialized_start=1503
+  _globals['_TOKENORIGIN']._serialized_end=1649
   _globals['_VERIFYREQUEST']._serialized_start=81
   _globals['_VERIFYREQUEST']._serialized_end=177
   _globals['_STARTSESSION']._serialized_start=180
   _globals['_STARTSESSION']._serialized_end=456
   _globals['_VERIFYRESPONSE']._serialized_start=459
-  _globals['_VERIFYRESPONSE']._serialized_end=842
-  _globals['_SESSIONLOGPROBS']._serialized_start=845
-  _globals['_SESSIONLOGPROBS']._serialized_end=1014
-  _globals['_SESSIONSPECULATION']._serialized_start=1016
-  _globals['_SESSIONSPECULATION']._serialized_end=1109
-  _globals['_SESSIONRESULT']._serialized_start=1112
-  _globals['_SESSIONRESULT']._serialized_end=1381
-  _globals['_SESSIONERROR']._serialized_start=1383
-  _globals['_SESSIONERROR']._serialized_end=1483
-  _globals['_VERIFIER']._serialized_start=1634
-  _globals['_VERIFIER']._serialized_end=1723
+  _globals['_VERIFYRESPONSE']._serialized_end=859
+  _globals['_SESSIONLOGPROBS']._serialized_start=862
+  _globals['_SESSIONLOGPROBS']._serialized_end=1031
+  _globals['_SESSIONSPECULATION']._serialized_start=1033
+  _globals['_SESSIONSPECULATION']._serialized_end=1126
+  _globals['_SESSIONRESULT']._serialized_start=1129
+  _globals['_SESSIONRESULT']._serialized_end=1398
+  _globals['_SESSIONERROR']._serialized_start=1400
+  _globals['_SESSIONERROR']._serialized_end=1500
+  _globals['_VERIFIER']._serialized_start=1651
+  _globals['_VERIFIER']._serialized_end=1740
 # @@protoc_insertion_point(module_scope)

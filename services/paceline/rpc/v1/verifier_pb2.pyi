@@ -164,10 +164,13 @@ class VerifyResponse(google.protobuf.message.Message):
     RECORDS_FIELD_NUMBER: builtins.int
     RESULTS_FIELD_NUMBER: builtins.int
     ERRORS_FIELD_NUMBER: builtins.int
+    STEP_NS_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """See `VerifyRequest.protocol`."""
     alive: builtins.bool
-    """The engine makes progress. Said at least once in some seconds while the gateway has sessions."""
+    """The engine makes progress, or its step has lasted for less than the time after which the verifier ends its own
+    process as hung. Said at least once in some seconds while the gateway has sessions.
+    """
     sessions: builtins.bytes
     """Numbers of the sessions of which anything is told but that they were taken, or ended early."""
     offsets: builtins.bytes
@@ -178,6 +181,8 @@ class VerifyResponse(google.protobuf.message.Message):
     """Committed tokens, oldest first."""
     origins: builtins.bytes
     """A byte per token: its origin, as in `TokenOrigin`."""
+    step_ns: builtins.int
+    """For how long the step under way has lasted; with `alive`. 0: the engine has made progress since the last such sign."""
     @property
     def taken(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sessions that the verifier has accepted; said at once, before anything else of them."""
@@ -223,8 +228,9 @@ class VerifyResponse(google.protobuf.message.Message):
         records: collections.abc.Iterable[Global___SessionSpeculation] | None = ...,
         results: collections.abc.Iterable[Global___SessionResult] | None = ...,
         errors: collections.abc.Iterable[Global___SessionError] | None = ...,
+        step_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "ends", b"ends", "errors", b"errors", "logprobs", b"logprobs", "lossy", b"lossy", "offsets", b"offsets", "origins", b"origins", "protocol", b"protocol", "records", b"records", "results", b"results", "running", b"running", "sessions", b"sessions", "taken", b"taken", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "ends", b"ends", "errors", b"errors", "logprobs", b"logprobs", "lossy", b"lossy", "offsets", b"offsets", "origins", b"origins", "protocol", b"protocol", "records", b"records", "results", b"results", "running", b"running", "sessions", b"sessions", "step_ns", b"step_ns", "taken", b"taken", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifyResponse: typing_extensions.TypeAlias = VerifyResponse
 

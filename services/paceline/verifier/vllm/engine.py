@@ -129,6 +129,11 @@ class VllmEngine:
         """Numbers of the sessions that a failure now is blamed on."""
         return tuple(self._running)
 
+    @property
+    def full_step_s(self) -> float:
+        """0: vLLM's steps are its own."""
+        return 0.0
+
     def handle(self, event: TargetEvent) -> None:
         """Handles one event; those of drafters are ignored, and those of rehearsals are the helper's."""
         match event:

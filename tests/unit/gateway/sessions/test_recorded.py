@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
+from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, PeerSilentError, UnavailableError
 from paceline.gateway.sessions.recorded import EngineDeaths
 
 TOLD, LOST, AWAY = EngineDiedError("died"), PeerLostError("reset"), UnavailableError("shuts down")
@@ -27,6 +27,12 @@ def test_a_process_that_vanished_before_its_first_message_counts_since_it_cannot
 def test_a_verifier_that_was_not_reached_or_goes_away_in_order_is_no_evidence() -> None:
     assert EngineDeaths().after(LOST, ran=False, unheard=False) == EngineDeaths()
     assert EngineDeaths().after(AWAY, ran=True) == EngineDeaths()
+
+
+def test_a_verifier_that_is_silent_is_not_known_to_have_died() -> None:
+    silent = PeerSilentError("was silent for 15 s")
+    assert EngineDeaths().after(silent, ran=True) == EngineDeaths()
+    assert EngineDeaths(1).after(silent, ran=True, unheard=True) == EngineDeaths(1)
 
 
 def test_a_token_takes_back_what_was_before_it() -> None:
