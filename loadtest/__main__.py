@@ -21,6 +21,7 @@ BENCHES = {
     "literature": "the table of the literature at its constants, by the real fleet on simulated devices",
     "load": "replays a trace of arrivals, open loop, with speculation off, on and adaptive; `make load`",
     "locust": "users of both doors come in ramps and spikes, by Locust",
+    "long_prompt": "a prompt of 8,000 tokens beside streams, on a model in the shape of Llama-3.2-1B",
     "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
     "overload": "goodput at three times what the fleet can do",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
