@@ -199,3 +199,28 @@ def test_a_pass_costs_what_it_reads(tiny):
     assert shares == sorted(shares)
     assert 0 < shares[0] < shares[1]
     assert shares[3] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_target_that_was_not_trained_for_it_is_named_once(tiny, caplog, is_right):
+    bench = Bench(tiny("llama").load())
+    source = EarlyExitSource(bench.decoder, (0,), cost=0.0)
+    source.attach(bench.cache, bench.scratch)
+    session = bench.session(list(PROMPT))
+    followers = [source.follow(session) for _ in range(60)]
+    for _ in range(3):
+        guess = grow_one(source, followers, session)
+        session.tokens.append(guess if is_right else (guess + 1) % VOCAB)
+        grow_one(source, followers, session)
+        session.tokens.pop()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert ["guessed 0 of 100 tokens right with 1 layers" in each for each in warnings] == ([] if is_right else [True])
+
+
+def grow_one(source, followers, session) -> int | None:
+    """Returns the best first guess of all, which follow the same session."""
+    trees = [new_tree(len(session.tokens)) for _ in followers]
+    source.grow(
+        [Turn(follower=each, tree=tree, limit=1, least=0.0) for each, tree in zip(followers, trees, strict=True)]
+    )
+    return next((path[0] for path in map(likeliest_path, trees) if path), None)
