@@ -207,5 +207,6 @@ def speed(completions: Sequence[Completion]) -> float:
 def random_drafter(folder: Path) -> Path:
     """The demo drafter's shape and tokenizer with weights that were never trained."""
     stranger = new_model(load_model(DEMO_DRAFTER).config)
-    export_model(stranger, DEMO_DRAFTER, folder, Card(title="Random", summary="Never trained.", figures=""))
+    card = Card(title="Random", summary="Never trained.", figures="None.", data="None.", licence=None)
+    export_model(stranger, DEMO_DRAFTER, folder, card)
     return folder

@@ -15,6 +15,7 @@ from training.acceptance import acceptance_table
 from training.demo import make_demo
 from training.distill import DistillConfig, make_drafter
 from training.heads import Eagle3Config, MedusaConfig, make_eagle3, make_medusa
+from training.text import prompts_of
 
 PROG = "python -m training"
 USAGE = f"""usage: {PROG} COMMAND [OPTIONS]
@@ -31,9 +32,10 @@ examples:
   {PROG} distill --target models/llama --layers 2 --out models/llama-drafter
   {PROG} distill --target models/llama --start models/llama-drafter --out models/better
   {PROG} medusa --target models/llama --out models/llama-medusa
-  {PROG} eagle3 --target models/llama --out models/llama-eagle3
-  {PROG} acceptance --target models/llama --drafter models/llama-eagle3
+  {PROG} eagle3 --target models/llama --prompts-file prompts.txt --out models/llama-eagle3
+  {PROG} acceptance --target models/llama --drafter models/llama-eagle3 --prompts-file others.txt
 
+Text is chats, prompts that the target answers, or Python files.
 The demo models learn from the source of the Python standard library on this machine; nothing is downloaded. A CUDA
 GPU is used if there is one; on two CPU cores `demo` takes some hours.
 """
@@ -53,8 +55,13 @@ class AcceptanceConfig:
 
     target: Path = setting(help="Checkpoint folder of the target, or a name of the Hugging Face Hub.")
     drafter: Path = setting(help="Checkpoint folder or Hub name of the draft model, Medusa heads or EAGLE-3 head.")
-    prompts: int = setting(40, help="Number of prompts.", low=1, high=1000)
-    tokens: int = setting(128, help="Tokens that the target writes after each.", low=8, high=100_000)
+    prompts: int = setting(40, help="Number of prompts at most.", low=1, high=1000)
+    prompts_file: Path | None = setting(
+        None,
+        help="Prompts, one a line: plain text, or JSON with `messages` or `prompt`, rendered with the target's chat "
+        "template. Openings of Python code if not given.",
+    )
+    tokens: int = setting(128, help="Tokens that the target writes after each at most.", low=8, high=100_000)
     seed: int = setting(0, help="Of the choice of prompts and of the sampling noise.", low=0, high=2**31 - 1)
 
 
@@ -65,7 +72,9 @@ def print_acceptance(config: AcceptanceConfig) -> None:
         ValueError: The two do not fit, or there are too few prompts.
     """
     target, drafter = folder_of(config.target, "--target"), folder_of(config.drafter, "--drafter")
-    sys.stdout.write(acceptance_table(target, drafter, config.prompts, config.tokens, config.seed) + "\n")
+    prompts = None if config.prompts_file is None else prompts_of(config.prompts_file, target)
+    table = acceptance_table(target, drafter, prompts, config.prompts, config.tokens, config.seed)
+    sys.stdout.write(table + "\n")
 
 
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {
@@ -84,10 +93,10 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {
     "acceptance": (
         AcceptanceConfig,
         print_acceptance,
-        "Measures how well a drafter fits its target, in float32 on the CPU. The target continues prompts of Python "
-        "code that the demo pair never saw, and the drafter guesses on from every place of that text. The table "
-        "shows by temperature the share of chains that are accepted up to a position, the most that any acceptance "
-        "rule could accept of first guesses, and the mean number of tokens of a round with 3, 5 and 7 guesses.",
+        "Measures how well a drafter fits its target, in float32 on the CPU. The target answers prompts of a file, or "
+        "continues Python code that the demo pair never saw. The drafter guesses on from every place of that text. The "
+        "table shows by temperature the share of chains that are accepted up to a position, the most that any "
+        "acceptance rule could accept of first guesses, and the mean tokens of a round with 3, 5 and 7 guesses.",
     ),
 }
 

@@ -1,7 +1,8 @@
 """Measures how often a drafter's token is the target's, along the target's own text."""
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,12 +16,13 @@ from training import eagle3, medusa
 from training.models import (
     Chooser,
     Drafted,
-    continue_rows,
     head_weight,
     hidden_states,
     load_model,
     load_tokenizer,
+    write_rows,
 )
+from training.text import Prompt, end_ids_of
 
 PROMPT_TOKENS = 64
 CHAINS = (3, 5, 7)
@@ -84,8 +86,23 @@ class Acceptance:
     mean_length: dict[int, float]
 
 
-def acceptance_table(target_folder: Path, drafter_folder: Path, num_prompts: int, num_new: int, seed: int) -> str:
-    """A drafter's acceptance after unseen prompts, as a Markdown table.
+def acceptance_table(
+    target_folder: Path,
+    drafter_folder: Path,
+    prompts: Sequence[Prompt] | None,
+    num_prompts: int,
+    num_new: int,
+    seed: int,
+) -> str:
+    """A drafter's acceptance after prompts, as a Markdown table.
+
+    Args:
+        target_folder: Checkpoint of the target.
+        drafter_folder: Checkpoint of the drafter.
+        prompts: To choose from; None: Python code that the demo pair never saw.
+        num_prompts: Prompts at most.
+        num_new: Tokens after each at most; answers end at an end token, code does not.
+        seed: Of the choice and of the noise.
 
     Raises:
         FileNotFoundError: A folder lacks config.json, weights or tokenizer.json.
@@ -93,8 +110,13 @@ def acceptance_table(target_folder: Path, drafter_folder: Path, num_prompts: int
     """
     target = load_model(target_folder)
     drafter = load_drafter(drafter_folder, target)
-    prompts = encode_prompts(load_tokenizer(target_folder), unseen_prompts(num_prompts, seed))
-    return table([measure(target, drafter, prompts, value, num_new, seed) for value in TEMPERATURES])
+    if prompts is None:
+        chosen = encode_prompts(load_tokenizer(target_folder), unseen_prompts(num_prompts, seed))
+        end_ids: Collection[int] = ()
+    else:
+        chosen = random.Random(seed).sample(list(prompts), min(num_prompts, len(prompts)))
+        end_ids = end_ids_of(target)
+    return table([measure(target, drafter, chosen, value, num_new, seed, end_ids) for value in TEMPERATURES])
 
 
 def load_drafter(folder: Path, target: PreTrainedModel) -> ChainDrafter:
@@ -119,61 +141,77 @@ def load_drafter(folder: Path, target: PreTrainedModel) -> ChainDrafter:
     return ModelChain(model)
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> torch.Tensor:
-    """Ids `[prompts, length]`, all cut to the shortest (`PROMPT_TOKENS` at most)."""
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[Prompt]:
+    """Ids of prompts, all cut to the shortest (`PROMPT_TOKENS` at most)."""
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     length = min(PROMPT_TOKENS, *(len(ids) for ids in encoded))
-    return torch.tensor([ids[:length] for ids in encoded])
+    return [tuple(ids[:length]) for ids in encoded]
 
 
 @torch.no_grad()
 def measure(
     target: PreTrainedModel,
     drafter: ChainDrafter,
-    prompts: torch.Tensor,
+    prompts: Sequence[Sequence[int]],
     temperature: float,
     num_new: int = 128,
     seed: int = 0,
+    end_ids: Collection[int] = (),
 ) -> Acceptance:
     """Let the target continue the prompts, then have the drafter guess a chain from every place of that text.
 
     Args:
         target: float32.
         drafter: float32, for this target.
-        prompts: ids `[prompts, length]`, of two tokens or more.
+        prompts: ids, two or more each.
         temperature: 0 is greedy.
-        num_new: tokens written after each prompt.
+        num_new: tokens written after each prompt at most.
         seed: of the noise both models share.
+        end_ids: ids that end a text.
     """
-    prompts = prompts.to(target.device)
     noise_source = torch.Generator().manual_seed(seed)
     chooser = gumbel_chooser(temperature, noise_source)
-    ids, states = continue_rows(target, prompts, num_new, chooser, drafter.taps)
-    head, before = head_weight(target), prompts.shape[1]
+    before, length = min(map(len, prompts)), max(map(len, prompts)) + num_new - 1
+    rows = write_rows(target, iter(prompts), len(prompts), length, chooser, drafter.taps, end_ids)
+    head = head_weight(target)
     text = _Text(
-        written=ids[:, before:],
-        states=states[:, before - 1 :, : head.shape[1]],
+        written=rows.ids[:, before:],
+        states=rows.states[:, before - 1 :, : head.shape[1]],
         target_head=head,
         temperature=temperature,
         seed=seed,
     )
-    chains = drafter.chain(ids[:, :-1], states, max(CHAINS))
+    # Short answers may leave no place for the longest chains.
+    positions = min(max(CHAINS), text.written.shape[1])
+    chains = drafter.chain(rows.ids[:, :-1], rows.states, positions)
     # Place 0 guesses token 2.
     tallies = [
         text.tally(replace(drafted, states=drafted.states[:, before - 2 :]), position, drafter.draft_ids)
         for position, drafted in enumerate(chains)
     ]
-    runs = accepted_runs([tally[..., 0].bool() for tally in tallies])
-    first = tallies[0].mean(dim=(0, 1)).tolist()
-    lengths = sorted({min(gamma, len(chains)) for gamma in CHAINS})
+    taught = rows.taught & (rows.taught.cumsum(dim=1) <= num_new)
+    return _acceptance(temperature, tallies, taught[:, before - 1 :])
+
+
+def _acceptance(temperature: float, tallies: Sequence[torch.Tensor], taught: torch.Tensor) -> Acceptance:
+    """Sums up tallies, of the places `[rows, places]` that the target wrote."""
+    places = taught.shape[1]
+    runs = accepted_runs([tally[..., 0].bool() & taught[:, k:] for k, tally in enumerate(tallies)])
+    inside = [taught[:, : places - k] & taught[:, k:] for k in range(len(tallies))]
+    first = tallies[0][taught].mean(dim=0).tolist()
+    answers = [
+        [run for run, is_taught in zip(*row, strict=True) if is_taught]
+        for row in zip(runs.tolist(), taught.tolist(), strict=True)
+    ]
+    lengths = sorted({min(gamma, len(tallies)) for gamma in CHAINS})
     return Acceptance(
         temperature=temperature,
-        num_tokens=num_new * prompts.shape[0],
-        accepted=tuple(float((runs[:, : num_new - k] > k).float().mean()) for k in range(len(chains))),
+        num_tokens=int(taught.sum()),
+        accepted=tuple(float((runs[:, : places - k] > k)[kept].float().mean()) for k, kept in enumerate(inside)),
         top_2=first[1],
         top_4=first[2],
         classic_bound=first[3],
-        mean_length={gamma: mean_chain_length(runs.tolist(), gamma) for gamma in lengths},
+        mean_length={gamma: mean_chain_length(answers, gamma) for gamma in lengths},
     )
 
 

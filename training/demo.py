@@ -10,7 +10,7 @@ import random
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from paceline.checkpoints.corpus import SourceFile, load_corpus
 from training.batches import TokenStore, encode_documents, load_store, save_store
 from training.distill import DistillConfig, make_drafter
-from training.export import Card, export_model
+from training.export import STANDARD_LIBRARY, Card, export_model
 from training.heads import Eagle3Config, MedusaConfig, make_eagle3, make_medusa
 from training.loop import (
     MixedOptimizer,
@@ -46,8 +46,14 @@ LONG_TOKENS = 1024
 SEQUENCE_STAGES = ((0.55, 256), (0.9, 512), (1.0, LONG_TOKENS))
 """(share of the run, sequence length) pairs: short rows first, because attention costs most."""
 
+RUN_ROWS: dict[str, Any] = {"batch_tokens": 8192, "round_rows": 128, "rounds_kept": 8, "steps_per_round": 16}
+"""Rows of the drafters' runs; a vocabulary of 4,096 ids takes more than the defaults."""
+
 DRAFTER_RUNS = ((365, 2), (588, 2), (435, 2), (800, 3))
 """Steps and layers of the draft model's runs, each of which goes on from the one before."""
+
+PURPOSE = """Demonstrations and benches of speculative decoding without a download. The demo target
+writes text that looks like Python; it is not a useful programming assistant."""
 
 NUM_EXCHANGES = 4_000
 MAX_EXCHANGE_CHARS = 2_000
@@ -208,13 +214,20 @@ def make_demo(out: Path, resume: bool) -> None:
     start = None
     for run, (steps, layers) in enumerate(DRAFTER_RUNS):
         name = "demo-drafter" if run == len(DRAFTER_RUNS) - 1 else f"demo-drafter-{run + 1}"
-        config = DistillConfig(target=target, out=out / name, steps=steps, layers=layers, seed=run, start=start)
+        config = DistillConfig(
+            target=target, out=out / name, steps=steps, layers=layers, seed=run, start=start, **RUN_ROWS
+        )
         make_drafter(_resumed(config, resume))
         start = config.out
-    medusa = MedusaConfig(target=target, out=out / "demo-medusa", steps=145, batch_tokens=1024)
+    medusa = MedusaConfig(target=target, out=out / "demo-medusa", steps=145, **(RUN_ROWS | {"batch_tokens": 1024}))
     make_medusa(_resumed(medusa, resume))
     eagle3 = Eagle3Config(
-        target=target, out=out / "demo-eagle3", steps=326, batch_tokens=4096, unrolled_steps=4, draft_vocab_size=3072
+        target=target,
+        out=out / "demo-eagle3",
+        steps=326,
+        unrolled_steps=4,
+        draft_vocab_size=3072,
+        **(RUN_ROWS | {"batch_tokens": 4096}),
     )
     make_eagle3(_resumed(eagle3, resume))
 
@@ -238,6 +251,12 @@ def make_target(config: TargetConfig, out: Path) -> None:
         f"files {loss:.3f} nats per token."
     )
     summary = "Target of Paceline's demo pair, trained from nothing by `python -m training demo`."
-    export_model(
-        model, config.out / "tokenizer", out, Card(title="Paceline demo target", summary=summary, figures=figures)
+    card = Card(
+        title="Paceline demo target",
+        summary=summary,
+        figures=figures,
+        data=STANDARD_LIBRARY,
+        licence="apache-2.0",
+        purpose=PURPOSE,
     )
+    export_model(model, config.out / "tokenizer", out, card)

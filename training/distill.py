@@ -11,7 +11,8 @@ from paceline.service.config import setting
 from training.export import export_model, publish
 from training.loop import moved, new_model
 from training.models import head_weight, hidden_states, load_model
-from training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
+from training.runs import Lesson, RunConfig, frozen_target, train_drafter
+from training.text import Batch, TextSource
 
 # The matrices whose outputs a layer adds to the residual stream.
 _CLOSING = ("o_proj.weight", "down_proj.weight")
@@ -94,7 +95,7 @@ def distill(config: DistillConfig) -> PreTrainedModel:
     def lessons(batch: Batch) -> list[Lesson]:
         states = hidden_states(drafter, batch.ids)
         head, target_head = head_weight(drafter), head_weight(target)
-        return [Lesson(draft=states, head=head, target=batch.states, target_head=target_head)]
+        return [Lesson(draft=states, head=head, target=batch.states, target_head=target_head, kept=batch.taught)]
 
     train_drafter(config, TextSource(config, target), drafter, int(drafter.config.vocab_size), lessons)
     return drafter

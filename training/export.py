@@ -3,10 +3,11 @@
 import copy
 import json
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from training.acceptance import acceptance_table
 from training.runs import RunConfig
+from training.text import read_prompts
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -26,27 +28,72 @@ TOKENIZER_FILES = (
 )
 
 
+STANDARD_LIBRARY = f"""Source code of the CPython {platform.python_version()} standard library (tests included), under
+the Python Software Foundation License 2.0. {sys.copyright.splitlines()[0]}
+About 2 % of the files were held out by a hash of their paths, and a few well-known modules by name."""
+_LICENCE_LINE = re.compile(r"^license:[ \t]*(\S+)[ \t]*$", re.MULTILINE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The variable parts of a model card; figures are measured, in Markdown."""
+    """The variable parts of a model card, in Markdown; figures are measured.
+
+    Attributes:
+        data: Text that was learnt, and its licence.
+        licence: SPDX name; None: it is not known.
+        purpose: A last section; None: there is none.
+    """
 
     title: str
     summary: str
     figures: str
+    data: str
+    licence: str | None
+    purpose: str | None = None
 
 
 def publish(config: RunConfig, kind: str, summary: str, export: Callable[[Card], object]) -> None:
-    """Export to `config.out`, measure what ships, and export again with the figures in the card."""
-    title = f"{kind} for {config.target.name}"
-    # Figures are measured on the weights as they ship, rounded to bfloat16.
-    export(Card(title=title, summary=summary, figures=""))
-    figures = acceptance_table(config.target, config.out, num_prompts=40, num_new=128, seed=0)
-    sys.stdout.write(figures + "\n")
-    text = (
-        f"Acceptance along the target's own text, 40 held-out prompts x 128 tokens, float32, after {config.steps} "
-        f"steps of {config.batch_tokens:,} tokens (seed {config.seed}):\n\n{figures}"
+    """Export to `config.out`, measure the result, and export again with the figures in the card."""
+    card = Card(
+        title=f"{kind} for {config.target.name}",
+        summary=summary,
+        figures=f"Not measured. {config.steps} steps of {config.batch_tokens:,} tokens (seed {config.seed}).",
+        data=config.data or _data_of(config),
+        licence=config.licence or licence_of(config.target),
     )
-    export(Card(title=title, summary=summary, figures=text))
+    export(card)
+    if not config.closing_prompts:
+        return
+    # Figures are of the exported weights, rounded to bfloat16.
+    prompts = read_prompts(config)
+    held_out = None if prompts is None else prompts.held_out
+    figures = acceptance_table(config.target, config.out, held_out, config.closing_prompts, num_new=128, seed=0)
+    sys.stdout.write(figures + "\n")
+    count = config.closing_prompts if held_out is None else min(config.closing_prompts, len(held_out))
+    text = (
+        f"Acceptance along the target's own text, {count} held-out prompts, at most 128 tokens each, float32, after "
+        f"{config.steps} steps of {config.batch_tokens:,} tokens (seed {config.seed}):\n\n{figures}"
+    )
+    export(replace(card, figures=text))
+
+
+def licence_of(target: Path) -> str | None:
+    """Licence that the model card of a folder names."""
+    card = target / "README.md"
+    found = _LICENCE_LINE.search(card.read_text(encoding="utf-8")) if card.is_file() else None
+    return found[1] if found else None
+
+
+def _data_of(config: RunConfig) -> str:
+    """Names of the files that a run read."""
+    told = []
+    if config.prompts_file is not None:
+        told.append(f"Answers of `{config.target.name}` to the prompts of `{config.prompts_file.name}`.")
+    if config.corpus is not None:
+        told.append(
+            f"Text of `{config.corpus.name}`, and what `{config.target.name}` wrote after pieces or prompts of it."
+        )
+    return " ".join(told) + " Their licences are not stated." if told else STANDARD_LIBRARY
 
 
 def export_model(model: PreTrainedModel, tokenizer_folder: Path, out: Path, card: Card) -> int:
@@ -76,7 +123,7 @@ def export_model(model: PreTrainedModel, tokenizer_folder: Path, out: Path, card
     facts = {
         "parameters": f"{_count(model):,} (embeddings and head tied: {bool(config.tie_word_embeddings)})",
         "shape": f"hidden {config.hidden_size}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}",
-        "context": f"{config.max_position_embeddings} tokens (rows of at most 1,024 in training)",
+        "context": f"{config.max_position_embeddings} tokens",
         "weights": "bfloat16 safetensors",
     }
     (out / "README.md").write_text(_card_text(card, "transformers", facts), encoding="utf-8")
@@ -114,11 +161,18 @@ def _count(model: nn.Module) -> int:
 
 
 def _card_text(card: Card, library: str, facts: Mapping[str, str]) -> str:
-    rows = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
+    licence = f"license: {card.licence}\n" if card.licence else ""
+    sections = {
+        "Data": card.data,
+        "Licence": f"`{card.licence}`"
+        if card.licence
+        else "Not stated: neither the target's card nor `--licence` names one.",
+        "Figures": card.figures,
+    } | ({"What it is for": card.purpose} if card.purpose else {})
+    table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
+    text = "\n\n".join(f"## {title}\n\n{body}" for title, body in sections.items())
     return f"""---
-license: apache-2.0
-language: code
-library_name: {library}
+{licence}library_name: {library}
 ---
 # {card.title}
 
@@ -126,24 +180,7 @@ library_name: {library}
 
 | | |
 | --- | --- |
-{rows}
+{table}
 
-## Data
-
-Source code of the CPython {platform.python_version()} standard library (tests included), under the
-Python Software Foundation License 2.0. {sys.copyright.splitlines()[0]}
-About 2 % of the files were held out by a hash of their paths, and a few well-known modules by name.
-
-## Licence
-
-The weights are under the Apache License 2.0, like the rest of Paceline.
-
-## Figures
-
-{card.figures}
-
-## What it is for
-
-Demonstrations and benches of speculative decoding without a download. The demo target
-writes text that looks like Python; it is not a useful programming assistant.
+{text}
 """

@@ -11,9 +11,10 @@ from training.eagle3 import Eagle3, begin_from, default_aux_layers, eagle3_confi
 from training.export import export_heads, publish
 from training.medusa import MedusaHeads
 from training.models import head_weight
-from training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
+from training.runs import Lesson, RunConfig, frozen_target, train_drafter
+from training.text import Batch, TextSource
 
-TRAINED_ON = "trained on its probabilities over the corpus and over text it wrote, by `python -m training"
+TRAINED_ON = "trained on its probabilities by `python -m training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Eagle3Config(RunConfig):
     """A training run of an EAGLE-3 head (arXiv 2503.01840)."""
 
     unrolled_steps: int = setting(5, help="Guesses of a chain that training follows.", low=1)
-    draft_vocab_size: int = setting(2048, help="Token ids that it can guess, the most frequent ones.", low=1)
+    draft_vocab_size: int = setting(8192, help="Token ids that it can guess at most, the most frequent ones.", low=1)
     aux_layers: tuple[int, ...] = setting(
         (), help="Three layers of the target whose outputs it reads; for L layers 1, L//2-1 and L-4 if not given."
     )
@@ -61,6 +62,7 @@ def train_medusa(config: MedusaConfig) -> MedusaHeads:
                 head=drafted.head,
                 target=batch.states[:, 1 + k :],
                 target_head=target_head,
+                kept=batch.taught[:, 1 + k :],
                 weight=config.head_decay**k,
             )
             for k, drafted in enumerate(heads.chain(batch.ids, batch.states, config.heads))
@@ -79,16 +81,18 @@ def train_eagle3(config: Eagle3Config) -> Eagle3:
     """
     target = frozen_target(config)
     aux_layers = config.aux_layers or default_aux_layers(int(target.config.num_hidden_layers))
-    shape = eagle3_config(target, config.draft_vocab_size, aux_layers)
+    vocab_size = int(target.config.vocab_size)
+    num_draft_ids = min(config.draft_vocab_size, vocab_size)
+    shape = eagle3_config(target, num_draft_ids, aux_layers)
     text = TextSource(config, target, aux_layers)
-    draft_ids = most_frequent(text.token_shares(int(target.config.vocab_size)), config.draft_vocab_size)
+    draft_ids = most_frequent(text.token_shares(vocab_size), num_draft_ids)
     head = Eagle3(shape, target, draft_ids).to(target.device)
     begin_from(head, target)
 
     def lessons(batch: Batch) -> list[Lesson]:
         return eagle3_lessons(config, head, target, batch)
 
-    train_drafter(config, text, head, config.draft_vocab_size, lessons)
+    train_drafter(config, text, head, num_draft_ids, lessons)
     return head
 
 
@@ -104,15 +108,14 @@ def eagle3_lessons(config: Eagle3Config, head: Eagle3, target: PreTrainedModel, 
     """
     own_ids, weight = head.draft_ids, head_weight(target).detach()
     final = batch.states[..., : head.config.hidden_size].float()
-    with torch.no_grad():
-        in_vocabulary = torch.stack([head.t2d[(row @ weight.T).argmax(dim=-1)] for row in final])
+    kept = batch.taught & head.t2d[batch.best]
     return [
         Lesson(
             draft=drafted.states,
             head=drafted.head,
             target=final[:, 1 + step :],
             target_head=weight[own_ids],
-            kept=in_vocabulary[:, 1 + step :],
+            kept=kept[:, 1 + step :],
             weight=config.step_decay**step,
         )
         for step, drafted in enumerate(head.chain(batch.ids, batch.states, config.unrolled_steps))
@@ -144,6 +147,6 @@ def make_eagle3(config: Eagle3Config) -> None:
     head = train_eagle3(config)
     summary = (
         f"An EAGLE-3 head (arXiv 2503.01840) on the frozen `{config.target.name}`: reads the outputs of its layers "
-        f"{', '.join(map(str, head.taps))}, guesses among {config.draft_vocab_size} token ids, {TRAINED_ON} eagle3`."
+        f"{', '.join(map(str, head.taps))}, guesses among {len(head.draft_ids)} token ids, {TRAINED_ON} eagle3`."
     )
     publish(config, "EAGLE-3 head", summary, lambda card: export_heads(head, head.layout, config.out, card))

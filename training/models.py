@@ -3,7 +3,7 @@
 transformers' own annotations do not pass strict checking, so its calls are made here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -101,35 +101,84 @@ def _states_of(output: Any, taps: Sequence[int]) -> torch.Tensor:
     return torch.cat(outputs, dim=-1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenRows:
+    """Rows that a model wrote.
+
+    Attributes:
+        ids: `[rows, length + 1]`, prompts included.
+        states: As `hidden_states` returns them for all ids but the last.
+        best: The most likely next ids, `[rows, length]`; defined where `taught`.
+        taught: Whether the next id is of the model's choice, not of a prompt, `[rows, length]`.
+    """
+
+    ids: torch.Tensor
+    states: torch.Tensor
+    best: torch.Tensor
+    taught: torch.Tensor
+
+
 @torch.no_grad()
-def continue_rows(
+def write_rows(
     model: PreTrainedModel,
-    prefix: torch.Tensor,
-    num_new: int,
+    prompts: Iterator[Sequence[int]],
+    num_rows: int,
+    length: int,
     choose: Chooser,
     taps: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write rows onwards, under the autocast of the caller if any; an end token does not stop a row.
+    end_ids: Collection[int] = (),
+    advance: Callable[[int], object] = lambda _: None,
+) -> WrittenRows:
+    """Write rows, under the autocast of the caller if any.
+
+    Each row begins with a prompt, and goes on with a further one behind an end token. So no row waits for others, and
+    prompts of any length stand in the same batch. Where no prompt is left, a row writes on and is no longer taught;
+    writing ends with the last row that is.
 
     Args:
         model: The target.
-        prefix: Ids `[batch, prefix]`.
-        num_new: Tokens to add to each row.
+        prompts: Ids of each; the first `num_rows` must be there.
+        num_rows: Rows at once.
+        length: Ids that the model reads a row, at least the shortest first prompt.
         choose: Picks each next id.
         taps: As in `hidden_states`.
-
-    Returns:
-        Ids `[batch, prefix + num_new]` and the states `[batch, prefix + num_new - 1, hidden]` that
-        chose each next token, with those of the taps behind them.
+        end_ids: Ids behind which a text has ended.
+        advance: Is told the number of ids that all rows have read since the last call.
     """
     decoder, cache = decoder_of(model), DynamicCache(config=model.config)
     weight = head_weight(model).float().T
-    rows, states, inputs = [prefix], [], prefix
-    for _ in range(num_new):
+    waiting = [list(next(prompts)) for _ in range(num_rows)]
+    common = min(map(len, waiting))
+    inputs = torch.tensor([ids[:common] for ids in waiting], device=model.device)
+    waiting = [ids[common:] for ids in waiting]
+    rows, states = [inputs], []
+    best = torch.zeros(num_rows, length, dtype=torch.int64, device=model.device)
+    taught = torch.zeros(num_rows, length, dtype=torch.bool)
+    ended = [False] * num_rows
+    for place in range(common - 1, length):
         output = decoder(input_ids=inputs, past_key_values=cache, use_cache=True, output_hidden_states=bool(taps))
         states.append(_states_of(output, taps))
-        with torch.autocast(prefix.device.type, enabled=False):
+        with torch.autocast(inputs.device.type, enabled=False):
             logits = output.last_hidden_state[:, -1].float() @ weight
-        inputs = choose(logits).unsqueeze(1)
+        best[:, place] = logits.argmax(dim=-1)
+        chosen = choose(logits).tolist()
+        for row, ids in enumerate(waiting):
+            if ids:
+                chosen[row] = ids.pop(0)
+                continue
+            taught[row, place] = not ended[row]
+            if chosen[row] in end_ids and not ended[row]:
+                ids.extend(next(prompts, ()))
+                ended[row] = not ids
+        advance(inputs.shape[1])
+        inputs = torch.tensor(chosen, device=model.device).unsqueeze(1)
         rows.append(inputs)
-    return torch.cat(rows, dim=1), torch.cat(states, dim=1)
+        if all(ended):
+            break
+    read = torch.cat(states, dim=1)
+    return WrittenRows(
+        ids=torch.cat(rows, dim=1),
+        states=read,
+        best=best[:, : read.shape[1]],
+        taught=taught[:, : read.shape[1]].to(model.device),
+    )

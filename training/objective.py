@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-SLICE_ELEMENTS = 1 << 20
+SLICE_ELEMENTS, LEAST_SLICE = 1 << 20, 64
+"""A slice of fewer tokens would read a head of 151,936 ids from memory for each few of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def distillation(
     grad_hidden = torch.empty_like(draft_hidden, dtype=torch.float32)
     grad_head = torch.zeros_like(draft_head) if head_learns else None
     sums = torch.zeros(3, dtype=torch.float64)
-    size = max(1, SLICE_ELEMENTS // vocab)
+    size = max(LEAST_SLICE, SLICE_ELEMENTS // vocab)
     for start in range(0, tokens, size):
         part = slice(start, min(tokens, start + size))
         hidden = draft_hidden[part].float()

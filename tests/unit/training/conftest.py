@@ -55,6 +55,6 @@ def target_folder(tmp_path: Path, tokenizer: Tokenizer, tiny_config: LlamaConfig
     torch.manual_seed(0)
     save_tokenizer(tokenizer, tmp_path / "tokenizer", 2048)
     out = tmp_path / "target"
-    card = Card(title="tiny", summary="For tests.", figures="none")
+    card = Card(title="tiny", summary="For tests.", figures="none", data="None.", licence="apache-2.0")
     export_model(LlamaForCausalLM(tiny_config), tmp_path / "tokenizer", out, card)
     return out

@@ -28,7 +28,7 @@ from training.runs import RunConfig
 pytestmark = pytest.mark.full
 
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
-CARD = Card(title="tiny", summary="For tests.", figures="none")
+CARD = Card(title="tiny", summary="For tests.", figures="none", data="None.", licence="apache-2.0")
 AUX = (0, 1, 2)
 DRAFT_IDS = torch.tensor([1, 3, 4, 5, 8, *range(40, 200)])
 

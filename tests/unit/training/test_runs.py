@@ -121,4 +121,3 @@ def test_layers_that_a_drafter_grows_change_nothing_until_they_learn(tmp_path: P
 def test_an_export_is_bfloat16_and_loads_with_transformers(target_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(target_folder)
     assert model.dtype == torch.bfloat16
-    assert "Python Software Foundation" in (target_folder / "README.md").read_text("utf-8")
