@@ -373,7 +373,7 @@ def _run_sessions(contact: Contact, engine: TargetEngine | ColocatedEngine, sess
     while len(run.records) < sessions:
         if not started_s and all(run.texts):
             before, started_s = sum(map(len, run.texts)), time.perf_counter()
-        for number, committed in run_sync(engine.step()).committed:
+        for number, committed in run_sync(engine.step()).outcomes():
             assert isinstance(committed, CommittedTokens), committed
             run.texts[number] += committed.token_ids
             if committed.result is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.link import ConnectedDrafter, NewTokens, SessionLink, commit, merge
+from paceline.core.link import ConnectedDrafter, SessionLink, commit, merge
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -208,13 +208,8 @@ class ToyFleet:
             guesses.parents.tolist(),
             lambda path: target_token([*session.tokens, *path], self.seed),
         )[: self.length - len(session.tokens)]
-        done = commit(session.tree.forest, [NewTokens(session, tokens)])
-        self.tally.count(
-            num_draft_tokens=len(guesses.tokens),
-            num_accepted=int(done.accepted[0]),
-            hit=bool(done.hits[0]),
-            batch_size=1,
-        )
+        done = commit(session.tree.forest, [session], [len(tokens)], tokens)
+        self.tally.count(len(guesses.tokens), int(done.accepted[0]), 1, hit=bool(done.hits[0]))
         self._tell()
 
     def _choose(self, cap: int) -> Gathered:

@@ -19,7 +19,7 @@ import pytest
 
 from paceline import wire
 from paceline.core.acceptance import SparseDraft, sparse_draft
-from paceline.core.link import NewTokens, commit, merge
+from paceline.core.link import commit, merge
 from paceline.core.messages import Commit, Commits, Drafts, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
@@ -175,7 +175,7 @@ class Play:
         self.verdict = self.chance.pick(list(uniform_cells([self.target.laws[p] for p in paths], drafts, tokens)))
         guesses = [(place - 1, token) for place, token in enumerate(tokens)]
         found = judge(self.session, guesses, np.array([self.target.logits[path] for path in paths]))
-        commit(self.session.tree.forest, [NewTokens(self.session.link, found.token_ids, found.chances)])
+        commit(self.session.tree.forest, [self.session.link], found.ends, found.tokens, found.chances)
 
     def tell(self) -> None:
         """The drafter hears of all commits."""

@@ -48,7 +48,7 @@ def test_a_dead_drafter_costs_steps_and_nothing_else():
     while not fleet.done:
         fleet.verify()
     assert fleet.session.tokens == plain_text(fleet.prompt, fleet.seed, fleet.length)
-    assert fleet.tally.num_spec_steps == 0
+    assert fleet.tally.record().num_spec_steps == 0
 
 
 def test_a_restarted_drafter_asks_for_what_it_misses():

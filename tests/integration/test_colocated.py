@@ -91,7 +91,7 @@ class Colocated:
         while self.engine.has_work():
             output = run_sync(self.engine.step())
             assert not output.to_drafters
-            for number, committed in output.committed:
+            for number, committed in output.outcomes():
                 assert isinstance(committed, CommittedTokens)
                 self.token_ids[number] += committed.token_ids
                 self.results[number] = committed.result

@@ -187,7 +187,7 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(trees: FleetRun
         assert str(await page.text_content("#verdict")).startswith("Identical:")
         num_tokens = await page.locator("#with .token").count()
         assert num_tokens == await page.locator("#without .token.plain").count() > 1
-        told = ", ".join(f"#with .token.{origin.value}" for origin in TokenOrigin)
+        told = ", ".join(f"#with .token.{origin.name.lower()}" for origin in TokenOrigin)
         assert await page.locator(told).count() == num_tokens
         colours = await page.evaluate(
             """() => ["accepted", "recovered", "bonus"].map((name) =>

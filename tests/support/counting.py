@@ -30,6 +30,7 @@ from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
     LinkChanged,
+    SpeculationTally,
     StepReport,
     Submit,
     TargetLimits,
@@ -145,6 +146,7 @@ class Verifier:
     Attributes:
         told: What the drafter was told.
         heard: What clients were told, by the names of their sessions.
+        tallies: Speculation counts of the sessions that the last step committed tokens to.
         errors: Why sessions failed.
         report: Of the last step.
     """
@@ -157,6 +159,7 @@ class Verifier:
     sources: Sequence[AnySource] = ()
     told: list[ToDrafter | Commit] = field(default_factory=list)
     heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)
+    tallies: list[SpeculationTally] = field(default_factory=list)
     errors: dict[str, PacelineError] = field(default_factory=dict)
     report: StepReport = field(default_factory=StepReport)
 
@@ -244,7 +247,9 @@ class Verifier:
         return [token for each in self.heard[name] for token in each.token_ids]
 
     def _hear(self, output: DrafterNews) -> None:
-        for number, outcome in output.committed if isinstance(output, TargetOutput) else ():
+        if isinstance(output, TargetOutput):
+            self.tallies = output.commit.tallies
+        for number, outcome in output.outcomes() if isinstance(output, TargetOutput) else ():
             name = self.sessions[number].session_id
             if isinstance(outcome, PacelineError):
                 self.errors[name] = outcome

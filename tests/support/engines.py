@@ -183,7 +183,7 @@ class EnginePair:
 
     def hear(self, output: DrafterNews) -> None:
         """What the target says reaches clients and the drafter."""
-        for number, committed in output.committed if isinstance(output, TargetOutput) else ():
+        for number, committed in output.outcomes() if isinstance(output, TargetOutput) else ():
             generated = self.sessions[self.names[number - 1]]
             if isinstance(committed, PacelineError):
                 generated.error = committed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.acceptance import Verdict
+from paceline.core.target_events import StepCommit
 from paceline.engine.judging import Verification
 from paceline.engine.pending import HostPending, VerifyRequest, choices_of
 from paceline.engine.planned_step import Part, StepPlan
@@ -55,9 +55,18 @@ def judging(sessions: Sequence[TargetSession], trees: Sequence[Tree], logits: np
     return step
 
 
-def judge(session: TargetSession, tree: Tree, logits: npt.NDArray[np.float32]) -> Verdict:
+def chosen(step: Verification, place: int) -> list[int]:
+    """What a session of a step commits."""
+    committed = StepCommit()
+    step.commit(place, committed)
+    return committed.tokens
+
+
+def judge(session: TargetSession, tree: Tree, logits: npt.NDArray[np.float32]) -> StepCommit:
     """What one session commits."""
-    return judging([session], [tree], logits).verdict(0)
+    committed = StepCommit()
+    judging([session], [tree], logits).commit(0, committed)
+    return committed
 
 
 def choose(sampler: RowSampler, logits: npt.NDArray[np.float32], position: int, path: Sequence[int] = ()) -> int:

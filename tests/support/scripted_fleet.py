@@ -103,9 +103,9 @@ class Script:
             mean_batch_size=1.0,
         )
 
-    def origins(self, num_tokens: int) -> tuple[TokenOrigin, ...]:
+    def origins(self, num_tokens: int) -> bytes:
         """Returns what a step says of its tokens."""
-        return () if self.own_origin is None else (*[TokenOrigin.ACCEPTED] * (num_tokens - 1), self.own_origin)
+        return b"" if self.own_origin is None else bytes([*[TokenOrigin.ACCEPTED] * (num_tokens - 1), self.own_origin])
 
 
 def following(

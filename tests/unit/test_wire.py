@@ -159,7 +159,7 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         lossy=draw(st.booleans()),
         running=draw(st.booleans()),
         speculation=draw(st.none() | records) if result is None else result.speculation,
-        origins=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenOrigin)] * len(tokens))),
+        origins=draw(st.just(b"") | st.tuples(*[st.sampled_from(TokenOrigin)] * len(tokens)).map(bytes)),
     )
 
 
@@ -261,6 +261,11 @@ def test_any_valid_float_stays_valid_and_settles_after_one_trip(temperature: flo
     once = wire.sampling_from_pb(wire.sampling_to_pb(params))
     assert wire.sampling_from_pb(wire.sampling_to_pb(once)) == once
     assert np.float32(once.temperature) == np.float32(temperature)
+
+
+def test_origins_of_tokens_have_the_numbers_of_the_wire() -> None:
+    known = {f"TOKEN_ORIGIN_{each.name}": each.value for each in TokenOrigin}
+    assert dict(verifier_pb2.TokenOrigin.items()) == {"TOKEN_ORIGIN_UNSPECIFIED": 0, **known}
 
 
 def test_a_tiny_top_p_does_not_turn_into_off() -> None:

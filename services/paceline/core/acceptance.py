@@ -16,20 +16,6 @@ import numpy.typing as npt
 from paceline.core.params import ACCEPTANCE_RULES, COUPLED, TIER_METHODS, SpeculationParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The tokens that a round commits: accepted draft tokens, and the one after them.
-
-    Args:
-        token_ids: At least one.
-        chances: For each place in it, the probability that the guess there was accepted, where the rule knows it;
-            None: it was accepted exactly where that was committed.
-    """
-
-    token_ids: tuple[int, ...]
-    chances: tuple[float, ...] | None = None
-
-
 def served_rules(default: str, methods: Sequence[str]) -> tuple[str, ...]:
     """Names of the rules that can be asked for, the default first, where a verifier drafts by these methods."""
     # Chains come from drafters of the tier only.

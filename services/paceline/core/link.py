@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -229,42 +228,26 @@ def merge(
     return merged
 
 
-class NewTokens(NamedTuple):
-    """The tokens that a step commits to a session.
-
-    Attributes:
-        token_ids: At least one.
-        chances: For each, the probability that the guess in its place was accepted, where the acceptance rule knows it;
-            None: a guess matched or did not.
-    """
-
-    link: SessionLink
-    token_ids: Sequence[int]
-    chances: Sequence[float] | None = None
-
-    @property
-    def all_chances(self) -> Sequence[float]:
-        """A probability for each token; -1: not known."""
-        known = self.chances or ()
-        return [*known, *[-1.0] * (len(self.token_ids) - len(known))]
-
-
-def commit(forest: Forest, commits: Sequence[NewTokens]) -> Committed:
+def commit(
+    forest: Forest, links: Sequence[SessionLink], ends: Sequence[int], tokens: list[int], chances: Sequence[float] = ()
+) -> Committed:
     """Appends newly committed tokens to sessions, scores guesses by them, and prunes the trees.
+
+    Args:
+        links: Of the sessions.
+        ends: Where the tokens of each end.
+        chances: As of `StepCommit`.
 
     Raises:
         LocalProtocolError: There is no token to commit.
     """
-    if not all(each.token_ids for each in commits):
-        raise LocalProtocolError("a commit holds at least one token")
-    for each in commits:
-        each.link.tokens.extend(each.token_ids)
-        if each.link.tree.filters_guesses:
-            each.link.tree.follow_commit(len(each.link.tokens))
-    known = any(each.chances is not None for each in commits)
-    return forest.commit(
-        rows_of(each.link.tree.row for each in commits),
-        np.cumsum([len(each.token_ids) for each in commits], dtype=np.int32),
-        rows_of(token_id for each in commits for token_id in each.token_ids),
-        np.array([chance for each in commits for chance in each.all_chances] if known else ()),
-    )
+    rows, start = list[int](), 0
+    for link, end in zip(links, ends, strict=True):
+        if end == start:
+            raise LocalProtocolError("a commit holds at least one token")
+        link.tokens += tokens[start:end]
+        if link.tree.filters_guesses:
+            link.tree.follow_commit(len(link.tokens))
+        rows.append(link.tree.row)
+        start = end
+    return forest.commit(rows_of(rows), rows_of(ends), rows_of(tokens), np.array(chances, np.float64))

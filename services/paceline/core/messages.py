@@ -413,17 +413,17 @@ class GenerateResult:
     timings: Timings = field(default_factory=Timings)
 
 
-class TokenOrigin(enum.Enum):
-    """How a committed token came about: a draft token that matched, or the target's own.
+class TokenOrigin(enum.IntEnum):
+    """How a committed token came about, numbered as on the wire: a draft token that matched, or the target's own.
 
     The target's own token is recovered where no verified draft token matched, bonus after the last one had, and
     plain where the step verified none.
     """
 
-    ACCEPTED = "accepted"
-    RECOVERED = "recovered"
-    BONUS = "bonus"
-    PLAIN = "plain"
+    ACCEPTED = 1
+    RECOVERED = 2
+    BONUS = 3
+    PLAIN = 4
 
 
 class CommittedTokens(NamedTuple):
@@ -431,14 +431,15 @@ class CommittedTokens(NamedTuple):
 
     `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that
     ends the session itself, or that loses its verifier, gets no result; None: unknown.
-    `origins`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
+    `origins`: a `TokenOrigin` a token, or none where they are not known. `offset`: generated tokens of the session
+    before these.
 
     Without tokens it carries other news of the session: `running`, that the engine computes it now, or its record, or
     `prompt_logprobs`. `prompt_logprobs` start at `prompt_offset`; all come before the first token.
     """
 
     token_ids: tuple[int, ...]
-    origins: tuple[TokenOrigin, ...] = ()
+    origins: bytes = b""
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
     lossy: bool = False

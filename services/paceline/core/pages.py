@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -232,6 +232,11 @@ class SessionPages:
     def slot(self, position: int) -> int:
         """Physical slot of an absolute position that has been reserved."""
         return self.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def moved(self, kept: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+        """Slots, and those of the reserved positions that their KV belongs to, by pairs of slot and position."""
+        blocks = self.blocks
+        return [(slot, blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE) for slot, at in kept]
 
     def attach_cached_prefix(self, most: int | None = None) -> int:
         """Takes over the longest cached prefix; at least one token is always left to compute.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -164,55 +165,54 @@ class TracedRound:
 
 @dataclass(slots=True)
 class SpeculationTally:
-    """Running counts behind a session's `SpeculationRecord`."""
+    """Running counts behind a session's `SpeculationRecord`.
+
+    Clients may be sent a record while the device's thread counts. So a part is counted after its whole, and read before
+    it.
+    """
 
     num_steps: int = 0
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted: int = 0
-    num_hits: int = 0
-    num_misses: int = 0
     batch_size_sum: int = 0
+    num_draft_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    num_hits: int = 0
 
-    def count(self, *, num_draft_tokens: int, num_accepted: int, hit: bool, batch_size: int) -> None:
+    def count(self, num_draft_tokens: int, num_accepted: int, batch_size: int, *, hit: bool) -> None:
         """Adds one step of the session; `num_accepted` as `num_accepted_of` gives it."""
         self.num_steps += 1
         self.batch_size_sum += batch_size
-        if not num_draft_tokens:
-            return
-        self.num_spec_steps += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted += num_accepted
-        self.num_hits += hit
-        self.num_misses += not hit
-        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
-        self.histogram[num_accepted] += 1
+        if num_draft_tokens:
+            self.num_draft_tokens += num_draft_tokens
+            if num_accepted >= len(self.histogram):
+                self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+            self.histogram[num_accepted] += 1
+            self.num_hits += hit
 
     def record(self) -> SpeculationRecord:
-        # By place: it is made for each session in each step.
+        num_hits, histogram, num_draft_tokens = self.num_hits, tuple(self.histogram), self.num_draft_tokens
+        batch_size_sum, num_steps = self.batch_size_sum, self.num_steps
         return SpeculationRecord(
-            self.num_steps,
-            self.num_spec_steps,
-            self.num_draft_tokens,
-            self.num_accepted,
-            tuple(self.histogram),
-            self.batch_size_sum / max(1, self.num_steps),
-            self.num_hits,
-            self.num_misses,
+            num_steps=num_steps,
+            num_spec_steps=(num_spec_steps := sum(histogram)),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_draft_tokens=sum(length * rounds for length, rounds in enumerate(histogram)),
+            acceptance_histogram=histogram,
+            mean_batch_size=batch_size_sum / max(1, num_steps),
+            num_hits=num_hits,
+            num_misses=num_spec_steps - num_hits,
         )
 
 
-def num_accepted_of(num_matched: int, token_ids: Sequence[int]) -> int:
+def num_accepted_of(num_matched: int, num_committed: int) -> int:
     """Guesses that a step has accepted beside the one token that it commits in any case.
 
     A guess that ends the text takes the place of that token: nothing is committed after it.
 
     Args:
         num_matched: Verified guesses that were committed.
-        token_ids: All that the step has committed, at least one.
+        num_committed: Tokens that the step has committed, at least one.
     """
-    return min(num_matched, len(token_ids) - 1)
+    return min(num_matched, num_committed - 1)
 
 
 class Reason(enum.StrEnum):
@@ -283,22 +283,70 @@ class StepReport:
                 if num:
                     self.count("paceline:draft_nodes", source, fate, by=num)
 
-    def count_round(self, num_verified: int, num_accepted: int, *, hit: bool) -> None:
-        """Counts a step of a session that decodes.
+    def count_rounds(self, num_verified: Sequence[int], num_accepted: Sequence[int], hits: Sequence[bool]) -> None:
+        """Counts a step of sessions that decode.
 
         Args:
-            num_verified: Nodes that the step has verified.
+            num_verified: Nodes of each that the step has verified.
             num_accepted: As `num_accepted_of` gives it.
-            hit: Whether the tree held all tokens that were committed.
+            hits: Whether the tree held all tokens that were committed.
         """
-        self.gammas.append(num_verified)
-        if num_verified:
-            self.accepted.append(num_accepted)
-            self.count("paceline:round_hits" if hit else "paceline:round_misses")
+        self.gammas += num_verified
+        self.accepted += compress(num_accepted, num_verified)
+        judged = [*compress(hits, num_verified)]
+        for metric, num in (("paceline:round_hits", sum(judged)), ("paceline:round_misses", judged.count(False))):
+            if num:
+                self.count(metric, by=num)
 
 
 # Number of a session, and what goes to its client: tokens, that it runs now, or why it ended.
 Outcome = tuple[int, CommittedTokens | PacelineError]
+
+
+@dataclass(slots=True)
+class StepCommit:
+    """Tokens that a step commits, in columns, session by session: for the forest, drafters, tallies and clients.
+
+    Attributes:
+        ends: Where the tokens of each end; each has at least one.
+        origins: A `TokenOrigin` a token.
+        chances: For each token the probability that the guess in its place was accepted, where the acceptance rule
+            knows it; below 0: a guess matched or did not. Empty: all are so.
+        numbers: Numbers of the sessions.
+        offsets: Generated tokens of each before these.
+        tallies: Their speculation counts.
+        rare: Whole messages of sessions with log probabilities or a result beside their tokens, by place.
+    """
+
+    ends: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    origins: bytearray = field(default_factory=bytearray)
+    chances: list[float] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    tallies: list[SpeculationTally] = field(default_factory=list)
+    rare: dict[int, CommittedTokens] = field(default_factory=dict)
+
+    def add(self, token_ids: Sequence[int], origins: bytes, chances: Sequence[float] | None) -> None:
+        """Adds a session's tokens."""
+        if chances is not None and not self.chances:
+            self.chances = [-1.0] * len(self.tokens)
+        self.tokens += token_ids
+        self.ends.append(len(self.tokens))
+        self.origins += origins
+        if self.chances or chances is not None:
+            self.chances += [*(chances or ()), *[-1.0] * len(token_ids)][: len(token_ids)]
+
+    def messages(self) -> Iterator[tuple[int, CommittedTokens]]:
+        """Messages for clients, one a session."""
+        start = 0
+        for place, (number, offset, end) in enumerate(zip(self.numbers, self.offsets, self.ends, strict=True)):
+            whole = self.rare.get(place)
+            yield (
+                number,
+                whole or CommittedTokens(tuple(self.tokens[start:end]), bytes(self.origins[start:end]), offset=offset),
+            )
+            start = end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +359,18 @@ class DrafterNews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput(DrafterNews):
-    """A step's output."""
+    """A step's output.
 
-    committed: Sequence[Outcome]
+    Attributes:
+        news: Outcomes for clients before the tokens of the step.
+        commit: The tokens.
+    """
+
+    news: Sequence[Outcome]
+    commit: StepCommit = field(default_factory=StepCommit)
     report: StepReport
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """All outcomes for clients, in order."""
+        yield from self.news
+        yield from self.commit.messages()

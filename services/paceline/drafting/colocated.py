@@ -70,8 +70,8 @@ class ColocatedEngine:
 
         def hand_on(news: DrafterNews) -> None:
             self._hand_on(news)
-            committed = isinstance(news, TargetOutput) and news.committed
-            if tell is not None and (news.to_drafters or news.broken_links or committed):
+            outcomes = isinstance(news, TargetOutput) and news.news
+            if tell is not None and (news.to_drafters or news.broken_links or outcomes):
                 tell(news)
 
         while self._draft.has_work() and self._target.drafts_pay(self._draft_level.value):

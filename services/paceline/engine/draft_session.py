@@ -140,9 +140,8 @@ class DraftSession:
         in_place = self.features is None and self.pages.num_computed == base_len
         if not kept or not in_place or not self.pages.reserve(base_len + len(kept)):
             return []
-        moves = [(slot, self.pages.slot(position)) for slot, position in kept]
         self.pages.mark_computed(base_len + len(kept))
-        return moves
+        return self.pages.moved(kept)
 
     # Rows to compute
 

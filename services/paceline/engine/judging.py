@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.acceptance import SparseDraft, Verdict
+from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import TokenOrigin
+from paceline.core.target_events import StepCommit
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
 from paceline.engine.pending import Longs, VerifyRequest, choices_of
@@ -25,22 +25,9 @@ from paceline.forest import NONE, ROOT, Floats, Guesses
 
 # Rows of logits that log probabilities are read from at a time: at 150,000 ids those of a whole step are 300 MB.
 READ_ROWS = 32
+_ACCEPTED, _RECOVERED, _BONUS, _PLAIN = (bytes([each]) for each in TokenOrigin)
 _NOT_DRAWN = SparseDraft(token_ids=(), weights=())
 _BY_NOISE = (np.nan, np.nan)
-
-
-class Round(NamedTuple):
-    """The target's tokens for one session.
-
-    Attributes:
-        token_ids: Accepted guesses, then one of its own.
-        last: How that one came about.
-        chances: As of `Verdict`.
-    """
-
-    token_ids: list[int]
-    last: TokenOrigin
-    chances: tuple[float, ...] | None = None
 
 
 class Verification:
@@ -60,8 +47,12 @@ class Verification:
         self._plain = [place for place in committing if self.parts[place].session.by_logits]
         self._others = [place for place in committing if not self.parts[place].session.by_logits]
         self.walks = self._walks_of([self.parts[place] for place in self._plain])
-        # By place in the plan's parts.
-        self._rounds: dict[int, Round | Exception] = {}
+        # By place in the plan's parts: accepted guesses and one token of the target's own, and whether guesses were in
+        # its place; or why there are none.
+        self._chosen: dict[int, tuple[list[int], bool]] = {}
+        self._failed: dict[int, Exception] = {}
+        # Of chains: see `StepCommit`.
+        self._chances: dict[int, list[float]] = {}
         # Logits that log probabilities are read from, of a few sessions at a time.
         self._read: dict[int, Logits] = {}
 
@@ -89,26 +80,26 @@ class Verification:
         self._follow_walks()
         self._descend()
 
-    def verdict(self, place: int) -> Verdict:
-        """Returns the tokens that a plan part's session commits; raises why it cannot."""
-        session, found = self.parts[place].session, self._rounds[place]
-        if isinstance(found, Exception):
-            raise found
-        verdict = session.accept(*found)
-        if session.request.sampling.logprobs is not None:
-            session.read_logprobs(verdict.token_ids, self._read_at(place)[: len(verdict.token_ids)])
-        return verdict
+    def commit(self, place: int, into: StepCommit) -> None:
+        """Adds the tokens that a plan part's session commits; raises why it cannot."""
+        if place in self._failed:
+            raise self._failed[place]
+        part, (chosen, has_rivals) = self.parts[place], self._chosen[place]
+        kept = part.session.accept(chosen)
+        if part.session.request.sampling.logprobs is not None:
+            part.session.read_logprobs(kept, self._read_at(place)[: len(kept)])
+        origins = _ACCEPTED * (len(chosen) - 1) + _origin(part.num_guesses, has_rivals)
+        into.add(kept, origins[: len(kept)], self._chances.get(place))
 
     def _follow_walks(self) -> None:
         walked = self._pending.follow(self.walks)
         tokens = walked.tokens.tolist()
         columns = (self.walks.rows.tolist(), walked.counts.tolist(), walked.rivals.tolist())
         for place, row, count, has_rivals in zip(self._plain, *columns, strict=True):
-            part = self.parts[place]
             if count:
-                self._rounds[place] = Round(tokens[row : row + count], _last_origin(part.num_guesses, has_rivals))
+                self._chosen[place] = tokens[row : row + count], has_rivals
             else:
-                self._rounds[place] = self._why_nothing(place)
+                self._failed[place] = self._why_nothing(place)
 
     def _why_nothing(self, place: int) -> Exception:
         """Why a session's row has no token to choose, or why that is unknown."""
@@ -129,7 +120,13 @@ class Verification:
             for each, row, token_id, chance in zip(going, rows, chosen.tolist(), chances.tolist(), strict=True):
                 each.take(token_id, chance, row)
             going = [each for each in going if each.goes_on]
-        self._rounds |= {place: each.error or each.round for place, each in descents.items()}
+        for place, each in descents.items():
+            if each.error is not None:
+                self._failed[place] = each.error
+                continue
+            self._chosen[place] = each.path, each.has_rivals
+            if each.session.tree.chain:
+                self._chances[place] = each.chances
 
     def _descent(self, place: int) -> _TreeWalk:
         return _TreeWalk(self.parts[place].session, self._plan.guesses_of(place), self.firsts[place])
@@ -138,19 +135,18 @@ class Verification:
         """The rows, as the model gave them, that a session's tokens were chosen from; some more come with them."""
         if place not in self._read:
             wanted, left = dict[int, list[int]](), READ_ROWS
-            for each, found in sorted(self._rounds.items()):
-                reads = self.parts[each].session.request.sampling.logprobs is not None
-                if each >= place and reads and isinstance(found, Round):
-                    left -= len(found.token_ids)
+            for each, (token_ids, _) in sorted(self._chosen.items()):
+                if each >= place and self.parts[each].session.request.sampling.logprobs is not None:
+                    left -= len(token_ids)
                     if wanted and left < 0:
                         break
-                    wanted[each] = self._rows_down(each, found.token_ids)
+                    wanted[each] = self._rows_down(each, token_ids)
             logits = self._pending.logits([*chain.from_iterable(wanted.values())])
             self._read = dict(zip(wanted, np.split(logits, np.cumsum([*map(len, wanted.values())])), strict=False))
         return self._read[place]
 
     def _rows_down(self, place: int, token_ids: Sequence[int]) -> list[int]:
-        """The rows that tokens of a round were chosen from."""
+        """The rows that a session's tokens were chosen from."""
         descent = self._descent(place)
         rows = [descent.row]
         for token_id in token_ids[:-1]:
@@ -166,6 +162,9 @@ class _TreeWalk:
         first: The row of its last committed token.
 
     Attributes:
+        path: Tokens chosen so far.
+        has_rivals: Whether there were guesses in the last one's place.
+        chances: As of `StepCommit`, of its first tokens.
         goes_on: Whether the last token was guessed.
         error: Why it cannot go on.
     """
@@ -176,9 +175,9 @@ class _TreeWalk:
         self.error: Exception | None = None
         self._tokens, self._parents = guesses.tokens.tolist(), guesses.parents.tolist()
         self._first, self._at = first, ROOT
-        self._path: list[int] = []
-        self._has_rivals = False
-        self._chances: list[float] = []
+        self.path: list[int] = []
+        self.has_rivals = False
+        self.chances: list[float] = []
 
     @property
     def row(self) -> int:
@@ -187,12 +186,7 @@ class _TreeWalk:
     @property
     def position(self) -> int:
         """Position of the next token."""
-        return self.session.committed_len + len(self._path)
-
-    @property
-    def round(self) -> Round:
-        chances = tuple(self._chances) if self.session.tree.chain else None
-        return Round(self._path, _last_origin(len(self._tokens), self._has_rivals), chances)
+        return self.session.committed_len + len(self.path)
 
     @property
     def drawn_from(self) -> SparseDraft:
@@ -212,7 +206,7 @@ class _TreeWalk:
     def change(self, row: Logits) -> bool:
         """Changes the next row as the request asks; False: that has failed."""
         try:
-            self.session.change(row, self._path)
+            self.session.change(row, self.path)
         except Exception as error:  # noqa: BLE001 - what one request asks for must not end the others
             self.error = error
         return self.error is None
@@ -223,13 +217,13 @@ class _TreeWalk:
             self.error, self.goes_on = _unusable(self.session, row[None]), False
             return
         if self.drawn_from is not _NOT_DRAWN:
-            self._chances.append(chance)
+            self.chances.append(chance)
         self.step(token_id)
 
     def step(self, token_id: int) -> None:
         below = self._below()
-        self._path.append(token_id)
-        self._has_rivals = bool(below)
+        self.path.append(token_id)
+        self.has_rivals = bool(below)
         self._at = next((place for token, place in below if token == token_id), NONE)
         self.goes_on = self._at != NONE
 
@@ -264,10 +258,11 @@ def _choose(rows: Logits, descents: Sequence[_TreeWalk]) -> tuple[Longs, Floats]
     return chosen, chances
 
 
-def _last_origin(num_guesses: int, has_rivals: bool) -> TokenOrigin:
+def _origin(num_guesses: int, has_rivals: bool) -> bytes:
+    """How a token of the target's own came about."""
     if not num_guesses:
-        return TokenOrigin.PLAIN
-    return TokenOrigin.RECOVERED if has_rivals else TokenOrigin.BONUS
+        return _PLAIN
+    return _RECOVERED if has_rivals else _BONUS
 
 
 def _unusable(session: TargetSession, rows: Logits) -> Exception:

@@ -164,7 +164,7 @@ class RehearsingEngine:
         outcomes = list[Outcome]()
 
         def hide(news: DrafterNews) -> DrafterNews:
-            outcomes.extend(news.committed if isinstance(news, TargetOutput) else ())
+            outcomes.extend(news.outcomes() if isinstance(news, TargetOutput) else ())
             return DrafterNews(to_drafters=news.to_drafters, broken_links=news.broken_links)
 
         output = await self._engine.step(compute, None if tell is None else lambda news: tell(hide(news)))

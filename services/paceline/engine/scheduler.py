@@ -13,15 +13,21 @@ from operator import attrgetter
 
 import numpy as np
 
-from paceline.core.acceptance import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.link import NewTokens, commit
-from paceline.core.messages import CommittedTokens
+from paceline.core.link import commit
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.step_time import PromptRows
-from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits, num_accepted_of
+from paceline.core.target_events import (
+    DraftsArrived,
+    LinkChanged,
+    Outcome,
+    StepCommit,
+    StepReport,
+    TargetLimits,
+    num_accepted_of,
+)
 from paceline.engine.admission import first_in_turn, gives_way, last_in_turn, prompt_rows
 from paceline.engine.planned_step import Part, StepPlan
 from paceline.engine.target_session import TargetSession
@@ -49,6 +55,7 @@ class Scheduler:
         moves: Moves of this step's accepted nodes: scratch slots, and the slots of their positions.
         prompt_rows: How many rows of prompts a step may have.
         outcomes: Outcomes for clients before the next step's tokens.
+        committed: Tokens of the step under way.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Scheduler:
         self.moves: list[tuple[int, int]] = []
         self.outcomes: list[Outcome] = []
         self.prompt_rows = PromptRows()
+        self.committed = StepCommit()
         self._scratch = scratch
         self._limits = limits
         self._policy = policy
@@ -310,42 +318,41 @@ class Scheduler:
 
     # Committing
 
-    def commit(self, plan: StepPlan, judged: Sequence[tuple[Part, Verdict]], now_s: float) -> list[Outcome]:
-        """Adds what the target chose for sessions of the step.
+    def commit(self, plan: StepPlan, parts: Sequence[Part], committed: StepCommit, now_s: float) -> None:
+        """Adds what the target chose for sessions of the step, up to the token that ends each text.
 
         Args:
-            judged: Its sessions, and what this round commits to each, up to the token that ends the text.
-
-        Returns:
-            The tokens and outcomes for their clients.
+            parts: Of the sessions, in the order of their tokens.
         """
-        batch_size = len(judged)
-        done = commit(
-            self.forest, [NewTokens(part.session.link, verdict.token_ids, verdict.chances) for part, verdict in judged]
-        )
+        links = [part.session.link for part in parts]
+        done = commit(self.forest, links, committed.ends, committed.tokens, committed.chances)
         self.report.count_nodes(self.forest.sources, done.counts)
-        moves, start, outcomes = done.moves.tolist(), 0, list[Outcome]()
         self._scratch.give_back(*plan.guesses.kv.tolist())
-        for (part, verdict), num_matched, hit in zip(judged, done.accepted.tolist(), done.hits.tolist(), strict=True):
-            session, num_verified = part.session, part.num_guesses
-            self.moves += [(kv, session.pages.slot(position)) for kv, position in moves[start : start + num_matched]]
-            start += num_matched
-            base_len = session.committed_len - len(verdict.token_ids)
+        hits, accepted = done.hits.tolist(), list[int]()
+        moves, start, first = done.moves.tolist(), 0, 0
+        for part, end, num_matched, hit in zip(parts, committed.ends, done.accepted.tolist(), hits, strict=True):
+            session, base_len = part.session, len(part.session.tokens) - (end - start)
+            if num_matched:
+                self.moves += session.pages.moved(moves[first : first + num_matched])
+                first += num_matched
             session.pages.mark_computed(base_len + num_matched)
-            num_accepted = num_accepted_of(num_matched, verdict.token_ids)
-            session.tally.count(
-                num_draft_tokens=num_verified, num_accepted=num_accepted, hit=hit, batch_size=batch_size
-            )
-            if part.decodes:
-                self.report.count_round(num_verified, num_accepted, hit=hit)
-            outcomes.append((session.number, self._hand_out(session, base_len, now_s)))
-            if session.traced and part.decodes:
-                counts = {"gamma": num_verified, "num_accepted": num_accepted, "batch_size": batch_size}
-                self.report.traced.append(session.round(**counts, **self._traced_step(plan, now_s)))
-            elif session.traced:
-                self.report.traced.append(session.start())
-        self.tier.update([part.session.link for part, _ in judged if not part.session.ended], now_s)
-        return outcomes
+            num_accepted = num_accepted_of(num_matched, end - start)
+            accepted.append(num_accepted)
+            session.tally.count(part.num_guesses, num_accepted, len(parts), hit=hit)
+            self._hand_out(part, base_len, committed, slice(start, end), now_s)
+            if session.traced:
+                counts = {"gamma": part.num_guesses, "num_accepted": num_accepted, "batch_size": len(parts)}
+                self._trace(part, {**counts, **self._traced_step(plan, now_s)})
+            start = end
+        # Sessions that decode come first.
+        num_decoding = sum(part.decodes for part in parts)
+        verified = [part.num_guesses for part in parts[:num_decoding]]
+        self.report.count_rounds(verified, accepted[:num_decoding], hits[:num_decoding])
+        self.committed = committed
+        self.tier.update([link for part, link in zip(parts, links, strict=True) if not part.session.ended], now_s)
+
+    def _trace(self, part: Part, step: dict[str, float]) -> None:
+        self.report.traced.append(part.session.round(**step) if part.decodes else part.session.start())
 
     def _traced_step(self, plan: StepPlan, now_s: float) -> dict[str, float]:
         """Trace fields that all rounds of a step share."""
@@ -357,12 +364,17 @@ class Scheduler:
             "step_s": now_s - plan.started_s,
         }
 
-    def _hand_out(self, session: TargetSession, base_len: int, now_s: float) -> CommittedTokens:
-        """Returns the tokens for a session's client; its drafter learns of its end."""
-        tokens = session.hand_out(base_len, now_s)
-        if tokens.result is not None:
-            self.drop(session)
-        return tokens
+    def _hand_out(self, part: Part, base_len: int, committed: StepCommit, mine: slice, now_s: float) -> None:
+        """Adds to a session's tokens where they belong; its drafter learns of its end."""
+        session = part.session
+        whole = session.hand_out(base_len, committed.origins[mine], now_s)
+        if whole is not None:
+            committed.rare[len(committed.numbers)] = whole
+            if whole.result is not None:
+                self.drop(session)
+        committed.numbers.append(session.number)
+        committed.offsets.append(base_len - session.prompt_len)
+        committed.tallies.append(session.tally)
 
     def give_up(self, part: Part, *, request_at_fault: bool = False) -> None:
         """The step gave a session nothing to choose from; it ends.
@@ -425,7 +437,8 @@ class Scheduler:
         self._drafts.show_lag(self._rows, report)
         return report
 
-    def take_outcomes(self) -> list[Outcome]:
-        """Returns the outcomes for clients now."""
+    def take_outcomes(self) -> tuple[list[Outcome], StepCommit]:
+        """Returns the outcomes for clients now, and the step's tokens after them."""
         outcomes, self.outcomes = self.outcomes, []
-        return outcomes
+        committed, self.committed = self.committed, StepCommit()
+        return outcomes, committed

@@ -62,10 +62,10 @@ class SourceCalls:
         """Whether some are to be asked."""
         return bool(self._sessions)
 
-    def add(self, session: TargetSession) -> None:
-        """A session got tokens in this step, and goes on."""
+    def add(self, sessions: Sequence[TargetSession]) -> None:
+        """These sessions got tokens in this step."""
         if self._sources and self._policy.guesses:
-            self._sessions.append(session)
+            self._sessions += [each for each in sessions if not each.ended]
 
     def grow(self, report: StepReport) -> None:
         """Has guesses added to the trees of the sessions of this step."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.core.acceptance import Verdict, rule_of
+from paceline.core.acceptance import rule_of
 from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
@@ -29,9 +29,9 @@ from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
     LinkChanged,
-    Outcome,
     Paired,
     SetMode,
+    StepCommit,
     StepReport,
     Submit,
     TargetEvent,
@@ -264,8 +264,7 @@ class TargetEngine:
         if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
             tell(await self._output(StepReport(), compute))
         if plan.num_rows:
-            computed = await compute(self._run, plan)
-            self.scheduler.outcomes += computed
+            await compute(self._run, plan)
             if tell is not None and self.scheduler.tier.has_work:
                 tell(await self._news(compute))
         # Streams to drafters write now.
@@ -283,19 +282,19 @@ class TargetEngine:
             self._ahead = None
         return self.scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
 
-    def _run(self, plan: StepPlan) -> list[Outcome]:
-        """Computes a step, and has the device go on with the next one; returns what goes to clients."""
+    def _run(self, plan: StepPlan) -> None:
+        """Computes a step, and has the device go on with the next one."""
         try:
             launched = self._ahead or self._launch(plan)
             self._ahead = self._launch_ahead(launched)
             launched.judging.follow(launched.pending)
         except MemoryError as error:
             self._ahead = None
-            return [self._refuse_largest(plan, error)]
-        outcomes = self._commit(*launched)
+            self._refuse_largest(plan, error)
+            return
+        self._commit(*launched)
         # Accepted nodes go to their places before anything else is written to scratch slots.
         self._cache.apply_moves(self.scheduler.moves)
-        return outcomes
 
     def _launch(self, plan: StepPlan) -> _Launched:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
@@ -317,27 +316,24 @@ class TargetEngine:
             return None
         return _Launched(plan, judging, pending)
 
-    def _commit(self, plan: StepPlan, judging: Verification, pending: Pending) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        verdicts: list[tuple[Part, Verdict]] = []
+    def _commit(self, plan: StepPlan, judging: Verification, pending: Pending) -> None:
+        outcomes, committed, parts = self.scheduler.outcomes, StepCommit(), list[Part]()
         for place, part in enumerate(judging.parts):
             if not self.scheduler.holds(part.session):
                 continue
             try:
-                if part.judged:
+                if part.session.judges_prompt and part.judged:
                     outcomes.append((part.session.number, _prompt_judged(part, judging.firsts[place], pending)))
                 if part.commits:
-                    verdicts.append((part, judging.verdict(place)))
+                    judging.commit(place, committed)
+                    parts.append(part)
             except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
                 self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
                 outcomes.append((part.session.number, _shown_error(part.session.session_id, error)))
-        outcomes += self.scheduler.commit(plan, verdicts, self._clock())
-        for part, _ in verdicts:
-            if not part.session.ended:
-                self._sources.add(part.session)
-        return outcomes
+        self.scheduler.commit(plan, parts, committed, self._clock())
+        self._sources.add([part.session for part in parts])
 
-    def _refuse_largest(self, plan: StepPlan, error: MemoryError) -> Outcome:
+    def _refuse_largest(self, plan: StepPlan, error: MemoryError) -> None:
         """The device has no room for the step: the session with most rows ends, and the others' rows come again."""
         self.scheduler.abandon(plan)
         part = max(plan.parts, key=lambda each: each.num_rows)
@@ -348,7 +344,7 @@ class TargetEngine:
             f"of which this session had {part.num_rows}",
             retry_after_s=1.0,
         )
-        return part.session.number, refused
+        self.scheduler.outcomes.append((part.session.number, refused))
 
     def _send_states(self) -> None:
         """Queues hidden states for drafters that draft from them; at most `STATE_BYTES` a step."""
@@ -381,8 +377,10 @@ class TargetEngine:
     async def _output(self, report: StepReport, compute: Compute) -> TargetOutput:
         self._num_reported = self.num_sessions
         news, report = await self._news(compute), self.scheduler.describe(report)
+        outcomes, committed = self.scheduler.take_outcomes()
         return TargetOutput(
-            committed=self.scheduler.take_outcomes(),
+            news=outcomes,
+            commit=committed,
             to_drafters=news.to_drafters,
             broken_links=news.broken_links,
             report=report,

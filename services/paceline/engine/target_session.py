@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.acceptance import Verdict
 from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
@@ -19,9 +18,7 @@ from paceline.core.messages import (
     GenerateResult,
     ModelIdentity,
     PositionLogprobs,
-    SpeculationRecord,
     Timings,
-    TokenOrigin,
 )
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool, SessionPages, salted_root
@@ -110,7 +107,6 @@ class TargetSession:
         self.by_logits = acceptance == COUPLED and not self._sampler.changes_rows
         self.tally = SpeculationTally()
         self._finish: FinishReason | None = None
-        self._origins: tuple[TokenOrigin, ...] = ()
         self._logprobs: list[PositionLogprobs] = []
         self._announced = False
         self._num_cached = 0
@@ -219,6 +215,9 @@ class TargetSession:
 
     def until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The target has chosen some tokens; those that count."""
+        if self._num_chosen + len(token_ids) < self._last_len and self._stop_ids.isdisjoint(token_ids):
+            self._num_chosen += len(token_ids)
+            return token_ids
         for count, token_id in enumerate(token_ids, start=1):
             if self.ends_with(token_id):
                 return token_ids[:count]
@@ -245,21 +244,13 @@ class TargetSession:
         """Refuses a row by its largest logit, once it is changed; see `RowSampler.require_usable`."""
         self._sampler.require_usable(largest)
 
-    def accept(self, token_ids: Sequence[int], last: TokenOrigin, chances: tuple[float, ...] | None) -> Verdict:
-        """The target's own tokens that this round commits, up to the one that ends the text.
-
-        Args:
-            token_ids: Accepted guesses, and one more.
-            last: How that one came about.
-            chances: As of `Verdict`.
-        """
-        kept = tuple(self.until_end(token_ids))
-        origins = (TokenOrigin.ACCEPTED,) * (len(token_ids) - 1) + (last,)
-        self._origins = origins[: len(kept)]
+    def accept(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Of accepted guesses and one token more, those that the step commits: up to the one that ends the text."""
+        kept = self.until_end(token_ids)
         if self._sampler.changes_rows:
             for token_id in kept:
                 self._sampler.push(token_id)
-        return Verdict(token_ids=kept, chances=chances)
+        return kept
 
     def read_logprobs(self, token_ids: Sequence[int], logits: Logits) -> None:
         """Keeps the log probabilities of committed tokens for its client, from `[tokens, vocab]` as the model gave it.
@@ -301,21 +292,17 @@ class TargetSession:
             token_ids=(), offset=self.num_generated, prompt_logprobs=tuple(logprobs), prompt_offset=first
         )
 
-    def hand_out(self, base_len: int, now_s: float) -> CommittedTokens:
-        """The tokens committed since `base_len`, with the result if they are the last."""
+    def hand_out(self, base_len: int, origins: bytes | bytearray, now_s: float) -> CommittedTokens | None:
+        """The tokens committed since `base_len`, if a result or log probabilities go with them."""
         if self._first_token_s is None:
             self._first_token_s = now_s
         self._committed_s = now_s
+        if self._finish is None and not self._logprobs:
+            return None
         logprobs, self._logprobs = tuple(self._logprobs), []
-        record = self.tally.record()
-        result = None if self._finish is None else self._result(self._finish, record, now_s)
+        result = None if self._finish is None else self._result(self._finish, now_s)
         return CommittedTokens(
-            tuple(self.tokens[base_len:]),
-            self._origins,
-            logprobs,
-            result,
-            offset=base_len - self.prompt_len,
-            speculation=record,
+            tuple(self.tokens[base_len:]), bytes(origins), logprobs, result, offset=base_len - self.prompt_len
         )
 
     def close(self) -> None:
@@ -338,7 +325,7 @@ class TargetSession:
         """The step that committed the tokens just handed out, for its trace; `step` has its other fields."""
         return TracedRound(number=self.number, at_s=self._committed_s, price=self.link.price, **step)
 
-    def _result(self, finish: FinishReason, record: SpeculationRecord, now_s: float) -> GenerateResult:
+    def _result(self, finish: FinishReason, now_s: float) -> GenerateResult:
         admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
         first_s = now_s if self._first_token_s is None else self._first_token_s
         return GenerateResult(
@@ -346,7 +333,7 @@ class TargetSession:
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self._num_cached,
             num_generated_tokens=self.committed_len - self._resumed_len,
-            speculation=record,
+            speculation=self.tally.record(),
             timings=Timings(
                 queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
                 prefill_ns=int((first_s - admitted_s) * NS_PER_S),

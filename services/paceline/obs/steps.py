@@ -9,9 +9,10 @@ from paceline.obs.metrics import VerifierMetrics, rows_label
 
 def record_output(metrics: VerifierMetrics, output: TargetOutput) -> None:
     report = output.report
-    committed = [each for _, each in output.committed if isinstance(each, CommittedTokens)]
-    report.count("vllm:generation_tokens", by=sum(len(each.token_ids) for each in committed))
-    for each in committed:
+    whole = [each for _, each in output.news if isinstance(each, CommittedTokens)]
+    num_tokens = len(output.commit.tokens) + sum(len(each.token_ids) for each in whole)
+    report.count("vllm:generation_tokens", by=num_tokens)
+    for each in (*whole, *output.commit.rare.values()):
         if each.result is not None:
             _add_session(report, each.result)
     record_step(metrics, report)

@@ -21,7 +21,6 @@ from paceline.core.messages import (
     CommittedTokens,
     GenerateRequest,
     ModelIdentity,
-    SpeculationRecord,
     ToDrafter,
     ToVerifier,
 )
@@ -31,6 +30,7 @@ from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
     LinkChanged,
+    SpeculationTally,
     Submit,
     TargetEvent,
     TargetOutput,
@@ -102,7 +102,7 @@ class Request:
     Attributes:
         number: Decides its text.
         pieces: When tokens came and how many, `(seconds, tokens)`.
-        record: Its speculation counts.
+        tally: Its speculation counts.
     """
 
     number: int
@@ -110,7 +110,7 @@ class Request:
     num_prompt_tokens: int
     num_output_tokens: int
     pieces: list[tuple[float, int]] = field(default_factory=list)
-    record: SpeculationRecord = field(default_factory=SpeculationRecord)
+    tally: SpeculationTally = field(default_factory=SpeculationTally)
 
     @property
     def num_received(self) -> int:
@@ -119,7 +119,7 @@ class Request:
     @property
     def num_steps(self) -> int:
         """Decoding steps: its first token comes of the step that has read the prompt."""
-        return max(0, self.record.num_steps - 1)
+        return max(0, self.tally.num_steps - 1)
 
 
 class DeviceAtWork(Device):
@@ -281,7 +281,11 @@ class VerifierAtWork:
     def _deliver(self, output: DrafterNews) -> None:
         if self._link is not None and (messages := output.to_drafters.get(DRAFTER)):
             self._link.send(messages)
-        for number, committed in output.committed if isinstance(output, TargetOutput) else ():
+        if not isinstance(output, TargetOutput):
+            return
+        for number, tally in zip(output.commit.numbers, output.commit.tallies, strict=True):
+            self._requests[number][0].tally = tally
+        for number, committed in output.outcomes():
             self._hand_on(*self._requests[number], committed)
 
     def _hand_on(self, asked: Request, ended: asyncio.Future[None], committed: CommittedTokens | PacelineError) -> None:
@@ -290,8 +294,6 @@ class VerifierAtWork:
             return
         if committed.token_ids:
             asked.pieces.append((self._loop.time(), len(committed.token_ids)))
-        if committed.speculation is not None:
-            asked.record = committed.speculation
         if committed.result is not None:
             ended.set_result(None)
 

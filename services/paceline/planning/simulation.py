@@ -98,12 +98,14 @@ class Outcome:
     @property
     def gamma(self) -> float:
         """Draft tokens that a session's step verified, on average."""
-        return sum(each.record.num_draft_tokens for each in self.requests) / max(1, self._num_steps)
+        return sum(each.tally.num_draft_tokens for each in self.requests) / max(1, self._num_steps)
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens that a session's decoding step committed, on average: the acceptance length over all steps."""
-        return 1.0 + sum(each.record.num_accepted_draft_tokens for each in self.requests) / max(1, self._num_steps)
+        return 1.0 + sum(each.tally.record().num_accepted_draft_tokens for each in self.requests) / max(
+            1, self._num_steps
+        )
 
     @property
     def _num_steps(self) -> int:

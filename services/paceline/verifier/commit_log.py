@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, SpeculationRecord
+from paceline.core.target_events import SpeculationTally
 from paceline.service.outbox import WaitingBytes
 from paceline.wire import LogPart, size_of_committed
 from paceline.wire.columns import MAX_SESSIONS
@@ -46,6 +47,9 @@ class SessionLog:
         whole: The client gets the text in one piece.
         offset: Generated tokens of the session so far.
         now_s: Time of the event loop.
+
+    Attributes:
+        tally: Its speculation counts; None: they come with its result alone.
     """
 
     def __init__(self, gateway: GatewayLog, number: int, *, whole: bool, offset: int, now_s: float) -> None:
@@ -55,7 +59,7 @@ class SessionLog:
         self._gather_s = GATHER_WHOLE_S if whole else 0.0
         self._waiting: deque[tuple[CommittedTokens, int]] = deque()
         self._released_s: float | None = None
-        self._record: SpeculationRecord | None = None
+        self.tally: SpeculationTally | None = None
         self._recorded_s = now_s
 
     @property
@@ -73,7 +77,6 @@ class SessionLog:
         if committed.offset != self._offset:
             raise UnavailableError(f"token {self._offset} of the session was to come, not {committed.offset}")
         self._offset += len(committed.token_ids)
-        self._record = committed.speculation or self._record
         pieces = [(each, size_of_committed(each)) for each in in_pieces(committed)]
         self.gateway.waiting.add(sum(size for _, size in pieces))
         self._waiting += pieces
@@ -100,7 +103,7 @@ class SessionLog:
         """The gateway wants no more of the session: it gets the record instead of tokens that wait."""
         self.gateway.waiting.remove(sum(size for _, size in self._waiting))
         self._waiting.clear()
-        self._waiting.append((CommittedTokens(token_ids=(), offset=self._offset, speculation=self._record), 0))
+        self._waiting.append((CommittedTokens(token_ids=(), offset=self._offset, speculation=self._record()), 0))
         self.gateway.mark_ready(self)
 
     def take(self, most_bytes: int, now_s: float) -> tuple[CommittedTokens, int]:
@@ -111,12 +114,13 @@ class SessionLog:
             parts.append(self._waiting.popleft())
             num_bytes += parts[-1][1]
         committed = joined([each for each, _ in parts])
-        if committed.token_ids and committed.result is None:
-            if now_s - self._recorded_s >= RECORD_S:
-                self._recorded_s = now_s
-            else:
-                committed = committed._replace(speculation=None)
+        if committed.token_ids and committed.result is None and now_s - self._recorded_s >= RECORD_S:
+            self._recorded_s = now_s
+            committed = committed._replace(speculation=self._record())
         return committed, num_bytes
+
+    def _record(self) -> SpeculationRecord | None:
+        return None if self.tally is None else self.tally.record()
 
     def is_empty(self) -> bool:
         """Whether nothing waits."""
@@ -308,13 +312,12 @@ def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
         return parts[0]
     return CommittedTokens(
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
-        origins=tuple(origin for part in parts for origin in part.origins),
+        origins=b"".join(part.origins for part in parts),
         logprobs=tuple(position for part in parts for position in part.logprobs),
         result=parts[-1].result,
         lossy=any(part.lossy for part in parts),
         offset=parts[0].offset,
         running=any(part.running for part in parts),
         prompt_logprobs=tuple(position for part in parts for position in part.prompt_logprobs),
-        speculation=next((part.speculation for part in reversed(parts) if part.speculation is not None), None),
         prompt_offset=next((part.prompt_offset for part in parts if part.prompt_logprobs), 0),
     )

@@ -536,7 +536,7 @@ class TargetHost:
         except Exception:
             # Tokens that did not reach the logs are lost; gateways place these sessions anew.
             logger.exception("a step could not be handed on")
-            for number, _ in output.committed:
+            for number, _ in output.outcomes():
                 if number in self._sessions:
                     error = UnavailableError("tokens of the session could not be handed on")
                     self._end(self._sessions[number], error)
@@ -548,10 +548,14 @@ class TargetHost:
             if seen.number in self._sessions:
                 self._sessions[seen.number].trace.saw(seen)
         now_s = asyncio.get_running_loop().time()
-        for number, outcome in output.committed:
-            # It may have left meanwhile.
+        # Each may have left meanwhile.
+        for number, outcome in output.news:
             if number in self._sessions:
                 self._tell(self._sessions[number], outcome, now_s)
+        for (number, committed), tally in zip(output.commit.messages(), output.commit.tallies, strict=True):
+            if number in self._sessions:
+                self._sessions[number].log.tally = tally
+                self._tell(self._sessions[number], committed, now_s)
         self._gathering.after_step()
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)
 

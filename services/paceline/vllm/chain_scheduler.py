@@ -17,7 +17,7 @@ from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.link import NewTokens, commit
+from paceline.core.link import commit
 from paceline.core.messages import ToDrafter
 from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.step_drafts import Choice, StepDrafts
@@ -165,14 +165,16 @@ class ChainScheduler:
                 raise ValueError(f"session {row.session} has {len(session.tokens)} tokens, not {row.base_len}")
             # vLLM may have verified fewer than it was sent.
             self._forest.drop_kv(session.tree.row, len(session.tokens) + row.num_verified)
-        done = commit(self._forest, [NewTokens(session.link, row.token_ids) for session, row in going_on])
+        tokens = [token_id for _, row in going_on for token_id in row.token_ids]
+        ends = [*itertools.accumulate(len(row.token_ids) for _, row in going_on)]
+        done = commit(self._forest, [session.link for session, _ in going_on], ends, tokens)
         self.report.count_nodes(self._forest.sources, done.counts)
-        results = zip(going_on, done.accepted.tolist(), done.hits.tolist(), strict=True)
-        for (session, row), num_matched, hit in results:
-            num_accepted = num_accepted_of(num_matched, row.token_ids)
-            num_verified, session.verifies = min(len(session.verifies), row.num_verified), []
-            session.tally.count(num_draft_tokens=num_verified, num_accepted=num_accepted, hit=hit, batch_size=len(rows))
-            self.report.count_round(num_verified, num_accepted, hit=hit)
+        num_verified, num_accepted = list[int](), list[int]()
+        for (session, row), num_matched in zip(going_on, done.accepted.tolist(), strict=True):
+            num_accepted.append(num_accepted_of(num_matched, len(row.token_ids)))
+            num_verified.append(min(len(session.verifies), row.num_verified))
+            session.verifies = []
+        self.report.count_rounds(num_verified, num_accepted, done.hits.tolist())
 
     def _close(self, session: ChainSession | None) -> None:
         if session is None:

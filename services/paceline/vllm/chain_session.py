@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.target_events import SpeculationTally
 from paceline.core.tree import DraftTree
 from paceline.forest import Forest
 
@@ -65,7 +64,6 @@ class ChainSession:
         self.link = SessionLink(
             request, link_number, self.tokens, self.tree, calibrations, address=drafter_address, price=price
         )
-        self.tally = SpeculationTally()
         self.verifies: list[int] = []
         self.reads = False
         self.number = number

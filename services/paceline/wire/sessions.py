@@ -46,13 +46,7 @@ _FINISH_REASON_TO_PB = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_REASON_FROM_PB = {value: reason for reason, value in _FINISH_REASON_TO_PB.items()}
-_ORIGIN_TO_PB = {
-    TokenOrigin.ACCEPTED: int(verifier_pb2.TOKEN_ORIGIN_ACCEPTED),
-    TokenOrigin.RECOVERED: int(verifier_pb2.TOKEN_ORIGIN_RECOVERED),
-    TokenOrigin.BONUS: int(verifier_pb2.TOKEN_ORIGIN_BONUS),
-    TokenOrigin.PLAIN: int(verifier_pb2.TOKEN_ORIGIN_PLAIN),
-}
-_ORIGIN_FROM_PB = {value: origin for origin, value in _ORIGIN_TO_PB.items()}
+_ORIGINS = bytes(TokenOrigin)
 # How a verifier ends one session: by the nearest of these. A peer that a verifier lost is none that its gateway lost.
 _KINDS: dict[str, type[PacelineError]] = {
     name: kind
@@ -282,7 +276,7 @@ def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
         offsets.append(each.offset)
         tokens += each.token_ids
         ends.append(len(tokens))
-        origins += bytes(map(_ORIGIN_TO_PB.__getitem__, each.origins)) if each.origins else bytes(len(each.token_ids))
+        origins += each.origins or bytes(len(each.token_ids))
         _add_rare(message, number, each)
     message.sessions, message.offsets, message.ends, message.token_ids = map(_column, (numbers, offsets, ends, tokens))
     message.origins = bytes(origins)
@@ -337,11 +331,11 @@ def log_from_pb(
 
 
 def _committed(offset: int, token_ids: tuple[int, ...], origins: bytes) -> CommittedTokens:
-    try:
-        known = tuple([_ORIGIN_FROM_PB[each] for each in origins]) if any(origins) else ()
-    except KeyError as error:
-        raise RemoteProtocolError(f"VerifyResponse.origins: got {error}") from None
-    return CommittedTokens(token_ids, known, offset=offset)
+    if strange := origins.translate(None, _ORIGINS):
+        if any(origins):
+            raise RemoteProtocolError(f"VerifyResponse.origins: got {strange[0]}")
+        origins = b""
+    return CommittedTokens(token_ids, origins, offset=offset)
 
 
 def _add_rare(message: verifier_pb2.VerifyResponse, number: int, committed: CommittedTokens) -> None:

@@ -25,7 +25,7 @@ from paceline.engine.target_session import TargetSession
 from paceline.forest import Forest
 from tests.support.laws import coupled_choice, dense, overlap
 from tests.support.reference_sampling import RowHistory, gumbel, process
-from tests.support.rounds import Tree, choose, judge, judging
+from tests.support.rounds import Tree, choose, chosen, judge, judging
 from tests.support.trees import walk
 
 VOCAB, MOST_GUESSES, EOS = 700, 6, 699
@@ -130,7 +130,7 @@ def test_all_sessions_of_a_step_get_what_their_requests_mean() -> None:
         for place, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
             rows = logits[first : first + 1 + len(tree)]
             first += len(rows)
-            found = list(step.verdict(place).token_ids)
+            found = chosen(step, place)
             assert found == expected(session, tree, rows)[: len(found)]
             assert len(found) == len(expected(session, tree, rows)) or session.ended
             accepted[session.by_logits] += len(found) - 1
@@ -160,8 +160,9 @@ def test_the_last_token_is_plain_recovered_or_bonus_and_those_before_it_are_acce
     for token in tokens:
         logits[at, token] = 9.0
         at = next((place for place, guess in enumerate(tree, start=1) if guess == (at - 1, token)), 0)
-    assert judge(session, tree, logits).token_ids == tokens
-    assert session.hand_out(session.committed_len, 0.0).origins == tuple(map(TokenOrigin, origins.split()))
+    committed = judge(session, tree, logits)
+    assert committed.tokens == [*tokens]
+    assert [TokenOrigin(each).name.lower() for each in committed.origins] == origins.split()
 
 
 class Counting:
@@ -200,7 +201,7 @@ def test_only_rows_that_tokens_lead_to_cost_a_grammar_anything() -> None:
     logits[:, 0] = 20.0
     logits[[0, 1, 2], [1, 2, 3]] = 9.0
     session = session_of(temperature=0.0, grammar=grammar)
-    assert judge(session, tree, logits).token_ids == (1, 2, 3)
+    assert judge(session, tree, logits).tokens == [1, 2, 3]
     assert grammar.asked == [(), (1,), (1, 2)]
 
 
@@ -216,10 +217,10 @@ def test_a_grammar_that_cannot_go_on_ends_its_session_only_where_the_text_leads(
     spared = session_of(temperature=0.0, grammar=Counting(1, 2, 3, fails_behind=3))
     struck = session_of(temperature=0.0, grammar=Counting(1, 2, 3, fails_behind=1))
     step = judging([struck, spared, session_of(temperature=0.0)], [tree] * 3, np.tile(logits, (3, 1)))
-    assert step.verdict(1).token_ids == (1, 1)
-    assert step.verdict(2).token_ids == (1, 0)
+    assert chosen(step, 1) == [1, 1]
+    assert chosen(step, 2) == [1, 0]
     with pytest.raises(InvalidRequestError, match="too complex"):
-        step.verdict(0)
+        chosen(step, 0)
 
 
 def test_log_probabilities_are_of_the_rows_that_committed_tokens_were_chosen_from() -> None:
@@ -229,12 +230,12 @@ def test_log_probabilities_are_of_the_rows_that_committed_tokens_were_chosen_fro
     logits[[0, 2, 3], [1, 2, 4]] = 9.0
     for way in ({}, {"logit_bias": ((600, -1.0),)}):
         session = session_of(temperature=0.0, logprobs=1, **way)
-        verdict = judge(session, tree, logits)
-        assert verdict.token_ids == (1, 2, 4)
-        told = session.hand_out(session.committed_len, 0.0).logprobs
+        committed = judge(session, tree, logits)
+        assert committed.tokens == [1, 2, 4]
+        told = session.hand_out(session.committed_len, b"", 0.0).logprobs
         assert told == tuple(
             RowSampler(session.request.sampling, VOCAB, (), ()).logprobs(logits[row], token, 1)
-            for row, token in zip((0, 2, 3), verdict.token_ids, strict=True)
+            for row, token in zip((0, 2, 3), committed.tokens, strict=True)
         )
 
 
@@ -251,9 +252,9 @@ def test_rows_of_sessions_with_log_probabilities_are_fetched_together_but_few_at
     fetched = Mock(side_effect=lambda rows: logits[rows])
     monkeypatch.setattr(HostPending, "logits", lambda _, rows: fetched(rows))
     step = judging(sessions, [((-1, 1), (0, 2)), (), ((-1, 5),)], logits)
-    assert [step.verdict(place).token_ids for place in range(3)] == [(1, 2, 3), (1,), (5, 1)]
+    assert [chosen(step, place) for place in range(3)] == [[1, 2, 3], [1], [5, 1]]
     assert [each.args[0] for each in fetched.call_args_list] == copies
-    told = [session.hand_out(2, 0.0).logprobs for session in (sessions[0], sessions[2])]
+    told = [session.hand_out(2, b"", 0.0).logprobs for session in (sessions[0], sessions[2])]
     assert [[each.top[0][0] for each in logprobs] for logprobs in told] == [[1, 2, 3], [5, 1]]
 
 
@@ -275,13 +276,12 @@ def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whateve
     for seed, token in itertools.product(range(8), range(3)):
         session = session_of(acceptance=REJECTION, seed=seed)
         session.tree.drafts = {2: first, 3: second}
-        verdict = judge(session, ((-1, token),), logits)
-        assert verdict.chances is not None
-        assert len(verdict.chances) == len(verdict.token_ids)
-        learned.add(round(verdict.chances[0], 6))
-        lengths.add(len(verdict.token_ids))
-        if len(verdict.token_ids) == 2:
-            assert verdict.chances[1] == pytest.approx(overlap(laws[1], dense(second, VOCAB)), abs=1e-6)
+        committed = judge(session, ((-1, token),), logits)
+        assert len(committed.chances) == len(committed.tokens)
+        learned.add(round(committed.chances[0], 6))
+        lengths.add(len(committed.tokens))
+        if len(committed.tokens) == 2:
+            assert committed.chances[1] == pytest.approx(overlap(laws[1], dense(second, VOCAB)), abs=1e-6)
     assert (learned, lengths) == ({round(overlap(laws[0], dense(first, VOCAB)), 6)}, {1, 2})
 
 
@@ -311,9 +311,9 @@ def test_a_session_whose_logits_leave_nothing_fails_alone(way: dict[str, Any], b
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 13] = bad
     step = judging([session_of(**way), session_of(**way)], [(), ()], logits)
-    assert len(step.verdict(1).token_ids) == 1
+    assert len(chosen(step, 1)) == 1
     with pytest.raises(UnusableLogitsError, match="the largest is"):
-        step.verdict(0)
+        chosen(step, 0)
 
 
 def test_a_session_whose_logits_cannot_be_looked_at_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +321,9 @@ def test_a_session_whose_logits_cannot_be_looked_at_fails_alone(monkeypatch: pyt
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 13] = np.nan
     step = judging([session_of(), session_of()], [(), ()], logits)
-    assert len(step.verdict(1).token_ids) == 1
+    assert len(chosen(step, 1)) == 1
     with pytest.raises(MemoryError):
-        step.verdict(0)
+        chosen(step, 0)
 
 
 def test_guesses_of_many_rows_are_ranked_as_each_sampler_ranks_them() -> None:

@@ -71,8 +71,8 @@ class Engine:
         report, committed = self.report(), self.committed
         report.num_rows, report.gammas, self.committed = 1, [0] * len(self.sessions), []
         if tell is not None:
-            tell(TargetOutput(committed=committed, to_drafters={}, broken_links={}, report=StepReport()))
-        return TargetOutput(committed=[], to_drafters={"drafter": []}, broken_links={}, report=report)
+            tell(TargetOutput(news=committed, to_drafters={}, broken_links={}, report=StepReport()))
+        return TargetOutput(news=[], to_drafters={"drafter": []}, broken_links={}, report=report)
 
 
 class Play:

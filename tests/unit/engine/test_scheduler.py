@@ -17,6 +17,7 @@ from paceline.core.messages import (
     FinishReason,
     LaggingSession,
     OpenSession,
+    SpeculationRecord,
 )
 from paceline.core.params import LAYER_SKIP, SamplingParams
 from paceline.core.step_time import StepCost
@@ -215,7 +216,7 @@ def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken
     verifier.say(to_drafts(guesses[second.link.number], nobody, guesses[first.link.number]))
     assert [each.tree.num_nodes for each in (first, second)] == [1, 1]
     verifier.step()
-    assert [each.tally.num_accepted for each in (first, second)] == [1, 1]
+    assert [each.tally.histogram for each in (first, second)] == [[0, 1], [0, 1]]
 
 
 def test_right_guesses_are_committed_with_the_token_after_them() -> None:
@@ -583,18 +584,17 @@ def test_the_least_important_gives_its_pages_to_the_others_however_old_it_is() -
     assert [verifier.tokens(name) for name in ("unimportant", "important", "usual")] == [text(30, 40)] * 3
 
 
-def test_each_message_with_tokens_tells_what_speculation_has_done_so_far() -> None:
+def test_the_counts_of_a_session_go_with_each_of_its_steps() -> None:
     verifier = Verifier()
     verifier.drafter()
     session = verifier.submit("s", max_tokens=30)
     verifier.step()
+    assert [each.record() for each in verifier.tallies] == [SpeculationRecord(num_steps=1, mean_batch_size=1.0)]
     verifier.draft(session, right=2, wrong=2)
     verifier.step()
-    records = [each.speculation for each in verifier.heard["s"] if each.token_ids]
-    assert [(each.num_steps, each.num_draft_tokens, each.num_accepted_draft_tokens) for each in records if each] == [
-        (1, 0, 0),
-        (2, 4, 2),
-    ]
+    (record,) = [each.record() for each in verifier.tallies]
+    assert (record.num_steps, record.num_draft_tokens, record.num_accepted_draft_tokens) == (2, 4, 2)
+    assert (record.num_spec_steps, record.num_hits, record.num_misses) == (1, 0, 1)
 
 
 def with_source() -> Verifier:

@@ -66,7 +66,7 @@ def serials_that_end(engine: TargetStepper) -> Iterator[int]:
     for _ in range(10_000):
         if not engine.has_work():
             return
-        for number, outcome in run_sync(engine.step()).committed:
+        for number, outcome in run_sync(engine.step()).outcomes():
             if isinstance(outcome, CommittedTokens) and outcome.result is not None:
                 yield number
 
@@ -83,7 +83,7 @@ def text_of(served: ServedEngine, *, speculative: bool) -> tuple[list[int], int]
         accepted += sum(output.report.accepted)
         tokens += [
             token_id
-            for _, outcome in output.committed
+            for _, outcome in output.outcomes()
             if isinstance(outcome, CommittedTokens)
             for token_id in outcome.token_ids
         ]

@@ -14,6 +14,7 @@ from paceline.core.messages import (
     SpeculationRecord,
     TokenOrigin,
 )
+from paceline.core.target_events import SpeculationTally
 from paceline.verifier import commit_log
 from paceline.verifier.commit_log import PART_BYTES, RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog, joined
 from paceline.wire import LogPart, size_of_committed
@@ -26,7 +27,7 @@ RESULT = GenerateResult(
 
 def step(*token_ids: int, result: GenerateResult | None = None) -> CommittedTokens:
     """Tokens that count from 1 on, so that each says where it belongs."""
-    origins = (TokenOrigin.PLAIN,) * len(token_ids)
+    origins = bytes([TokenOrigin.PLAIN]) * len(token_ids)
     return CommittedTokens(token_ids=token_ids, origins=origins, result=result, offset=token_ids[0] - 1)
 
 
@@ -185,17 +186,19 @@ async def test_that_a_session_runs_is_told_at_once_and_its_first_tokens_wait_for
 
 
 async def test_records_come_with_results_with_sessions_that_are_left_and_now_and_then() -> None:
-    log, record = Log(), SpeculationRecord(num_steps=3)
+    log = Log()
     first, _ = log.start(1), log.start(2)
-    log.commit(step(1)._replace(speculation=record), step(1))
+    first.tally = SpeculationTally(num_steps=3)
+    log.commit(step(1), step(1))
     assert [each.speculation for part in await log.parts() for _, each in part.outcomes] == [None, None]
-    log.commit(step(2)._replace(speculation=record), step(2))
+    log.commit(step(2), step(2))
     told, _ = first.take(1, now_s() + 2 * RECORD_S)
-    assert told.speculation == record
-    log.commit(step(3)._replace(speculation=record), step(3))
+    assert told.speculation == SpeculationRecord(num_steps=3)
+    log.commit(step(3), step(3))
+    first.tally.num_steps = 4
     first.leave()
     (part,) = await log.parts()
-    left = CommittedTokens(token_ids=(), offset=3, speculation=record)
+    left = CommittedTokens(token_ids=(), offset=3, speculation=SpeculationRecord(num_steps=4))
     assert dict(part.outcomes)[1] == left
 
 
@@ -260,10 +263,10 @@ def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     chances = [PositionLogprobs(token_id=token_id, logprob=-float(token_id), top=()) for token_id in (1, 2, 3)]
     parts = [
         CommittedTokens(token_ids=(), running=True, offset=5),
-        CommittedTokens(token_ids=(1,), origins=(TokenOrigin.PLAIN,), logprobs=(chances[0],), offset=5),
+        CommittedTokens(token_ids=(1,), origins=bytes([TokenOrigin.PLAIN]), logprobs=(chances[0],), offset=5),
         CommittedTokens(
             token_ids=(2, 3),
-            origins=(TokenOrigin.ACCEPTED, TokenOrigin.BONUS),
+            origins=bytes([TokenOrigin.ACCEPTED, TokenOrigin.BONUS]),
             logprobs=(chances[1], chances[2]),
             result=RESULT,
             lossy=True,
@@ -272,7 +275,7 @@ def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     ]
     assert joined(parts) == CommittedTokens(
         token_ids=(1, 2, 3),
-        origins=(TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS),
+        origins=bytes([TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS]),
         logprobs=tuple(chances),
         result=RESULT,
         lossy=True,

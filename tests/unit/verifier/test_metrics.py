@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
-from paceline.core.target_events import StepReport, TargetOutput
+from paceline.core.target_events import StepCommit, StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output, record_step
 
@@ -39,14 +39,11 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
         num_generated_tokens=5,
         timings=timings,
     )
-    committed = [
-        (1, CommittedTokens(token_ids=(7, 8))),
-        (2, CommittedTokens(token_ids=(9,), result=result)),
-        (3, UnavailableError("its model gave nothing to choose from")),
-    ]
-    output = TargetOutput(committed=committed, to_drafters={}, broken_links={}, report=StepReport())
+    news = [(1, CommittedTokens(token_ids=(7, 8))), (3, UnavailableError("its model gave nothing to choose from"))]
+    commit = StepCommit(ends=[1, 3], tokens=[9, 5, 6], rare={0: CommittedTokens(token_ids=(9,), result=result)})
+    output = TargetOutput(news=news, commit=commit, to_drafters={}, broken_links={}, report=StepReport())
     record_output(VerifierMetrics(registry, "tiny"), output)
-    assert registry.get_sample_value("vllm:generation_tokens_total", MODEL) == 3
+    assert registry.get_sample_value("vllm:generation_tokens_total", MODEL) == 5
     sums = {
         name: registry.get_sample_value(f"vllm:request_{name}_seconds_sum", MODEL)
         for name in ("queue_time", "prefill_time", "decode_time", "time_per_output_token")

@@ -121,7 +121,7 @@ def answer(number: int, *token_ids: int, reason: str | None = None, logprobs: An
 
 def outcomes(output: TargetOutput | None) -> dict[int, Any]:
     assert output is not None
-    return dict(output.committed)
+    return dict(output.outcomes())
 
 
 def told_before(engine: VllmEngine) -> TargetOutput:

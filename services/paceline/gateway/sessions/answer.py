@@ -185,7 +185,7 @@ class TextStream:
         """Tokens of the reasoning that the answer begins with."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
-    def feed(self, token_ids: Sequence[int], origins: Sequence[TokenOrigin] = ()) -> Delta:
+    def feed(self, token_ids: Sequence[int], origins: bytes = b"") -> Delta:
         """Takes the tokens of one step, and their origins if these are known: one per token, or none."""
         parts: list[Part] = []
         num_tokens = 0
@@ -197,7 +197,7 @@ class TextStream:
             parts += found
             if self._token_texts is not None:
                 self._token_texts.add(
-                    origins[num_tokens - 1] if origins else None, decoded, self._shown(decoded, found)
+                    TokenOrigin(origins[num_tokens - 1]) if origins else None, decoded, self._shown(decoded, found)
                 )
             if self.over:
                 break

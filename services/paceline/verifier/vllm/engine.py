@@ -251,7 +251,7 @@ class VllmEngine:
         report.levels[KV_USAGE] = self._kv_usage if self._running else 0.0
         report.num_running = report.num_running or min(len(self._running), self._max_num_seqs)
         report.num_waiting = max(0, len(self._running) - report.num_running)
-        return TargetOutput(committed=outcomes, to_drafters={}, broken_links={}, report=report)
+        return TargetOutput(news=outcomes, to_drafters={}, broken_links={}, report=report)
 
 
 def _runs(session: _VllmSession) -> CommittedTokens:

@@ -81,7 +81,7 @@ def with_origins(
     token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int
 ) -> tuple[str, list[TokenText], int]:
     """Returns text, tokens with their origins, and number of tokens of the same answer if it asks for origins."""
-    origins = [list(TokenOrigin)[token_id % 4] for token_id in token_ids]
+    origins = bytes([list(TokenOrigin)[token_id % 4] for token_id in token_ids])
     stream, at = started(stops, min_tokens=min_tokens, token_origins=True), 0
     text, tokens, num_tokens = "", [], 0
     for size in [*sizes, *[1] * len(token_ids)]:
@@ -118,7 +118,7 @@ def spelled(text: str) -> list[int]:
 
 def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for() -> None:
     stream = started(["cd"], include_stop_str_in_output=True, token_origins=True)
-    fed = [stream.feed([token_id], [TokenOrigin.PLAIN]) for token_id in spelled("abcd")]
+    fed = [stream.feed([token_id], bytes([TokenOrigin.PLAIN])) for token_id in spelled("abcd")]
     assert ("".join(content_of(each.parts) for each in fed), fed[-1].stopped) == ("abcd", True)
     assert [token.text for each in fed for token in each.tokens] == ["a", "b", "c", "d"]
 

@@ -329,7 +329,8 @@ def _origins(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
         return {}
     return {
         "token_origins": (
-            {"text": token.text, "origin": None if token.origin is None else token.origin.value} for token in tokens
+            {"text": token.text, "origin": None if token.origin is None else token.origin.name.lower()}
+            for token in tokens
         )
     }
 
