@@ -187,7 +187,10 @@ class SlotPool:
 
     def take_many(self, count: int) -> list[int]:
         """Free slots, as many as there are up to `count`."""
-        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+        left = max(0, len(self._free) - count)
+        taken = self._free[left:][::-1]
+        del self._free[left:]
+        return taken
 
     def give_back(self, *slots: int) -> None:
         self._free.extend(slots)

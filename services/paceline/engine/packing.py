@@ -244,14 +244,14 @@ class BatchBuilder:
         Returns:
             Index of the logits of each one's last committed token; those of its guesses follow.
         """
-        roots = [(self._table(each), len(each.tokens), each.tokens[-1]) for each in sequences]
-        firsts = list(accumulate((1 + count for count in guesses.counts.tolist()), initial=self._num_wanted))
-        lengths = (length for _, length, _ in roots)
-        self._depth = max(
-            self._depth, *(last + 1 - length for last, length in zip(guesses.deepest, lengths, strict=True))
-        )
-        self._fills.append((fill_trees, len(roots) + len(guesses.tokens), (np.array(roots, np.int32), guesses)))
-        self._num_wanted = firsts.pop()
+        roots = np.array([(self._table(each), len(each.tokens), each.tokens[-1]) for each in sequences], np.int32)
+        # A guess in the place behind the last committed token is of depth 1.
+        depths = guesses.positions - roots[:, 1].repeat(guesses.counts) + 1
+        self._depth = max(self._depth, int(depths.max(initial=0)))
+        size, sizes = len(roots) + len(guesses.tokens), 1 + guesses.counts
+        self._fills.append((fill_trees, size, (roots, guesses)))
+        firsts: list[int] = (np.cumsum(sizes) - sizes + self._num_wanted).tolist()
+        self._num_wanted += size
         return firsts
 
     def build(self) -> Batch:

@@ -54,6 +54,7 @@ class StepPlan:
         decoding: Sessions that verify guesses, or decode plainly.
         reading: Sessions whose prompts are computed.
         guesses: Guesses of the decoding sessions.
+        parts: All of them, those that decode first.
         num_rows: Rows to compute; 0: there is nothing to do.
         num_prefill_rows: Prompt rows among them.
         abandoned: Whether the device had no room for it.
@@ -64,17 +65,15 @@ class StepPlan:
     decoding: list[Part]
     reading: list[Part]
     guesses: Guesses
+    parts: list[Part] = field(init=False)
     num_rows: int = field(init=False)
     num_prefill_rows: int = field(init=False)
     abandoned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.parts = self.decoding + self.reading
         self.num_prefill_rows = sum(part.num_rows for part in self.reading)
         self.num_rows = len(self.decoding) + len(self.guesses.tokens) + self.num_prefill_rows
-
-    @property
-    def parts(self) -> list[Part]:
-        return self.decoding + self.reading
 
     def guesses_of(self, place: int) -> Guesses:
         """Guesses of one of the `parts`."""

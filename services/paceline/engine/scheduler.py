@@ -81,6 +81,8 @@ class Scheduler:
         # By tenant, in their order; a tenant that waits for nothing is left out.
         self._waiting: dict[str, list[TargetSession]] = {}
         self._running: list[TargetSession] = []
+        # Rows of these; None: there are others now.
+        self._running_rows: Ints | None = None
         # By number: the id of one that is cancelled may come back before that is known.
         self._sessions: dict[int, TargetSession] = {}
         self._drafts = StepDrafts(policy, tier.forest)
@@ -132,6 +134,7 @@ class Scheduler:
         session.close()
         if session in self._running:
             self._running.remove(session)
+            self._running_rows = None
         else:
             self._leave_queue(session)
 
@@ -163,7 +166,9 @@ class Scheduler:
 
     @property
     def _rows(self) -> Ints:
-        return rows_of(session.tree.row for session in self._running)
+        if self._running_rows is None:
+            self._running_rows = rows_of([session.tree.row for session in self._running])
+        return self._running_rows
 
     def _delayable(self) -> Ints:
         """Rows of decoding sessions; none when something else waits for the next step, or no drafts are expected."""
@@ -181,7 +186,7 @@ class Scheduler:
         ready, joining = self._with_pages(self._running)
         guesses = self._plan_guesses(ready, joining, now_s)
         decoding = [
-            Part(session, session.committed_len - 1, session.committed_len, count, decodes=True)
+            Part(session, (length := len(session.tokens)) - 1, length, count, decodes=True)
             for session, count in zip(ready, guesses.counts.tolist(), strict=True)
         ]
         reading = self._plan_reading(joining, len(decoding) + len(guesses.tokens))
@@ -207,7 +212,7 @@ class Scheduler:
 
     def take_up(self, plan: StepPlan, now_s: float) -> bool:
         """Goes on with a step that was planned ahead; False: its sessions have all ended."""
-        plan.decoding = [part for part in plan.decoding if self.holds(part.session)]
+        plan.decoding = plan.parts = [part for part in plan.decoding if self.holds(part.session)]
         if plan.decoding:
             # Modes and prices go on as in any step.
             self._drafts.choose(rows_of(part.session.tree.row for part in plan.decoding), NO_ROWS)
@@ -221,8 +226,8 @@ class Scheduler:
         return self._policy.guesses and bool((links.drafted(rows) | links.has_sources(rows)).any())
 
     def _announce(self, plan: StepPlan) -> None:
-        announced = [(part.session.number, part.session.announce()) for part in plan.parts]
-        self.outcomes += [(number, each) for number, each in announced if each is not None]
+        fresh = [part.session for part in plan.parts if not part.session.announced]
+        self.outcomes += [(session.number, session.announce()) for session in fresh]
 
     def _admit(self, now_s: float) -> None:
         """Gives places and pages; a tenant below its share takes them from prompts of one above."""
@@ -238,6 +243,7 @@ class Scheduler:
                 held[other.tenant] -= 1
             self._leave_queue(session)
             self._running.append(session)
+            self._running_rows = None
             num_tokens += session.committed_len
 
     def _with_pages(self, sessions: Sequence[TargetSession]) -> tuple[list[TargetSession], list[TargetSession]]:
@@ -250,7 +256,7 @@ class Scheduler:
             (decoding if session.is_decoding else joining).append(session)
         lost = set[int]()
         for session in decoding:
-            while session.number not in lost and not session.pages.reserve(session.committed_len):
+            while session.number not in lost and not session.pages.reserve(len(session.tokens)):
                 loser = last_in_turn(self._running, Counter(each.tenant for each in self._running))
                 self._preempt(loser)
                 lost.add(loser.number)
@@ -261,6 +267,7 @@ class Scheduler:
     def _preempt(self, session: TargetSession) -> None:
         """Takes a session's pages; it will be computed anew when there is room."""
         self._running.remove(session)
+        self._running_rows = None
         session.pages.release()
         self._wait(session)
         self.report.count("vllm:num_preemptions")

@@ -119,8 +119,7 @@ class TargetEngine:
         self._num_reported = 0
         # A step on the device before the tokens of the one before are read.
         self._ahead: _Launched | None = None
-        # Numbers of the sessions that the step under way computes.
-        self._in_step: tuple[int, ...] | None = None
+        self._in_step: StepPlan | None = None
 
     @property
     def cache(self) -> Any:
@@ -135,8 +134,9 @@ class TargetEngine:
     @property
     def at_stake(self) -> tuple[int, ...]:
         """Numbers of the sessions that a failure now is attributed to: those of the step under way, or all that run."""
-        in_step = self._in_step
-        return tuple(session.number for session in self.scheduler.running) if in_step is None else in_step
+        plan = self._in_step
+        sessions = self.scheduler.running if plan is None else [part.session for part in plan.parts]
+        return tuple(session.number for session in sessions)
 
     @property
     def full_step_s(self) -> float:
@@ -259,8 +259,7 @@ class TargetEngine:
         Messages to drafters, new prompts above all, and the sessions computed for the first time leave before
         the device begins; its commits go to drafters before anything else happens.
         """
-        plan = self._plan_step()
-        self._in_step = tuple(part.session.number for part in plan.parts)
+        plan = self._in_step = self._plan_step()
         if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
             tell(await self._output(StepReport(), compute))
         if plan.num_rows:

@@ -55,6 +55,7 @@ class TargetSession:
         judges_prompt: Whether some are still to be handed out.
         choice: How the target chooses its tokens, a `CHOICE`.
         by_logits: Whether nothing else has a part in it.
+        announced: Whether its client knows that its rows are computed.
         followers: Sources at work on it, by name.
     """
 
@@ -108,7 +109,7 @@ class TargetSession:
         self.tally = SpeculationTally()
         self._finish: FinishReason | None = None
         self._logprobs: list[PositionLogprobs] = []
-        self._announced = False
+        self.announced = False
         self._num_cached = 0
         self._submitted_s = self._committed_s = submitted_s
         self._admitted_s: float | None = None
@@ -157,7 +158,7 @@ class TargetSession:
     @property
     def is_decoding(self) -> bool:
         """True when only the root is left to compute, and a first token is out."""
-        return self.pages.num_missing == 1 and self.committed_len > self._resumed_len
+        return (length := len(self.tokens)) - self.pages.num_computed == 1 and length > self._resumed_len
 
     @property
     def output(self) -> tuple[int, Sequence[int]]:
@@ -184,11 +185,9 @@ class TargetSession:
         """Whether its last token has been chosen."""
         return self._finish is not None
 
-    def announce(self) -> CommittedTokens | None:
-        """Announces that its rows are computed now; None where that has been announced."""
-        if self._announced:
-            return None
-        self._announced = True
+    def announce(self) -> CommittedTokens:
+        """Announces that its rows are computed now."""
+        self.announced = True
         return CommittedTokens(token_ids=(), offset=self.num_generated, running=True)
 
     def admit(self, now_s: float) -> bool:
