@@ -185,7 +185,8 @@ class Play:
         assert isinstance(received, Commits)
         fresh = self.drafted.receive(next(iter(received)))
         assert isinstance(fresh, list)
-        _, nodes = self.trees.commit([FreshTokens(self.drafted, len(self.drafted.tokens) - len(fresh), fresh)])
+        base_len = len(self.drafted.tokens) - len(fresh)
+        _, nodes = self.trees.commit(FreshTokens([self.drafted], [base_len], [len(fresh)], fresh))
         self.under_way += [message for _, message in nodes]
 
     # Random numbers

@@ -48,6 +48,7 @@ class Starts:
 
     Args:
         sessions: Theirs, each once.
+        rows: int32 `[sessions]`, of these in the forest.
         each: int64 `[starts]`, indices of these.
         slots: int32 `[starts]`, of nodes in the forest, until the next commit; ROOT: a root.
         ends: int32 `[starts]`, where the path of each ends.
@@ -57,6 +58,7 @@ class Starts:
     """
 
     sessions: Sequence[DraftSession]
+    rows: Ints
     each: Longs
     slots: Ints
     ends: Ints
@@ -69,7 +71,8 @@ class Starts:
         """The roots of some trees."""
         count = len(sessions)
         slots, nothing = np.full(count, ROOT, np.int32), np.zeros(count, np.int32)
-        return cls(sessions, np.arange(count), slots, nothing, nothing, nothing[:0], nothing[:0])
+        rows = rows_of([session.row for session in sessions])
+        return cls(sessions, rows, np.arange(count), slots, nothing, nothing, nothing[:0], nothing[:0])
 
     def __len__(self) -> int:
         return len(self.each)
@@ -80,8 +83,11 @@ class Starts:
             yield Start(self.sessions[each], slot, self.path[end - depth : end].tolist())
 
     def __add__(self, more: Starts) -> Starts:
+        if not len(self):
+            return more
         return Starts(
             [*self.sessions, *more.sessions],
+            np.concatenate((self.rows, more.rows)),
             np.concatenate((self.each, len(self.sessions) + more.each)),
             np.concatenate((self.slots, more.slots)),
             np.concatenate((self.ends, len(self.path) + more.ends)),
@@ -104,7 +110,13 @@ class Starts:
     @property
     def calls(self) -> Calls:
         """Their names in the forest."""
-        return Calls(rows_of(session.row for session in self.sessions)[self.each], self.slots)
+        return Calls(self.rows[self.each], self.slots)
+
+    @property
+    def by_logits(self) -> Bools:
+        """Which are of sessions that are drafted for by logits alone, bool `[starts]`."""
+        found: Bools = np.array([session.by_logits for session in self.sessions], np.bool_)[self.each]
+        return found
 
     @property
     def lengths(self) -> Longs:
@@ -119,18 +131,15 @@ class DraftPlan:
 
     Attributes:
         growing: Nodes whose children are computed.
+        starts: Roots that sessions which catch up expand, and these nodes.
         kv: int32 `[levels - 1, starts]`, scratch slots for the best guess of each further level that is drafted below
             those that `catching_up` expands and those that are `growing`; NONE: the level is its last one.
     """
 
     catching_up: list[CatchingUp] = field(default_factory=list)
     growing: Starts = field(default_factory=lambda: Starts.at_roots(()))
+    starts: Starts = field(default_factory=lambda: Starts.at_roots(()))
     kv: Ints = field(default_factory=lambda: _ONE_LEVEL)
-
-    @property
-    def starts(self) -> Starts:
-        """Roots that sessions which catch up expand, and nodes."""
-        return Starts.at_roots([each.session for each in self.catching_up if each.expands]) + self.growing
 
     @property
     def reads(self) -> bool:
@@ -145,4 +154,4 @@ class DraftPlan:
     @property
     def num_rows(self) -> int:
         """Rows to compute; 0: there is nothing to do."""
-        return sum(each.stop - each.start for each in self.catching_up) + len(self.growing)
+        return sum([each.stop - each.start for each in self.catching_up]) + len(self.growing)

@@ -8,7 +8,7 @@ state here is soft and can be rebuilt from committed tokens. It runs no model an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -165,8 +165,8 @@ class DraftScheduler:
         self._refused: dict[Key, None] = {}
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
-        # Commits that the trees do not know yet, and who catches up in the step under way.
-        self._commits: list[FreshTokens] = []
+        self._fresh = FreshTokens.none()
+        # Sessions that catch up in the step under way.
         self._computing: list[DraftSession] = []
         self._pace = DraftPace()
         self._prompt_rows = PromptRows()
@@ -184,7 +184,7 @@ class DraftScheduler:
     @property
     def lag_tokens(self) -> int:
         """Committed tokens still to be computed, of the session with most; what cannot be computed is not counted."""
-        return max((each.pages.num_missing for each in self.trees.behind if each.lags), default=0)
+        return max([each.pages.num_missing for each in self.trees.behind if each.lags], default=0)
 
     # Events
 
@@ -217,9 +217,9 @@ class DraftScheduler:
         session = self._sessions.pop(key)
         session.pages.release()
         self.trees.remove(session)
-        for each in self.trees.behind:
+        for each in (behind := self.trees.behind):
             each.parked = each.lost_features
-            self.trees.place(each)
+        self.trees.place(*behind)
 
     def _refuse(self, key: Key) -> None:
         if key in self._sessions:
@@ -231,8 +231,7 @@ class DraftScheduler:
 
     def _receive(self, link: int, message: ToDrafter, now_s: float) -> None:
         if isinstance(message, Commits):
-            for commit in message:
-                self._commit((link, commit.number), commit, now_s)
+            self._commit_all(link, message, now_s)
             return
         key = (link, message.number)
         known = self._sessions.get(key)
@@ -272,6 +271,22 @@ class DraftScheduler:
         identity = self._identity
         return length <= identity.context_len and max(token_ids, default=0) < identity.vocab_size
 
+    def _commit_all(self, link: int, commits: Commits, now_s: float) -> None:
+        """Takes in the commits of a verifier's step; nearly all sessions simply go on."""
+        known = self._can_draft(tokens := commits.tokens.tolist(), 0)
+        sessions, fresh, start = self._sessions, self._fresh, 0
+        columns = commits.numbers, commits.base_lens, commits.ends, commits.prices, commits.rooms
+        for number, base_len, end, price, room in zip(*(each.tolist() for each in columns), strict=True):
+            session, token_ids = sessions.get((link, number)), tokens[start:end]
+            if known and session is not None and session.goes_on(base_len, len(token_ids)):
+                session.touched_s, session.price, session.room = now_s, price, room
+                session.tokens += token_ids
+                fresh.add(session, base_len, token_ids)
+            else:
+                self._commit((link, number), Commit(number, base_len, token_ids, price, room), now_s)
+                fresh = self._fresh
+            start = end
+
     def _commit(self, key: Key, commit: Commit, now_s: float) -> None:
         session = self._sessions.get(key)
         if session is None:
@@ -291,15 +306,15 @@ class DraftScheduler:
         if isinstance(outcome, LaggingSession):
             self._queue(key[0], outcome)
         elif outcome:
-            self._commits.append(FreshTokens(session, base_len, outcome))
+            self._fresh.add(session, base_len, outcome)
             return
         self.trees.place(session)
 
     def _follow(self) -> None:
         """Follows the commits that came, all at once."""
-        commits, self._commits = self._commits, []
-        if commits:
-            moves, nodes = self.trees.commit(commits)
+        fresh, self._fresh = self._fresh, FreshTokens.none()
+        if fresh.sessions:
+            moves, nodes = self.trees.commit(fresh)
             self.moves += moves
             self._send(nodes)
 
@@ -327,7 +342,8 @@ class DraftScheduler:
         limits, catching_up = self._limits, self._plan_catching_up(now_s)
         most = limits.max_rows or max(LEAST_ROWS, self.num_sessions)
         growing = self.trees.plan(most=most, most_each=limits.max_rows_per_session)
-        return replace(plan := DraftPlan(catching_up, growing), kv=self._plan_levels(plan.starts))
+        starts = Starts.at_roots([each.session for each in catching_up if each.expands]) + growing
+        return DraftPlan(catching_up, growing, starts, self._plan_levels(starts))
 
     def _plan_levels(self, starts: Starts) -> Ints:
         costs = self._pace.costs([session.link for session in starts.sessions])[starts.each]
@@ -339,10 +355,12 @@ class DraftScheduler:
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp]:
         """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
-        planned: list[CatchingUp] = []
+        planned: list[tuple[DraftSession, int, int]] = []
         started: list[DraftSession] = []
         room = self._prompt_rows.most(self._limits.max_num_batched_tokens)
-        for session in sorted(self.trees.behind, key=lambda session: session.pages.num_missing):
+        behind = self.trees.behind
+        missing = [len(session.pages.tokens) - session.pages.num_computed for session in behind]
+        for session in [behind[place] for place in np.argsort(missing, kind="stable").tolist()]:
             if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
                 continue
             started.append(session)
@@ -352,10 +370,13 @@ class DraftScheduler:
                 continue
             room -= stop - start
             session.computed_to = stop
-            expands = stop == len(session.pages.tokens) and self.trees.wants_drafts(session)
-            planned.append(CatchingUp(session, start, stop, expands))
+            planned.append((session, start, stop))
         self._computing = started
-        return planned
+        wanted = self.trees.wants_drafts([session for session, _, _ in planned])
+        return [
+            CatchingUp(session, start, stop, wants and stop == len(session.pages.tokens))
+            for (session, start, stop), wants in zip(planned, wanted, strict=True)
+        ]
 
     def _reserve(self, session: DraftSession, started: Sequence[DraftSession], now_s: float) -> bool:
         """Pages for all its tokens, taken from sessions that have been quiet for a while if need be.
@@ -397,7 +418,7 @@ class DraftScheduler:
         computing, self._computing = self._computing, []
         for session in computing:
             session.settle()
-            self.trees.place(session)
+        self.trees.place(*computing)
         self._send(self.trees.push())
 
     def take(self) -> tuple[dict[int, list[ToVerifier]], dict[int, RemoteProtocolError]]:

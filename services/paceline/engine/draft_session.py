@@ -82,6 +82,8 @@ class DraftSession:
         )
         self.choice = self._sampler.choice
         self.by_logits = not self.chain and not self._sampler.changes_rows
+        # Neither its sampler, nor distributions, nor features follow its tokens.
+        self._plain = self.by_logits and self.features is None
         self.drafts: dict[int, SparseDraft] = {}
         self.computed_to = 0
         self.touched_s = 0.0
@@ -94,6 +96,11 @@ class DraftSession:
         return SessionPages(TokensAfterFirst(self.tokens), pool, before=block_hash(root, self.tokens[:1]))
 
     # Messages
+
+    def goes_on(self, base_len: int, count: int) -> bool:
+        """Whether as many tokens behind so many others are simply its next ones."""
+        plain = self._plain and not self.parked
+        return plain and count > 0 and len(self.tokens) == base_len and base_len + count <= self._context_len
 
     def receive(self, commit: Commit) -> list[int] | LaggingSession:
         """Applies a commit.
@@ -164,13 +171,14 @@ class DraftSession:
     @property
     def ready(self) -> bool:
         """True when its tree can grow: all committed tokens are computed, and more would fit."""
-        return not self.pages.num_missing and len(self.tokens) < self._context_len
+        return len(self.pages.tokens) == self.pages.num_computed and len(self.tokens) < self._context_len
 
     @property
     def lags(self) -> bool:
         """True when tokens are to be computed, and can be."""
-        missing = self.pages.num_missing > 0 and self.computable_to > self.pages.num_computed
-        return not self.parked and missing and len(self.tokens) < self._context_len
+        if self.parked or len(self.tokens) >= self._context_len:
+            return False
+        return self.computable_to > self.pages.num_computed
 
     def prefix_features(self, start: int, stop: int) -> Features | None:
         """Features of the rows `start` to `stop` - 1 of its pages, if the draft model takes any."""

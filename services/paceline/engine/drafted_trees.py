@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +20,28 @@ Messages = list[tuple[int, Drafts]]
 
 
 class FreshTokens(NamedTuple):
-    """Tokens that were committed after the first `base_len` of a session."""
+    """Committed tokens that trees do not know yet, in columns, session by session.
 
-    session: DraftSession
-    base_len: int
-    token_ids: list[int]
+    Attributes:
+        base_lens: Tokens of each before these.
+        ends: Where those of each end.
+    """
+
+    sessions: list[DraftSession]
+    base_lens: list[int]
+    ends: list[int]
+    tokens: list[int]
+
+    @classmethod
+    def none(cls) -> FreshTokens:
+        return cls([], [], [], [])
+
+    def add(self, session: DraftSession, base_len: int, token_ids: Sequence[int]) -> None:
+        """Adds a session's tokens."""
+        self.sessions.append(session)
+        self.base_lens.append(base_len)
+        self.tokens.extend(token_ids)
+        self.ends.append(len(self.tokens))
 
 
 class DraftedTrees:
@@ -86,18 +102,21 @@ class DraftedTrees:
         self._scratch.give_back(*self.forest.kv(session.row).tolist())
         self.forest.clear(session.row)
 
-    def place(self, session: DraftSession) -> None:
-        """Something of what there is to compute of a session has changed."""
-        ready = session.ready
-        self.forest.place(session.row, ready=ready, lags=session.lags)
-        if ready:
-            self._behind.pop(session.row, None)
-        else:
-            self._behind[session.row] = session
+    def place(self, *sessions: DraftSession) -> None:
+        """Something of what there is to compute of some sessions has changed."""
+        ready = [session.ready for session in sessions]
+        rows, lags = rows_of([session.row for session in sessions]), [session.lags for session in sessions]
+        self.forest.place(rows, ready=ready, lags=lags)
+        for session, is_ready in zip(sessions, ready, strict=True):
+            if is_ready:
+                self._behind.pop(session.row, None)
+            else:
+                self._behind[session.row] = session
 
-    def wants_drafts(self, session: DraftSession) -> bool:
-        """Whether the verifier would take more nodes."""
-        return self.forest.wants_nodes(session.row)
+    def wants_drafts(self, sessions: Sequence[DraftSession]) -> list[bool]:
+        """Whether the verifiers of sessions would take more nodes of them."""
+        wanted: list[bool] = self.forest.wants_nodes(rows_of([session.row for session in sessions])).tolist()
+        return wanted
 
     def wants_guesses(self, session: DraftSession, slot: int) -> bool:
         """Whether guesses below a node are still to be drawn; below a node of a chain they are drawn only once."""
@@ -107,23 +126,24 @@ class DraftedTrees:
         """Name of a node on the wire; 0: the root."""
         return 0 if slot == ROOT else int(self.forest.arrays.nodes["id"][session.row, slot])
 
-    def commit(self, commits: Sequence[FreshTokens]) -> tuple[list[tuple[int, int]], Messages]:
+    def commit(self, fresh: FreshTokens) -> tuple[list[tuple[int, int]], Messages]:
         """Follows committed tokens.
 
         Returns:
             KV of nodes on their paths, from slot to slot of the sessions' pages; and nodes to send at once, where all
             tokens were guessed: a verifier may be waiting for what is at hand.
         """
-        rows = rows_of(each.session.row for each in commits)
-        ends = np.cumsum([len(each.token_ids) for each in commits], dtype=np.int32)
-        done = self.forest.commit(rows, ends, rows_of(chain.from_iterable(each.token_ids for each in commits)))
+        sessions = fresh.sessions
+        rows = rows_of([session.row for session in sessions])
+        done = self.forest.commit(rows, rows_of(fresh.ends), rows_of(fresh.tokens))
         kept, start, moves = done.moves.tolist(), 0, list[tuple[int, int]]()
-        for each, count in zip(commits, done.accepted.tolist(), strict=True):
-            moves += each.session.keep(each.base_len, kept[start : start + count])
-            start += count
-            self.place(each.session)
+        for session, base_len, count in zip(sessions, fresh.base_lens, done.accepted.tolist(), strict=True):
+            if count:
+                moves += session.keep(base_len, kept[start : start + count])
+                start += count
+        self.place(*sessions)
         self._scratch.give_back(*done.moves[:, 0].tolist(), *done.freed.tolist())
-        prices, rooms = zip(*((each.session.price, each.session.room) for each in commits), strict=True)
+        prices, rooms = zip(*((session.price, session.room) for session in sessions), strict=True)
         self.forest.reprice(rows, np.array(prices), np.array(rooms, np.int64))
         return moves, self.push(np.unique(rows[done.hits]), at_once=True)
 
@@ -135,7 +155,7 @@ class DraftedTrees:
         rows, each = np.unique(calls.rows, return_inverse=True)
         ends, path, kv = self.forest.paths(*calls)
         sessions = [self._sessions[row] for row in rows.tolist()]
-        return Starts(sessions, each, calls.slots, ends, sizes_of(ends), path, kv)
+        return Starts(sessions, rows, each, calls.slots, ends, sizes_of(ends), path, kv)
 
     def plan_levels(self, starts: Starts, *, most: int, costs: Floats) -> Ints:
         """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.
@@ -145,7 +165,7 @@ class DraftedTrees:
             costs: float64 `[starts]`, see `Forest.levels`.
         """
         counts = self.forest.levels(*starts.calls, most=most, costs=costs, context_len=self._context_len)
-        counts[starts.of(lambda session: not session.by_logits)] = 1
+        counts[~starts.by_logits] = 1
         counts = np.minimum(counts, 1 + self._scratch.num_free // max(1, len(counts)))
         kv = np.full((int(counts.max(initial=1)) - 1, len(counts)), NONE, np.int32)
         taken = np.arange(len(kv))[:, None] < counts - 1

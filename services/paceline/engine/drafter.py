@@ -149,7 +149,7 @@ class DraftEngine:
             roots = builder.add_prefixes(prefixes, np.concatenate(known) if known else None)
             first = [row for row, part in zip(roots, plan.catching_up, strict=True) if part.expands]
         rows = np.array([*first, *self._add_nodes(builder, plan.growing)], np.int64)
-        by_logits = starts.of(attrgetter("by_logits"))
+        by_logits = starts.by_logits
         ranked, kv = starts.only(by_logits), np.ascontiguousarray(plan.kv[:, by_logits])
         others, burst = starts.only(~by_logits), Burst(_ranks_of(ranked, rows[by_logits]), kv, self._limits.width)
         try:

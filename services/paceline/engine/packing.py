@@ -176,7 +176,7 @@ class BatchBuilder:
         self._fills: list[tuple[Callable[..., None], int, tuple[Any, ...]]] = []
         self._depth = 1
         self._tables: list[Ints] = []
-        self._table_of: dict[int, int] = {}
+        self._table_of: dict[SessionPages, int] = {}
         self._num_wanted = 0
         self._features: list[np.ndarray] = []
 
@@ -222,7 +222,7 @@ class BatchBuilder:
         Returns:
             Indices of their logits.
         """
-        count, tables = len(nodes.ends), rows_of(map(self._table, sequences))
+        count, tables = len(nodes.ends), rows_of([*map(self._table, sequences)])
         self._depth = max(self._depth, int(sizes_of(nodes.ends).max()))
         spans = np.stack(
             (tables[nodes.trees], nodes.token_ids, nodes.positions, nodes.ends),
@@ -281,10 +281,10 @@ class BatchBuilder:
         )
 
     def _table(self, sequence: SessionPages) -> int:
-        known = self._table_of.setdefault(id(sequence), len(self._tables))
-        if known == len(self._tables):
+        if sequence not in self._table_of:
+            self._table_of[sequence] = len(self._tables)
             self._tables.append(sequence.table)
-        return known
+        return self._table_of[sequence]
 
     def _add_features(self, features: np.ndarray | None) -> None:
         if features is not None:

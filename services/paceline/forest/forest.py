@@ -150,20 +150,22 @@ class Forest:
         """Nodes of a session, those that are kept back included."""
         return int(self.arrays.trees["count"][row])
 
-    def place(self, row: int, *, ready: bool, lags: bool) -> None:
-        """Where a drafter stands with a session.
+    def place(self, rows: Ints, *, ready: Sequence[bool], lags: Sequence[bool]) -> None:
+        """Where a drafter stands with sessions.
 
         Args:
-            row: Of the session.
+            rows: int32 `[sessions]`.
             ready: KV of all committed tokens is there, and their number is within the draft model's context.
             lags: The next step computes some of it.
         """
-        tree = self.arrays.trees[row]
-        tree["ready"], tree["lags"] = ready, lags
+        trees = self.arrays.trees
+        trees["ready"][rows], trees["lags"][rows] = ready, lags
 
-    def wants_nodes(self, row: int) -> bool:
-        """Whether its verifier would take more nodes."""
-        return bool(drafting.wants_nodes(self.arrays.trees[row]))
+    def wants_nodes(self, rows: Ints) -> Bools:
+        """Whether the verifiers of sessions would take more nodes, bool `[sessions]`."""
+        trees = self.arrays.trees[rows]
+        wanted: Bools = (trees["price"] < 1.0) & (trees["named"] < trees["room"])
+        return wanted
 
     def has_child(self, row: int, slot: int) -> bool:
         """Whether anything hangs below a slot, or the root."""
@@ -428,7 +430,7 @@ def warm_up(forest: Forest) -> None:
     rows, one = rows_of([row]), rows_of([1])
     sure = np.array([0.5])
     forest.open(row, [0], keeps_kv=True, price=0.5, room=8)
-    forest.place(row, ready=True, lags=False)
+    forest.place(rows, ready=[True], lags=[False])
     _verify(forest, row, one, sure)
     roots = rows_of([ROOT])
     forest.levels(rows, roots, most=1, costs=sure, context_len=_CONTEXT_LEN)
@@ -439,7 +441,7 @@ def warm_up(forest: Forest) -> None:
     forest.set_kv(calls, one[: len(calls.rows)])
     forest.paths(*calls)
     forest.push(rows, room=True, context_len=_CONTEXT_LEN)
-    forest.wants_nodes(row)
+    forest.wants_nodes(rows)
     forest.has_child(row, ROOT)
     forest.commit(rows, one, one, sure)
     _link(forest, row)

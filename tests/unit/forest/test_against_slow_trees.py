@@ -206,7 +206,7 @@ class Drafting:
         price, room = self._terms()
         self.growth = SlowGrowth((1, 2, 3), price, room)
         self.forest.open(int(self.row[0]), (1, 2, 3), keeps_kv=True, price=price, room=room)
-        self.forest.place(int(self.row[0]), ready=True, lags=False)
+        self.forest.place(self.row, ready=[True], lags=[False])
         self.kvs = count()
 
     def _terms(self) -> tuple[float, int]:
