@@ -77,9 +77,10 @@ class SessionLog:
         if committed.offset != self._offset:
             raise UnavailableError(f"token {self._offset} of the session was to come, not {committed.offset}")
         self._offset += len(committed.token_ids)
-        pieces = [(each, size_of_committed(each)) for each in in_pieces(committed)]
-        self.gateway.waiting.add(sum(size for _, size in pieces))
-        self._waiting += pieces
+        pieces = [*in_pieces(committed)] if committed.prompt_logprobs else [committed]
+        sizes = [*map(size_of_committed, pieces)]
+        self.gateway.waiting.add(sum(sizes))
+        self._waiting += zip(pieces, sizes, strict=True)
         if self._released_s is None or committed.result is not None:
             # Messages before the first token, such as that it runs, leave at once as well.
             self.release(now_s if committed.token_ids else None)

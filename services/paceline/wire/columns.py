@@ -34,11 +34,13 @@ def read(message: Message, field: str, size: int | None = None, *, low: int = 0,
     Raises:
         RemoteProtocolError: It is not such a column.
     """
-    name, words = _words(message, field, size)
-    # As unsigned numbers, and then as Python's: nothing wraps.
-    least, most = (int(words.min()) if low else 0, int(words.max())) if len(words) else (low, low)
-    if least < low or most > high:
-        raise RemoteProtocolError(f"{name}: must be from {low} to {high}, got {least if least < low else most}")
+    words = _words(message, field, size)
+    if len(words):
+        # As unsigned numbers, and then as Python's: nothing wraps.
+        least, most = int(np.minimum.reduce(words)) if low else 0, int(np.maximum.reduce(words))
+        if least < low or most > high:
+            got = least if least < low else most
+            raise RemoteProtocolError(f"{_name(message, field)}: must be from {low} to {high}, got {got}")
     return words.astype(np.int32)
 
 
@@ -48,10 +50,9 @@ def read_shares(message: Message, field: str, size: int) -> Floats:
     Raises:
         RemoteProtocolError: It is not such a column.
     """
-    name, words = _words(message, field, size)
-    shares = words.view(FLOAT).astype(np.float64)
+    shares = _words(message, field, size).view(FLOAT).astype(np.float64)
     if not ((shares >= 0.0) & (shares <= 1.0)).all():
-        raise RemoteProtocolError(f"{name}: must be numbers from 0 to 1")
+        raise RemoteProtocolError(f"{_name(message, field)}: must be numbers from 0 to 1")
     return shares
 
 
@@ -73,10 +74,10 @@ def read_sessions(
     numbers, values = read(message, "sessions", low=1, high=last_number), read(message, entries, low=low)
     check_count(f"{kind}.sessions", len(numbers), MAX_SESSIONS)
     ends = read(message, "ends", len(numbers))
-    sizes = sizes_of(ends)
-    if (sizes < 0).any() or ends[-1:].sum() != len(values):
+    sizes = sizes_of(ends).tolist()
+    if min(sizes, default=0) < 0 or sum(sizes) != len(values):
         raise RemoteProtocolError(f"{kind}.ends: must grow, up to the {len(values)} entries of {entries}")
-    check_count(f"{kind}.{entries}: a session", int(sizes.max(initial=0)), most_entries)
+    check_count(f"{kind}.{entries}: a session", max(sizes, default=0), most_entries)
     # Not `np.unique`: its first call imports masked arrays, and holds the event loop for a tenth of a second.
     if len({*numbers.tolist()}) != len(numbers):
         raise RemoteProtocolError(f"{kind}.sessions: names a session twice")
@@ -95,10 +96,15 @@ def check_count(name: str, count: int, most: int) -> None:
         raise RemoteProtocolError(f"{name}: has {count} entries, at most {most} are allowed")
 
 
-def _words(message: Message, field: str, size: int | None) -> tuple[str, npt.NDArray[np.uint32]]:
-    name, data = f"{message.DESCRIPTOR.name}.{field}", getattr(message, field)
+def _name(message: Message, field: str) -> str:
+    return f"{message.DESCRIPTOR.name}.{field}"
+
+
+def _words(message: Message, field: str, size: int | None) -> npt.NDArray[np.uint32]:
+    data = getattr(message, field)
     if len(data) % WORD.itemsize:
+        name = _name(message, field)
         raise RemoteProtocolError(f"{name}: must hold numbers of {WORD.itemsize} bytes, got {len(data)} bytes")
-    if size is not None:
-        check_size(name, len(data) // WORD.itemsize, size)
-    return name, np.frombuffer(data, WORD)
+    if size is not None and len(data) != size * WORD.itemsize:
+        check_size(_name(message, field), len(data) // WORD.itemsize, size)
+    return np.frombuffer(data, WORD)

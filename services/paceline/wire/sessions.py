@@ -184,7 +184,9 @@ class AskedSession:
 
 def size_of_committed(committed: CommittedTokens) -> int:
     """An upper bound of its bytes on the wire."""
-    judged = sum(1 + len(each.top) for each in (*committed.logprobs, *committed.prompt_logprobs))
+    judged = 0
+    if committed.logprobs or committed.prompt_logprobs:
+        judged = sum(1 + len(each.top) for each in (*committed.logprobs, *committed.prompt_logprobs))
     return _SESSION_BYTES + _ENTRY_BYTES * (len(committed.token_ids) + judged)
 
 
@@ -308,7 +310,7 @@ def log_from_pb(
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
     for each in ("logprobs", "records", "results"):
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), len(numbers))
-    listed, origins = numbers.tolist(), message.origins
+    listed, token_list, origins = numbers.tolist(), tokens.tolist(), message.origins
     rare = _Rare(message, frozenset(listed))
 
     def outcomes() -> Iterator[Outcome]:
@@ -317,9 +319,9 @@ def log_from_pb(
             asked = sessions.get(number)
             if asked is not None:
                 try:
-                    asked.check(offset, token_ids := tuple(tokens[start:end].tolist()))
+                    asked.check(offset, token_ids := tuple(token_list[start:end]))
                     committed = _committed(offset, token_ids, origins[start:end])
-                    for each in rare.completed(number, asked, committed):
+                    for each in rare.completed(number, asked, committed) if rare.any else (committed,):
                         asked.take(each)
                         yield number, each
                 except RemoteProtocolError as error:
@@ -366,7 +368,7 @@ class _Rare:
         self._logprobs = self._named("logprobs", message.logprobs)
         self._records = self._named("records", message.records)
         self._results = self._named("results", message.results)
-        self._any = bool(self._running or self._lossy or self._logprobs or self._records or self._results)
+        self.any = bool(self._running or self._lossy or self._logprobs or self._records or self._results)
 
     def completed(self, number: int, asked: AskedSession, committed: CommittedTokens) -> Iterator[CommittedTokens]:
         """Adds what there is of a session to its tokens; parts of a long prompt's log probabilities come before them.
@@ -374,9 +376,6 @@ class _Rare:
         Raises:
             RemoteProtocolError: It cannot be right, or was not asked for.
         """
-        if not self._any:
-            yield committed
-            return
         judged, record, result = (each.get(number) for each in (self._logprobs, self._records, self._results))
         if judged is not None:
             asked.check_judged(judged, len(committed.token_ids))
