@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,10 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
-    room = mmap.mmap(-1, count * dtype.itemsize)
-    room.madvise(mmap.MADV_NOHUGEPAGE)
+    room = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Systems without huge pages refuse to do without them.
+    with suppress(AttributeError, OSError):
+        room.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(room, dtype=dtype, count=count).view(shape)
 
 
