@@ -630,3 +630,10 @@ def test_a_step_of_nodes_that_have_their_guesses_already_hangs_nothing() -> None
     assert before
     drafter.scheduler.trees.grow([Offer(drafter.session("s"), ROOT)])
     assert drafter.tree("s") == before
+
+
+def test_after_a_slow_step_a_drafter_reads_less_of_a_prompt_at_once() -> None:
+    drafter = Drafter(max_num_batched_tokens=64)
+    drafter.open("s", prompt_len=200)
+    read = [drafter.step(seconds).catching_up[0] for seconds in (4.0, 0.5, 0.2)]
+    assert [each.stop - each.start for each in read] == [64, 16, 32]

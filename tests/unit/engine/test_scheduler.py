@@ -82,6 +82,16 @@ def test_prompts_are_read_in_chunks_beside_those_that_decode() -> None:
     assert verifier.tokens("reading") == [100]
 
 
+def test_after_a_slow_step_less_of_a_prompt_is_read_at_once() -> None:
+    verifier = Verifier(max_rows=64, num_blocks=64)
+    reading = verifier.submit("reading", prompt_len=200, max_tokens=1)
+    rows = [verifier.step(seconds).num_prefill_rows for seconds in (4.0, 0.5, 0.2, 0.1)]
+    assert rows == [64, 16, 32, 64]
+    verifier.run()
+    assert reading.ended
+    assert verifier.tokens("reading") == [200]
+
+
 def test_prompts_of_several_sessions_share_the_rows_of_a_step() -> None:
     verifier = Verifier(max_rows=32, num_blocks=64)
     first, second = (verifier.submit(name, prompt_len=20, max_tokens=1) for name in ("first", "second"))
