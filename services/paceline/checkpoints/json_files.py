@@ -40,6 +40,7 @@ def shown(value: Any) -> str:
     return shortened(json.dumps(value, ensure_ascii=True, default=repr), MAX_VALUE_CHARS)
 
 
+CHAT_TEMPLATE: Final = "chat_template.jinja"
 # Newer checkpoints list all added tokens in their settings, and then the older file does not count.
 LISTED_TOKENS, SPECIAL_TOKENS_FILE = "added_tokens_decoder", "special_tokens_map.json"
 EXTRA_TOKENS, OLD_EXTRA_TOKENS = "extra_special_tokens", "additional_special_tokens"
@@ -87,3 +88,8 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     if OLD_EXTRA_TOKENS in settings and not settings.get(EXTRA_TOKENS):
         settings[EXTRA_TOKENS] = settings.pop(OLD_EXTRA_TOKENS)
     return settings if LISTED_TOKENS in settings else {**settings, **older}
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a checkpoint folder holds a chat template."""
+    return (folder / CHAT_TEMPLATE).is_file() or bool(tokenizer_settings(folder).get("chat_template"))

@@ -1,4 +1,4 @@
-"""Where checkpoints come from: folders of this machine, and repositories of the Hugging Face Hub.
+"""Where checkpoints come from: folders and GGUF files of this machine, packages, and the Hugging Face Hub.
 
 After `folder_of` everything works on folders. Cache, token, mirror and offline mode are huggingface_hub's own, set by
 its variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from paceline.checkpoints.json_files import read_object
+from paceline.checkpoints.cached import gguf_checkpoint, packaged_checkpoint, packaged_model
+from paceline.checkpoints.gguf_files import SUFFIX
+from paceline.checkpoints.json_files import CONFIG, read_object
 from paceline.core.errors import ConfigError
 from paceline.service.config import exit_with_error, named
 
@@ -53,6 +55,8 @@ HUB_PREFIX, FILE_PREFIX = "hf:", "file:"
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 PART: Final = re.compile(r"-of-\d+\.")
 MAIN = "main"
+# Files named in a message.
+MOST_NAMED: Final = 4
 REFUSED = (401, 403)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
@@ -116,23 +120,28 @@ def fetched(config: ConfigT, prog: str, *fields: str, say: Say = logger.info) ->
 
 
 def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILES, say: Say = logger.info) -> Path:
-    """Returns the folder of a checkpoint; files of a Hub repository that are not in the cache are fetched first.
+    """Returns the folder of a checkpoint, which is fetched or converted first if it is not in a cache.
 
     Args:
-        given: As `parse` takes it; of a folder it is checked only that what is in it can be read.
+        given: The name of a packaged model, a GGUF file or a folder with one, or as `parse` takes it; of a folder with
+            a checkpoint it is checked only that what is in it can be read.
         flag: The setting that named it, for messages.
         files: Patterns of the files needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
-        say: Gets a line before the Hub is asked.
+        say: Gets a line before something is fetched or converted.
 
     Raises:
         ConfigError: It cannot be fetched or read, or has an unsupported format; says what to do.
     """
+    packaged = packaged_model(given)
+    if packaged is not None:
+        return packaged_checkpoint(packaged, flag, say)
     with named(flag, given):
         source = parse(given)
         if isinstance(source, Path):
             _check_readable(source, files)
     if isinstance(source, Path):
-        return source
+        gguf = _gguf_of(source)
+        return source if gguf is None else gguf_checkpoint(gguf, say, weights=files != CONFIG_FILES)
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # that of its HTTP client
 
@@ -149,6 +158,14 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
                 "folder that can, on a disk with room"
             ) from error
         raise _unreachable(error, source, flag) from error
+
+
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that is meant: itself, or the only one of a folder without a checkpoint."""
+    if path.is_file():
+        return path if path.suffix == SUFFIX else None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    return found[0] if len(found) == 1 and not (path / CONFIG).is_file() else None
 
 
 def _check_readable(folder: Path, files: Sequence[str]) -> None:
@@ -227,8 +244,8 @@ def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
     gguf = [name for name in files if name.endswith(".gguf")]
     if gguf:
         return ConfigError(
-            f"{where} holds GGUF weights only ({gguf[0]}), which are not read: name the checkpoint with safetensors "
-            "that they were made from"
+            f"{where} holds GGUF weights only ({', '.join(gguf[:MOST_NAMED])}): give one of these files on this "
+            "machine, which is converted, or the checkpoint with safetensors that they were made from"
         )
     return ConfigError(f"{where} has no *.safetensors weights: name a checkpoint that has")
 

@@ -14,43 +14,42 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import shutil
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import paceline
+from paceline.checkpoints.cached import KEY_CHARS, PackagedModel, made_once, packaged_model
 from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.json_files import parse_object, read_object
+from paceline.checkpoints.safetensor_files import (
+    CELLS,
+    WEIGHTS_FILE,
+    TensorShape,
+    read_header,
+    write_tensors,
+)
 from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
 from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
-from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
-from paceline.service.config import reason
-from paceline.user_cache import NothingWritableError, user_cache
+from paceline.core.params import DRAFT_MODEL, EAGLE3, GRAMMAR, MEDUSA, NGRAM
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
 DEMO_DRAFTER = MODELS_FOLDER / "demo-drafter"
 DEMO_MEDUSA = MODELS_FOLDER / "demo-medusa"
 DEMO_EAGLE3 = MODELS_FOLDER / "demo-eagle3"
-WEIGHTS_FILE = "model.safetensors"
 WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
 # Neurons of a feed-forward layer that take the demo target to about 98 and 398 million parameters.
 WIDENED_SIZES = {"98m": 12_288, "400m": 51_200}
 NEW_WEIGHT_STD = 0.02
-MAX_HEADER_BYTES = 100_000_000
-# Cells of the types of weights that can be widened: a bfloat16 is the upper half of a float32.
-_CELLS: Mapping[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 # Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
 HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
 # Keys of --speculative-config that name checkpoints.
@@ -96,99 +95,38 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
     for file in sorted(DEMO_TARGET.iterdir()):
         if file.suffix != ".md":
             digest.update(file.name.encode() + file.read_bytes())
-    out = _cache(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
-    if not (out / "config.json").is_file():
-        say(f"widening the demo target to {preset[:-1]} M parameters, once: {out}")
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            widen(DEMO_TARGET, out, WIDENED_SIZES[preset])
-        except OSError as error:
-            # Another fleet may have made it at the same time.
-            if not (out / "config.json").is_file():
-                raise ConfigError(
-                    f"cannot write to {out.parent}: {reason(error, out.parent)}; set XDG_CACHE_HOME"
-                ) from error
-    return out
 
+    def make(out: Path) -> None:
+        say(f"widening the demo target to {preset[:-1]} M parameters, once: {out.parent}")
+        widen(DEMO_TARGET, out, WIDENED_SIZES[preset])
 
-def _cache(environ: Mapping[str, str]) -> Path:
-    try:
-        return user_cache(environ)
-    except NothingWritableError as error:
-        raise ConfigError(str(error)) from None
-
-
-def num_parameters(path: Path) -> int:
-    """Returns how many numbers the weight files hold.
-
-    Raises:
-        ConfigError: A weight file is broken.
-    """
-    total = 0
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            total += _num_parameters(file)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-            raise ConfigError(f"{file} cannot be read as safetensors: {reason(error, file)}") from error
-    return total
-
-
-def _num_parameters(file: Path) -> int:
-    with file.open("rb") as stream:
-        entries, first = _header(stream), stream.tell()
-    wanted = first + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if (found := file.stat().st_size) < wanted:
-        raise ValueError(f"it has {found:,} of its {wanted:,} bytes; fetch or copy it again")
-    return sum(math.prod(entry["shape"]) for entry in entries.values())
-
-
-def _header(stream: BinaryIO) -> dict[str, Any]:
-    """Reads what a safetensors file says of its tensors, by their names; the numbers of all follow."""
-    (length,) = struct.unpack("<Q", stream.read(8))
-    if length > MAX_HEADER_BYTES:
-        raise ValueError("it is no safetensors file")
-    return {name: entry for name, entry in json.loads(stream.read(length)).items() if name != "__metadata__"}
+    return made_once(digest.hexdigest()[:KEY_CHARS], WIDENED_NAME.format(preset=preset), make, environ)
 
 
 def widen(source: Path, out: Path, intermediate_size: int) -> None:
-    """Writes a widened copy of a Llama-family checkpoint folder; it appears under its name only when it is complete."""
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    try:
-        shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors"))
-        readme = f"# {source.name}, widened\n\nBy `widen` of `paceline.cluster.checkpoints`, which says how.\n"
-        (partial / "README.md").write_text(readme, encoding="utf-8")
-        config = read_object(source / "config.json")
-        old = {"name": source.name, "intermediate_size": config["intermediate_size"]}
-        config |= {"intermediate_size": intermediate_size, "paceline_widened_from": old}
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _widen_weights(source / WEIGHTS_FILE, partial / WEIGHTS_FILE, intermediate_size)
-        os.replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Writes a widened copy of a Llama-family checkpoint folder."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    readme = f"# {source.name}, widened\n\nBy `widen` of `paceline.cluster.checkpoints`, which says how.\n"
+    (out / "README.md").write_text(readme, encoding="utf-8")
+    config = read_object(source / "config.json")
+    old = {"name": source.name, "intermediate_size": config["intermediate_size"]}
+    config |= {"intermediate_size": intermediate_size, "paceline_widened_from": old}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _widen_weights(source / WEIGHTS_FILE, out / WEIGHTS_FILE, intermediate_size)
 
 
 def _widen_weights(source: Path, out: Path, intermediate_size: int) -> None:
     generator = np.random.default_rng(0)
     with source.open("rb") as stream:
-        entries, first = _header(stream), stream.tell()
+        entries, first = read_header(stream), stream.tell()
         tensors = {}
         for name, entry in sorted(entries.items()):
             begin, end = entry["data_offsets"]
             stream.seek(first + begin)
-            cells = np.frombuffer(stream.read(end - begin), _CELLS[entry["dtype"]]).reshape(entry["shape"])
+            cells = np.frombuffer(stream.read(end - begin), CELLS[entry["dtype"]]).reshape(entry["shape"])
             tensors[name] = _widened(name, cells, intermediate_size, generator)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, cells in tensors.items():
-        begin, end = end, end + cells.nbytes
-        header[name] = {"dtype": entries[name]["dtype"], "shape": cells.shape, "data_offsets": (begin, end)}
-    described = json.dumps(header).encode()
-    # Numbers begin at a multiple of eight bytes.
-    described += b" " * (-len(described) % 8)
-    with out.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(described)) + described)
-        for cells in tensors.values():
-            stream.write(np.ascontiguousarray(cells).data)
+    shapes = {name: TensorShape(dtype=entries[name]["dtype"], shape=cells.shape) for name, cells in tensors.items()}
+    write_tensors(out, shapes, tensors.values())
 
 
 def _widened(
@@ -225,6 +163,9 @@ def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence
     Raises:
         ConfigError: A checkpoint cannot be fetched; names its setting and says what to do.
     """
+    packaged = None if spec.model is None else packaged_model(spec.model)
+    if packaged is not None:
+        spec = _with_its_drafter(spec, packaged)
     settings = {
         key: str(folder_of(str(value), f"--speculative-config {key}", say=say))
         if value and key in MODEL_KEYS
@@ -237,6 +178,20 @@ def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence
     if spec.draft_model is not None and spec.drafter:
         spec = replace(spec, draft_model=folder_of(spec.draft_model, "--draft-model", files=files, say=say))
     return spec
+
+
+def _with_its_drafter(spec: FleetSpec, packaged: PackagedModel) -> FleetSpec:
+    """Names the drafter that comes with a packaged target; where there is none, look-up inside the verifier drafts."""
+    settings = draft_settings(spec)
+    if not spec.drafter or spec.draft_model is not None or any(settings.get(key) for key in MODEL_KEYS):
+        return spec
+    folder = MODELS_FOLDER / packaged.drafter
+    if not folder.is_dir():
+        return replace(spec, drafter=False)
+    if not is_eagle3(folder):
+        return replace(spec, draft_model=folder)
+    head = {"method": f"{EAGLE3}+{NGRAM}+{GRAMMAR}", **settings, "eagle3_model": str(folder)}
+    return replace(spec, speculative_config=json.dumps(head))
 
 
 def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoints:

@@ -9,10 +9,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.safetensor_files import num_parameters
 from paceline.checkpoints.source import served_name
-from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, Checkpoints, num_parameters
+from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, Checkpoints
 from paceline.cluster.spec import GRACE_SHARE
 from paceline.service.process import install_signal_handlers
+
+# The demo target continues code; models with a chat template answer questions.
+EXAMPLE_QUESTION = "What is the capital of France?"
+EXAMPLE_CODE = "def read_lines(path):\n"
 
 
 def say(line: str) -> None:
@@ -75,13 +80,17 @@ def describe_models(checkpoints: Checkpoints, simulated: str = "") -> list[str]:
             f"simulated     {simulated}: steps take a device's time, nothing is computed, and texts are words of "
             f"{words}'s tokenizer; acceptance, kernels and memory are not real"
         ]
+    drafts = ", ".join(map(served_name, checkpoints.drafts))
     return [
         f"target model  {describe_target(checkpoints.target)}",
-        f"draft model   {', '.join(served_name(draft) for draft in checkpoints.drafts) or 'none, plain decoding'}",
+        f"draft model   {drafts or 'none; verifiers draft by themselves'}",
     ]
 
 
-def request_for(checkpoints: Checkpoints) -> str:
-    """Returns the body of a request to try a fleet with."""
-    model = served_name(checkpoints.target)
-    return json.dumps({"model": model, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True})
+def request_for(target: Path, *, chat: bool) -> tuple[str, str]:
+    """Returns path and body of a request to try a fleet with."""
+    asked: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]} if chat else {"prompt": EXAMPLE_CODE}
+    )
+    body = {"model": served_name(target), **asked, "max_tokens": 64, "temperature": 0, "stream": True}
+    return f"/v1/{'chat/' * chat}completions", json.dumps(body)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Self
 
 from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.safetensor_files import num_parameters
 from paceline.checkpoints.source import served_name
-from paceline.cluster.checkpoints import Checkpoints, fetch_models, num_parameters, resolve_checkpoints, with_heads
+from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.spec import (
     STORE,
     FleetSpec,

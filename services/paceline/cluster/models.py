@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoints.cached import PACKAGED
 from paceline.checkpoints.families import (
     GENERIC,
     LEAN,
@@ -21,19 +22,21 @@ from paceline.checkpoints.families import (
 )
 from paceline.checkpoints.identity import IGNORED, end_tokens
 from paceline.checkpoints.json_files import read_object
+from paceline.checkpoints.safetensor_files import num_parameters
 from paceline.checkpoints.source import CONFIG_FILES, MODEL_FILES, TEXT_FILES, folder_of, parse
-from paceline.cluster.checkpoints import num_parameters
 from paceline.cluster.foreground import say
 from paceline.core.errors import ConfigError
 from paceline.service.config import as_called, setting
 from paceline.service.config import parse as parse_settings
 
 PROG = "paceline models"
-CHECK_DESCRIPTION = "Says which engine serves a model; reads its JSON settings alone."
+CHECK_DESCRIPTION = "Says which engine serves a model; reads its settings alone, but a packaged model is fetched."
 FETCH_DESCRIPTION = (
-    "Fetches a checkpoint of the Hugging Face Hub into its cache (HF_HOME), with the token HF_TOKEN, and prints the "
-    "folder. Files already there are not fetched again."
+    "Fetches a checkpoint of the Hugging Face Hub into its cache (HF_HOME), with the token HF_TOKEN, or makes one of a "
+    f"packaged model ({', '.join(PACKAGED)}) or a GGUF file in the user's cache, and prints the folder. Files already "
+    "there are not fetched again."
 )
+NAMES = f"ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, {', '.join(PACKAGED)}, "
 DECODERS = {
     LEAN: "serves it, by the decoder made for it",
     GENERIC: "serves it, by transformers' modules (slower), if a trial at start gives transformers' own logits",
@@ -42,12 +45,12 @@ DECODERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig:
-    name: str = setting(help="ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder.")
+    name: str = setting(help=NAMES + "a GGUF file, or a checkpoint folder.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchConfig:
-    name: str = setting(help="ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub.")
+    name: str = setting(help=NAMES + "or a GGUF file.")
     tokenizer_only: bool = setting(False, help="Fetch what a gateway reads: tokenizer, templates and settings.")
 
 

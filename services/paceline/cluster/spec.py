@@ -71,7 +71,9 @@ class FleetSpec:
         "", help="Start the fleet on a Ray cluster: its address, host:port, or auto on one of its hosts."
     )
     model: Path | None = setting(
-        None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
+        None,
+        help="Target: smollm2, a small model that talks; ORG/NAME or hf://ORG/NAME@REVISION of the Hub; a folder or a "
+        "GGUF file. Without it the demo pair.",
     )
     draft_model: Path | None = setting(None, help="Draft model, named likewise.")
     drafter: bool = setting(True, help="Run drafters; with --no-drafter only sources inside verifiers guess.")

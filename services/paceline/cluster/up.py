@@ -8,9 +8,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import paceline
+from paceline.checkpoints.json_files import has_chat_template
 from paceline.cluster.checkpoints import Checkpoints, fetch_models
 from paceline.cluster.fleet_file import FleetFile, RayTier, check_for_ray, parse_fleet, read_fleet_file
-from paceline.cluster.foreground import describe_models, request_for, say, table, until_ctrl_c
+from paceline.cluster.foreground import (
+    EXAMPLE_CODE,
+    EXAMPLE_QUESTION,
+    describe_models,
+    request_for,
+    say,
+    table,
+    until_ctrl_c,
+)
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec, ServicePort, gateway_scheme
 from paceline.core.errors import ConfigError
@@ -79,6 +88,9 @@ async def _run_on_ray(
 def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[ServicePort], places: Sequence[str]) -> str:
     """Returns what serves and where, and a command to try it."""
     urls = [f"{gateway_scheme(spec)}://{endpoint.address}" for endpoint in gateways]
+    chat = spec.model is not None and has_chat_template(checkpoints.target)
+    generate = f"{'--chat ' * chat}{(EXAMPLE_QUESTION if chat else EXAMPLE_CODE.strip())!r}"
+    path, body = request_for(checkpoints.target, chat=chat)
     return "\n".join(
         [
             f"Paceline {paceline.__version__} is up{' on Ray' if spec.ray else ''}",
@@ -86,9 +98,9 @@ def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[Servi
             *(places or [f"gateways      {' '.join(urls)}"]),
             "",
             "Try it:",
-            f"  curl -N {urls[0]}/v1/completions -H 'Content-Type: application/json' \\",
-            f"    -d '{request_for(checkpoints)}'",
-            f"  {as_called('paceline generate')} 'def read_lines(path):' --url {urls[0]}",
+            f"  curl -N {urls[0]}{path} -H 'Content-Type: application/json' \\",
+            f"    -d '{body}'",
+            f"  {as_called('paceline generate')} {generate} --url {urls[0]}",
             "",
             "Ctrl-C stops everything.",
         ]

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.checkpoints.cached import SMOLLM2
+from paceline.checkpoints.safetensor_files import num_parameters
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     HEADS,
     check_checkpoint,
     fetch_models,
-    num_parameters,
     resolve_checkpoints,
     with_heads,
 )
@@ -401,3 +402,22 @@ def test_a_named_server_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="--redis-server /nope"):
         find_server(Path("/nope"))
     assert find_server().name.endswith("-server")
+
+
+def test_a_packaged_model_without_a_drafter_of_its_own_drafts_by_look_up(checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.cluster.checkpoints.folder_of", lambda given, *_, **__: Path(given))
+    monkeypatch.setattr("paceline.cluster.checkpoints.MODELS_FOLDER", checkpoint)
+    spec = fetch_models(fleet("--model", "smollm2"), print)
+    assert (spec.drafter, spec.speculative_config) == (False, "")
+    own = fetch_models(fleet("--model", "smollm2", "--draft-model", str(DEMO_DRAFTER)), print)
+    assert (own.drafter, own.draft_model) == (True, DEMO_DRAFTER)
+
+
+def test_a_packaged_model_brings_its_drafter(checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.cluster.checkpoints.folder_of", lambda given, *_, **__: Path(given))
+    monkeypatch.setattr("paceline.cluster.checkpoints.MODELS_FOLDER", checkpoint.parent)
+    folder = checkpoint.rename(checkpoint.with_name(SMOLLM2.drafter))
+    assert fetch_models(fleet("--model", "smollm2"), print).draft_model == folder
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    head = json.loads(fetch_models(fleet("--model", "smollm2"), print).speculative_config)
+    assert head == {"method": "eagle3+ngram+grammar", "eagle3_model": str(folder)}
