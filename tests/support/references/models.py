@@ -90,8 +90,8 @@ TAIL = """
 End-of-text tokens come from `generation_config.json`, or else from `config.json`, and from the `eos_token` of
 `tokenizer_config.json`. Ids outside the vocabulary only cause a warning, which `models check` shows beforehand.
 
-Our engine reads weights from `*.safetensors`. It refuses GGUF files, and pickle files (`.bin`, `.pt`), which can run
-code when read; the error names a fix.
+Our engine reads weights from `*.safetensors`. [GGUF files](bring-your-own-model.md#gguf-files) of Llama, Mistral, Qwen2
+and Qwen3 are converted first. Pickle files (`.bin`, `.pt`) are refused, since they can run code when read.
 """
 DECODERS = {LEAN: "fast", GENERIC: "generic"}
 
