@@ -409,7 +409,11 @@ def _fitting(prompts: Prompts | None, config: TextConfig) -> tuple[Prompt, ...] 
         config.row_tokens,
     )
     if not found:
-        raise ValueError(f"--row-tokens is {config.row_tokens}, but all prompts are longer than half of it")
+        shortest = min(map(len, prompts.train))
+        raise ValueError(
+            f"--row-tokens is {config.row_tokens}, but prompts must fit half of it, and the shortest has {shortest} "
+            "tokens"
+        )
     return found
 
 

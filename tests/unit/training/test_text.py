@@ -208,7 +208,7 @@ def test_prompts_that_leave_no_place_for_an_answer_are_refused(
     prompts = write_lines(tmp_path / "prompts", *(f"add {'one ' * 40}{number}" for number in range(3)))
     with pytest.raises(SystemExit):
         train(target_folder, tmp_path, f"--prompts-file={prompts}")
-    assert "--row-tokens is 64, but all prompts are longer than half of it" in capsys.readouterr().err
+    assert "--row-tokens is 64, but prompts must fit half of it, and the shortest has " in capsys.readouterr().err
 
 
 def test_acceptance_is_measured_on_a_file_of_prompts(
