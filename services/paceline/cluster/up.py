@@ -89,7 +89,7 @@ def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[Servi
     """Returns what serves and where, and a command to try it."""
     urls = [f"{gateway_scheme(spec)}://{endpoint.address}" for endpoint in gateways]
     chat = spec.model is not None and has_chat_template(checkpoints.target)
-    generate = f"{'--chat ' * chat}{(EXAMPLE_QUESTION if chat else EXAMPLE_CODE.strip())!r}"
+    generate = f"{EXAMPLE_QUESTION!r} --chat" if chat else repr(EXAMPLE_CODE.strip())
     path, body = request_for(checkpoints.target, chat=chat)
     return "\n".join(
         [

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.docs.blocks import commands
+from tests.support.commands import asked
 
 import paceline
 from paceline.checkpoints.cached import SMOLLM2
@@ -21,6 +23,7 @@ from paceline.checkpoints.safetensor_files import num_parameters
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     HEADS,
+    Checkpoints,
     check_checkpoint,
     fetch_models,
     resolve_checkpoints,
@@ -38,6 +41,7 @@ from paceline.cluster.spec import (
     share_memory,
 )
 from paceline.cluster.supervisor import ChildSpec, child_environment
+from paceline.cluster.up import describe
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError
 from paceline.gateway.doors import listening_socket
@@ -421,3 +425,15 @@ def test_a_packaged_model_brings_its_drafter(checkpoint: Path, monkeypatch) -> N
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     head = json.loads(fetch_models(fleet("--model", "smollm2"), print).speculative_config)
     assert head == {"method": "eagle3+ngram+grammar", "eagle3_model": str(folder)}
+
+
+def test_the_requests_that_up_prints_are_chats_where_the_model_has_a_template(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    checkpoints = Checkpoints(target=checkpoint, drafts=())
+    for template, path in (("", "/v1/completions"), ("{{ messages }}", "/v1/chat/completions")):
+        (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        lines = describe(fleet("--model", str(checkpoint)), checkpoints, [GATEWAY], []).split("Try it:\n")[1]
+        curl, generate = commands(lines.partition("\n\n")[0], tmp_path, {})
+        assert curl.words[2].endswith(path)
+        assert json.loads(curl.words[-1])["model"] == checkpoint.name
+        assert asked(list(generate.words[1:])).values.chat is bool(template)
