@@ -162,7 +162,7 @@ def test_what_is_not_there_is_named(hub: Hub) -> None:
     ("file", "said"),
     [
         ("pytorch_model.bin", "pickled weights only .* convert models with"),
-        ("model-q4.gguf", "GGUF weights only .* name the checkpoint with safetensors"),
+        ("model-q4.gguf", "GGUF weights only .* give one of these files on this machine"),
         ("weights.h5", "has no .*safetensors weights: name a checkpoint"),
     ],
 )
