@@ -3,19 +3,16 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from paceline.checkpoints.source import folder_of
 from paceline.core.errors import ConfigError
 from paceline.service.config import exit_with_error, parse, setting
-from training.acceptance import acceptance_table
-from training.demo import make_demo
-from training.distill import DistillConfig, make_drafter
-from training.heads import Eagle3Config, MedusaConfig, make_eagle3, make_medusa
-from training.text import prompts_of
+
+LOG = logging.getLogger(__name__)
 
 PROG = "python -m training"
 USAGE = f"""usage: {PROG} COMMAND [OPTIONS]
@@ -71,28 +68,45 @@ def print_acceptance(config: AcceptanceConfig) -> None:
     Raises:
         ValueError: The two do not fit, or there are too few prompts.
     """
+    from training.acceptance import acceptance_table
+    from training.text import prompts_of
+
     target, drafter = folder_of(config.target, "--target"), folder_of(config.drafter, "--drafter")
     prompts = None if config.prompts_file is None else prompts_of(config.prompts_file, target)
     table = acceptance_table(target, drafter, prompts, config.prompts, config.tokens, config.seed)
     sys.stdout.write(table + "\n")
 
 
-COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None], str]] = {
+def make_demo(config: DemoConfig) -> None:
+    """Make the four demo models."""
+    resolve_name("training.demo:make_demo")(config.out, config.resume)
+
+
+# Names, since imports of torch and transformers take seconds: a line says so before they begin.
+COMMANDS = {
     "demo": (
-        DemoConfig,
-        lambda config: make_demo(config.out, config.resume),
+        f"{__name__}:DemoConfig",
+        f"{__name__}:make_demo",
         "Trains the demo target from nothing, and a draft model, Medusa heads and an EAGLE-3 head for it.",
     ),
     "distill": (
-        DistillConfig,
-        make_drafter,
+        "training.distill:DistillConfig",
+        "training.distill:make_drafter",
         "Makes a draft model for a Llama-family target: its first layers, distilled on its probabilities.",
     ),
-    "medusa": (MedusaConfig, make_medusa, "Trains Medusa heads on a frozen Llama-family target."),
-    "eagle3": (Eagle3Config, make_eagle3, "Trains an EAGLE-3 head on a frozen Llama-family target."),
+    "medusa": (
+        "training.heads:MedusaConfig",
+        "training.heads:make_medusa",
+        "Trains Medusa heads on a frozen Llama-family target.",
+    ),
+    "eagle3": (
+        "training.heads:Eagle3Config",
+        "training.heads:make_eagle3",
+        "Trains an EAGLE-3 head on a frozen Llama-family target.",
+    ),
     "acceptance": (
-        AcceptanceConfig,
-        print_acceptance,
+        f"{__name__}:AcceptanceConfig",
+        f"{__name__}:print_acceptance",
         "Measures how well a drafter fits its target, in float32 on the CPU. The target answers prompts of a file, or "
         "continues Python code that the demo pair never saw. The drafter guesses on from every place of that text. The "
         "table shows by temperature the share of chains that are accepted up to a position, the most that any "
@@ -108,7 +122,9 @@ def main(argv: Sequence[str]) -> None:
         is_help = bool(argv) and argv[0] in ("-h", "--help")
         (sys.stdout if is_help else sys.stderr).write(USAGE)
         raise SystemExit(0 if is_help else 2)
-    config_class, action, description = COMMANDS[argv[0]]
+    LOG.info("loading torch and transformers")
+    config_name, action_name, description = COMMANDS[argv[0]]
+    config_class, action = resolve_name(config_name), resolve_name(action_name)
     prog = f"{PROG} {argv[0]}"
     try:
         action(parse(config_class, argv[1:], os.environ, prog, description))

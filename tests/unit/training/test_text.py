@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -185,6 +187,15 @@ def test_a_head_learns_from_prompts_alone_and_its_card_says_so(
     table = capsys.readouterr().out
     assert table.strip() in card
     assert "2 held-out prompts" in card
+
+
+def test_a_command_says_something_before_it_imports_torch() -> None:
+    # The library's own lines would come after it.
+    code = "import sys, training.__main__ as m; assert 'torch' not in sys.modules; m.main(['eagle3', '--help'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.splitlines()[0] == "loading torch and transformers"
+    assert "--prompts-file" in ended.stdout
 
 
 def test_rounds_are_written_once_for_all_runs_with_the_same_text(
