@@ -95,7 +95,7 @@ class Goodput:
     @property
     def guesses(self) -> bool:
         """Whether that step verifies guesses, of drafters or of sources alone; if not, nothing of speculation runs."""
-        return self.step_mode is not Mode.PLAIN
+        return self.drafts or self.mode.mode is not Mode.PLAIN
 
     @property
     def reason(self) -> Reason:
@@ -252,12 +252,12 @@ class FixedGamma(Goodput):
     @property
     def drafts(self) -> bool:
         """Always, unless gamma is 0."""
-        return self.step_mode is Mode.DRAFTING
+        return self.max_nodes > 0
 
     @property
     def step_mode(self) -> Mode:
         """The setting's."""
-        return Mode.DRAFTING if self.max_nodes else Mode.PLAIN
+        return Mode.DRAFTING if self.drafts else Mode.PLAIN
 
     @property
     def reason(self) -> Reason:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.drafting_mode import Mode
 from paceline.core.messages import PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.engine.backends.cpu import step_kernels
@@ -196,8 +195,8 @@ def test_drafters_at_rest_are_called_although_steps_run_ahead(tiny_pair):
         at_rest = True
 
         @property
-        def step_mode(self):
-            return Mode.PLAIN if self.at_rest else Mode.DRAFTING
+        def drafts(self):
+            return not self.at_rest
 
     policy, decoder = Resting(gamma=3), ahead_of(tiny_pair[0])
     pair = EnginePair(*tiny_pair, decoder=decoder, policy=policy)
