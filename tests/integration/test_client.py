@@ -156,6 +156,12 @@ def test_comparing_sends_both_and_prints_the_ratio(script: Script, capsys: pytes
     assert re.fullmatch(r"\[identical texts; speculation was \d+\.\d\d times as fast: \d+ and \d+ tokens/s\]", ratio)
 
 
+def test_comparing_without_speculation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        client.main(["x", "--compare", "--no-speculation"])
+    assert "leave --no-speculation out" in capsys.readouterr().err
+
+
 def test_compared_texts_must_be_the_same() -> None:
     one, other = (
         client.Completion(text=text, num_tokens=9, first_s=0.1, decode_s=seconds, metrics=None)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from paceline.client.server import ServerConfig, chosen_model, connection, error_message, reached
-from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.service.config import as_called, parse, setting
 
 PROG = "paceline generate"
@@ -43,6 +43,10 @@ class GenerateConfig(ServerConfig):
     method: str = setting("", help="Ways to draft, such as ngram or draft_model+ngram; empty: all that are served.")
     max_draft_tokens: int | None = setting(None, help="Most draft tokens verified in one step.", low=0, high=64)
     timeout_s: float = setting(120.0, help="Longest wait for the next piece.", unit="seconds", low=0.1)
+
+    def __post_init__(self) -> None:
+        if self.compare and not self.speculation:
+            raise ConfigError("--compare sends the prompt with speculation and without: leave --no-speculation out")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -90,10 +94,10 @@ def generate(config: GenerateConfig) -> None:
     if config.compare and config.prompt == "-":
         # Standard input can be read once.
         config = replace(config, prompt=sys.stdin.read())
-    first = complete(replace(config, speculation=config.speculation or config.compare), echo=True)
+    first = complete(config, echo=True)
     sys.stderr.write(f"{summary(first)}\n")
     if config.compare:
-        plain = complete(replace(config, speculation=False), echo=False)
+        plain = complete(replace(config, speculation=False, compare=False), echo=False)
         sys.stderr.write(f"without speculation: {summary(plain)}\n{comparison(first, plain)}\n")
 
 
