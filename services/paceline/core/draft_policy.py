@@ -224,6 +224,10 @@ class Goodput:
             responded=self.responded,
         )
 
+    def most_rows(self, num_sessions: int) -> int:
+        """The most rows of a step over so many sessions, prompts apart."""
+        return max(num_sessions, min(MOST_ROWS, num_sessions * (1 + self.max_nodes)))
+
     def plain_s(self, rows: int) -> float:
         """Expected seconds of a step of so many rows without prompts."""
         return float(self.times.with_guesses(rows, 0, drafts=self.drafts)[0]) if rows else 0.0
@@ -263,6 +267,10 @@ class FixedGamma(Goodput):
     def reason(self) -> Reason:
         """The setting."""
         return Reason.FIXED
+
+    def most_rows(self, num_sessions: int) -> int:
+        """All nodes of all sessions."""
+        return num_sessions * (1 + self.max_nodes)
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
         """Drafts wherever a session may speculate."""

@@ -414,7 +414,9 @@ class DraftScheduler:
         if plan.num_rows and not plan.reads:
             self._pace.took(now_s - self._planned_s, plan.num_levels)
         num_read = sum(each.stop - each.start for each in plan.catching_up)
-        self._prompt_rows.observe(rows=num_read, seconds=now_s - self._planned_s)
+        # Steps that mostly grow trees show nothing of prompts.
+        if 2 * num_read > plan.num_rows:
+            self._prompt_rows.observe(rows=num_read, seconds=(now_s - self._planned_s) / max(1, plan.num_levels))
         computing, self._computing = self._computing, []
         for session in computing:
             session.settle()

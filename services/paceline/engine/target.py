@@ -140,8 +140,9 @@ class TargetEngine:
 
     @property
     def full_step_s(self) -> float:
-        """Expected seconds of a step of all sessions that fit, with a prompt beside them."""
-        return max(PROMPT_STEP_S, 2.0 * self._policy.plain_s(self._limits.max_num_seqs))
+        """Expected seconds of a step of all sessions that fit, with their guesses and a prompt beside them."""
+        rows = min(self._limits.max_num_batched_tokens, self._policy.most_rows(self._limits.max_num_seqs))
+        return max(PROMPT_STEP_S, 2.0 * self._policy.plain_s(rows))
 
     # Events
 

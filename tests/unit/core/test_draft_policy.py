@@ -374,3 +374,9 @@ def test_no_step_and_nothing_that_was_learned_leads_to_an_error_in_a_later_step(
         policy.enter(num_sessions)
     successor = Goodput()
     successor.resume(policy.learned())
+
+
+@pytest.mark.parametrize(("num_sessions", "goodput", "fixed"), [(1, 17, 9), (8, 136, 72), (200, MOST_ROWS, 1800)])
+def test_the_most_rows_of_a_step_are_those_that_the_policy_may_choose(num_sessions, goodput, fixed):
+    assert Goodput().most_rows(num_sessions) == goodput
+    assert FixedGamma(gamma=8).most_rows(num_sessions) == fixed

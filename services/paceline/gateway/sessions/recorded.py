@@ -26,11 +26,13 @@ class EngineDeaths:
 
     Attributes:
         count: Engines in a row that died while they ran it, without a token of it.
+        silent: Verifiers in a row that fell silent while they ran it.
         has_tokens: Whether an engine ever computed a token of it.
     """
 
     count: int = 0
     has_tokens: bool = False
+    silent: int = 0
 
     def after(
         self, error: PacelineError, *, ran: bool, unheard: bool = False, progressed: bool = False
@@ -45,9 +47,12 @@ class EngineDeaths:
         """
         known = EngineDeaths(has_tokens=True) if progressed else self
         died = isinstance(error, EngineDiedError)
-        # It may be computed before the process can report it. One that is silent is not known to have died.
-        lost = isinstance(error, PeerLostError) and not isinstance(error, PeerSilentError) and (ran or unheard)
-        return replace(known, count=known.count + 1) if died or lost else known
+        # It may be computed before the process can report it.
+        lost = isinstance(error, PeerLostError) and (ran or unheard)
+        silent = lost and isinstance(error, PeerSilentError)
+        # One that is silent is not known to have died, but where the next falls silent, too, the session may be why.
+        counts = died or (lost and (not silent or known.silent > 0))
+        return replace(known, count=known.count + counts, silent=known.silent + silent)
 
     @property
     def parts(self) -> bool:

@@ -31,8 +31,19 @@ def test_a_verifier_that_was_not_reached_or_goes_away_in_order_is_no_evidence() 
 
 def test_a_verifier_that_is_silent_is_not_known_to_have_died() -> None:
     silent = PeerSilentError("was silent for 15 s")
-    assert EngineDeaths().after(silent, ran=True) == EngineDeaths()
-    assert EngineDeaths(1).after(silent, ran=True, unheard=True) == EngineDeaths(1)
+    assert EngineDeaths().after(silent, ran=True).count == 0
+    assert EngineDeaths(1).after(silent, ran=True, unheard=True).count == 1
+    assert EngineDeaths().after(silent, ran=False) == EngineDeaths()
+
+
+def test_a_session_with_which_one_verifier_after_the_other_falls_silent_is_not_run_for_ever() -> None:
+    silent, known, seen = PeerSilentError("was silent for 15 s"), EngineDeaths(), []
+    for _ in range(3):
+        known = known.after(silent, ran=True)
+        seen.append((known.count, known.parts, known.too_many))
+    assert seen == [(0, False, False), (1, True, False), (2, True, True)]
+    # Tokens of it show that it can be computed.
+    assert EngineDeaths(silent=1).after(silent, ran=True, progressed=True).count == 0
 
 
 def test_a_token_takes_back_what_was_before_it() -> None:
