@@ -99,7 +99,7 @@ def acceptance_table(
     Args:
         target_folder: Checkpoint of the target.
         drafter_folder: Checkpoint of the drafter.
-        prompts: To choose from; None: Python code that the demo pair never saw.
+        prompts: To choose from, of two tokens or more each; None: Python code that the demo pair never saw.
         num_prompts: Prompts at most.
         num_new: Tokens after each at most; answers end at an end token, code does not.
         seed: Of the choice and of the noise.

@@ -49,7 +49,9 @@ class RunConfig(TextConfig):
     data: str = setting(
         "", help="Sentences of the model card on the text and its licence; names of the files if not given."
     )
-    licence: str = setting("", help="Licence of the drafter in its card, an SPDX name; the target's if not given.")
+    licence: str = setting(
+        "", help="Licence of the drafter in its card, an SPDX name; if not given, that of the target's README.md."
+    )
 
     @property
     def schedule(self) -> Schedule:

@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
 from paceline.checkpoints.corpus import load_corpus
+from paceline.checkpoints.identity import fingerprint
 from paceline.service.config import setting
 from training.batches import TokenStore, encode_documents
 from training.loop import has_fast_bfloat16, precision
@@ -130,8 +131,8 @@ class ChatFormat:
         return [tuple(row.ids) for row in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
-def read_documents(path: Path | None, target: Path) -> list[str]:
-    """Documents of a corpus, see `TextConfig.corpus`.
+def read_documents(path: Path | None, target: Path, held_out: Collection[Prompt] = ()) -> list[str]:
+    """Documents of a corpus, see `TextConfig.corpus`, without the chats whose prompts are held out.
 
     Raises:
         FileNotFoundError: There is no such file or folder, or no Python source in it.
@@ -140,7 +141,12 @@ def read_documents(path: Path | None, target: Path) -> list[str]:
     if path is None or path.is_dir():
         return [file.text for file in load_corpus(path).train]
     chats = ChatFormat(target)
-    return [_text_of(line, where, "text", chats, wants_answer=False) for where, line in _entries(path)]
+    lines = list(_entries(path))
+    documents = [_text_of(line, where, "text", chats, wants_answer=False) for where, line in lines]
+    if not held_out:
+        return documents
+    prompts = chats.encode([_text_of(line, where, "text", chats, wants_answer=True) for where, line in lines])
+    return [text for text, prompt in zip(documents, prompts, strict=True) if prompt not in held_out]
 
 
 def read_prompts(config: TextConfig) -> Prompts | None:
@@ -151,15 +157,15 @@ def read_prompts(config: TextConfig) -> Prompts | None:
         ValueError: A line is not as it must be, or there is none; names it.
     """
     if config.prompts_file is not None:
-        return split_prompts(prompts_of(config.prompts_file, config.target), config.prompts_file)
+        return split_prompts(prompts_of(config.prompts_file, config.target))
     if config.corpus is None or not config.corpus.is_file():
         return None
-    chats = [line for _, line in _entries(config.corpus) if "messages" in line]
-    if not chats:
+    lines = [(where, line) for where, line in _entries(config.corpus) if "messages" in line]
+    if not lines:
         return None
-    format_ = ChatFormat(config.target)
-    texts = [_chat_text(format_, _unanswered(line["messages"]), str(config.corpus), True) for line in chats]
-    return split_prompts(format_.encode(texts), config.corpus)
+    chats = ChatFormat(config.target)
+    texts = [_text_of(line, where, "text", chats, wants_answer=True) for where, line in lines]
+    return split_prompts(_measurable(chats.encode(texts), f"--corpus {config.corpus}"))
 
 
 def prompts_of(path: Path, target: Path) -> list[Prompt]:
@@ -167,23 +173,27 @@ def prompts_of(path: Path, target: Path) -> list[Prompt]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line is not as it must be; names it.
+        ValueError: A line is not as it must be, or there is no prompt of two tokens or more; names it.
     """
     chats = ChatFormat(target)
-    return chats.encode([_text_of(line, where, "prompt", chats, wants_answer=True) for where, line in _entries(path)])
+    texts = [_text_of(line, where, "prompt", chats, wants_answer=True) for where, line in _entries(path)]
+    return _measurable(chats.encode(texts), f"--prompts-file {path}")
 
 
-def split_prompts(prompts: Sequence[Prompt], path: Path) -> Prompts:
-    """Holds some prompts out, at least one.
+def _measurable(prompts: Sequence[Prompt], where: str) -> list[Prompt]:
+    """Prompts that a drafter can guess after: the first token has no state before it."""
+    found = [prompt for prompt in prompts if len(prompt) > 1]
+    if not found:
+        raise ValueError(f"{where} holds no prompt of two tokens or more")
+    return found
 
-    Raises:
-        ValueError: There is none of two tokens or more.
-    """
-    unique = [prompt for prompt in dict.fromkeys(prompts) if len(prompt) > 1]
-    if not unique:
-        raise ValueError(f"{path} holds no prompt of two tokens or more")
+
+def split_prompts(prompts: Sequence[Prompt]) -> Prompts:
+    """Holds some prompts out, at least one."""
+    unique = list(dict.fromkeys(prompts))
     held_out = [prompt for prompt in unique if _percentile(prompt) < HELD_OUT_PERCENT] or unique[-1:]
-    train = [prompt for prompt in unique if prompt not in set(held_out)]
+    kept_away = set(held_out)
+    train = [prompt for prompt in unique if prompt not in kept_away]
     # A measurement on the only prompt is better than none.
     return Prompts(train=tuple(train or held_out), held_out=tuple(held_out))
 
@@ -197,23 +207,32 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Lines of a file, and their places; a line of plain text is a prompt."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}:{number}"
             yield where, _json_object(line, where) if line.startswith("{") else {"prompt": line}
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
+    """A line's fields that are not null; `messages` is a list of objects."""
     try:
         value: dict[str, Any] = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where} is no JSON: {error}") from error
-    return value
+    found = {name: field for name, field in value.items() if field is not None}
+    chat = found.get("messages", [{}])
+    if not (isinstance(chat, list) and chat and all(isinstance(message, dict) for message in chat)):
+        raise ValueError(f"{where}: `messages` must be a list of one object or more, is {json.dumps(chat):.80}")
+    return found
 
 
 def _text_of(line: Mapping[str, Any], where: str, key: str, chats: ChatFormat, *, wants_answer: bool) -> str:
     """Text of a line that has a chat, or a string under `key`."""
-    if isinstance(line.get("messages"), list):
+    if "messages" in line:
         messages = _unanswered(line["messages"]) if wants_answer else line["messages"]
         return _chat_text(chats, messages, where, wants_answer)
     if not isinstance(line.get(key), str):
@@ -237,7 +256,7 @@ def _chat_text(chats: ChatFormat, messages: Sequence[Mapping[str, Any]], where: 
         raise ValueError(f"{where} has a chat, but the target has no chat template")
     try:
         return chats.text(messages, wants_answer)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise ValueError(f"{where}: the chat template refuses the chat: {error}") from error
 
 
@@ -256,8 +275,11 @@ class TextSource:
 
     def __init__(self, config: TextConfig, target: PreTrainedModel, taps: Sequence[int] = ()) -> None:
         self._config, self._target, self._taps = config, target, tuple(taps)
-        self._prompts = _fitting(read_prompts(config), config)
-        self._store = None if self._prompts and config.corpus is None else _corpus_of(config)
+        prompts = read_prompts(config)
+        self._prompts = _fitting(prompts, config)
+        # The only prompt is both learnt from and held out.
+        held_out = set(prompts.held_out).difference(prompts.train) if prompts else ()
+        self._store = None if self._prompts and config.corpus is None else _corpus_of(config, held_out)
         self._ends = end_ids_of(target) if self._prompts else frozenset()
         self._rounds: OrderedDict[int, Batch] = OrderedDict()
         self._key = self._settings_key()
@@ -332,9 +354,14 @@ class TextSource:
     def _settings_key(self) -> str:
         """Differs where rounds differ."""
         config = self._config
-        text = self._prompts or (0 if self._store is None else len(self._store.tokens))
+        weights = sorted(config.target.glob("*.safetensors"))
+        text: object = self._prompts
+        if text is None:
+            assert self._store is not None
+            text = (self._store.begin_id, hashlib.sha256(self._store.tokens.tobytes()).hexdigest())
         said = (
-            config.target.name,
+            fingerprint([(config.target / "config.json").read_bytes()], weights),
+            sorted(self._ends),
             config.seed,
             config.row_tokens,
             config.round_rows,
@@ -423,11 +450,17 @@ def end_ids_of(target: PreTrainedModel) -> frozenset[int]:
     return frozenset(ids if isinstance(ids, list) else [ids])
 
 
-def _corpus_of(config: TextConfig) -> TokenStore:
-    """The corpus in the target's ids."""
+def _corpus_of(config: TextConfig, held_out: Collection[Prompt]) -> TokenStore:
+    """The corpus in the target's ids.
+
+    Raises:
+        ValueError: It holds no more than the chats of held-out prompts.
+    """
     shape = json.loads((config.target / "config.json").read_text(encoding="utf-8"))
     end = shape.get("eos_token_id")
-    documents = read_documents(config.corpus, config.target)
+    documents = read_documents(config.corpus, config.target, held_out)
+    if not documents:
+        raise ValueError(f"--corpus {config.corpus} holds no text but that of {len(held_out)} held-out prompts")
     LOG.info("encoding %d documents, %.1f MB", len(documents), sum(map(len, documents)) / 1e6)
     return encode_documents(
         load_tokenizer(config.target),

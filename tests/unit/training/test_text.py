@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from training import text
 from training.__main__ import main
 from training.acceptance import ModelChain, measure
 from training.models import hidden_states, load_model, load_tokenizer, write_rows
-from training.text import TextConfig, prompts_of, read_documents, read_prompts
+from training.text import TextConfig, TextSource, prompts_of, read_documents, read_prompts
 from training.tokenizer import END_ID
 
 CHAT = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "left + right"}]
@@ -63,11 +63,63 @@ def test_prompts_end_where_the_answer_begins(tmp_path: Path, target_folder: Path
         ({"words": "add"}, "prompts:2 must have `messages` or `prompt`, has words"),
         ("{add", "prompts:2 is no JSON"),
         ({"messages": [{"role": "user"}]}, "prompts:2: the chat template refuses the chat"),
+        ({"messages": CHAT[1:]}, "prompts:2: the chat template refuses the chat"),
+        ({"messages": ["hi"]}, r'prompts:2: `messages` must be a list of one object or more, is \["hi"\]'),
+        ({"messages": "hi", "prompt": "hi"}, 'prompts:2: `messages` must be a list of one object or more, is "hi"'),
+        ({"messages": []}, r"prompts:2: `messages` must be a list of one object or more, is \[\]"),
+        ({"messages": None}, "prompts:2 must have `messages` or `prompt`, has nothing"),
     ],
 )
 def test_a_bad_line_is_named(line: object, problem: str, tmp_path: Path, target_folder: Path) -> None:
     with pytest.raises(ValueError, match=problem):
         prompts_of(write_lines(tmp_path / "prompts", "add", line), target_folder)
+
+
+def test_a_bad_chat_of_a_corpus_is_named_with_its_line(tmp_path: Path, target_folder: Path) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT}, {"messages": [{"role": "user"}]})
+    with pytest.raises(ValueError, match=r"chats\.jsonl:2: the chat template refuses the chat"):
+        read_prompts(TextConfig(target=target_folder, out=tmp_path / "out", corpus=path))
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path: Path, target_folder: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(ValueError, match="prompts is not UTF-8"):
+        prompts_of(path, target_folder)
+
+
+def test_a_prompt_has_two_tokens_or_more(tmp_path: Path, target_folder: Path) -> None:
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (target_folder / name).unlink(missing_ok=True)
+    for lines in ((), ("a",)):
+        with pytest.raises(ValueError, match=r"--prompts-file .*prompts holds no prompt of two tokens or more"):
+            prompts_of(write_lines(tmp_path / "prompts", *lines), target_folder)
+    assert len(prompts_of(write_lines(tmp_path / "prompts", "a", "xyzzy"), target_folder)) == 1
+
+
+def test_a_run_learns_no_chat_whose_prompt_is_held_out(tmp_path: Path, target: PreTrainedModel) -> None:
+    folder = tmp_path / "target"
+    chats = [{"messages": [{"role": "user", "content": f"add {number}"}, CHAT[1]]} for number in range(250)]
+    config = TextConfig(
+        target=folder, out=tmp_path / "out", corpus=write_lines(tmp_path / "chats.jsonl", *chats), row_tokens=64
+    )
+    prompts, tokenizer = read_prompts(config), load_tokenizer(folder)
+    assert prompts is not None
+    store = TextSource(config, target)._store
+    assert store is not None
+    learnt = tokenizer.decode(store.tokens.tolist(), skip_special_tokens=False)
+    spelled = [tokenizer.decode(list(prompt), skip_special_tokens=False) for prompt in prompts.held_out]
+    assert spelled
+    assert not [prompt for prompt in spelled if prompt in learnt]
+    assert learnt.count("left + right") == len(prompts.train)
+
+
+def test_the_only_chat_is_learnt_and_measured(tmp_path: Path, target: PreTrainedModel) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    config = TextConfig(target=tmp_path / "target", out=tmp_path / "out", corpus=chats)
+    store = TextSource(config, target)._store
+    assert store is not None
+    assert len(store.tokens)
 
 
 def test_some_prompts_are_held_out_whatever_stands_beside_them(tmp_path: Path, target_folder: Path) -> None:
@@ -213,6 +265,24 @@ def test_rounds_are_written_once_for_all_runs_with_the_same_text(
     assert len(list((tmp_path / "rounds").iterdir())) == 4
 
 
+def test_rounds_of_another_target_or_corpus_are_written_anew(
+    tmp_path: Path, target: PreTrainedModel, tiny_config: LlamaConfig
+) -> None:
+    folder, corpus = tmp_path / "target", write_lines(tmp_path / "corpus.jsonl", {"text": "pass return"})
+
+    def file() -> str:
+        return TextSource(TextConfig(target=folder, out=tmp_path / "out", corpus=corpus), target)._file("0")
+
+    first = file()
+    assert file() == first
+    write_lines(corpus, {"text": "return pass"})
+    second = file()
+    assert second != first
+    torch.manual_seed(1)
+    LlamaForCausalLM(tiny_config).save_pretrained(folder)
+    assert file() != second
+
+
 def test_prompts_that_leave_no_place_for_an_answer_are_refused(
     tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +290,15 @@ def test_prompts_that_leave_no_place_for_an_answer_are_refused(
     with pytest.raises(SystemExit):
         train(target_folder, tmp_path, f"--prompts-file={prompts}")
     assert "--row-tokens is 64, but prompts must fit half of it, and the shortest has " in capsys.readouterr().err
+
+
+def test_acceptance_refuses_a_file_without_prompts(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_lines(tmp_path / "prompts")
+    with pytest.raises(SystemExit):
+        main(["acceptance", f"--target={target_folder}", f"--drafter={target_folder}", f"--prompts-file={prompts}"])
+    assert f"--prompts-file {prompts} holds no prompt of two tokens or more" in capsys.readouterr().err
 
 
 def test_acceptance_is_measured_on_a_file_of_prompts(
