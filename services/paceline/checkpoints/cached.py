@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,7 +21,7 @@ from typing import Final
 from paceline.checkpoints.gguf_files import convert
 from paceline.checkpoints.identity import fingerprint
 from paceline.core.errors import ConfigError
-from paceline.service.config import reason
+from paceline.service.config import named, reason
 from paceline.user_cache import NothingWritableError, user_cache
 
 Say = Callable[[str], None]
@@ -28,6 +30,8 @@ FETCH_S: Final = 1800.0
 # Part of a folder's key: another one makes all folders anew.
 VERSION: Final = b"1"
 KEY_CHARS: Final = 16
+PARTIAL: Final = ".partial-"
+STALE_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,8 @@ PACKAGED: Final = {model.name: model for model in (SMOLLM2,)}
 
 def packaged_model(given: str | Path) -> PackagedModel | None:
     """The packaged model of a name; an existing file or folder wins."""
-    return None if Path(given).exists() else PACKAGED.get(str(given))
+    model = PACKAGED.get(str(given))
+    return None if model is None or Path(given).exists() else model
 
 
 def packaged_checkpoint(model: PackagedModel, flag: str, say: Say) -> Path:
@@ -87,10 +92,11 @@ def packaged_checkpoint(model: PackagedModel, flag: str, say: Say) -> Path:
     return made_once(VERSION.decode() + model.wheel_sha256[: KEY_CHARS - 1], model.name, make)
 
 
-def gguf_checkpoint(file: Path, say: Say, *, weights: bool) -> Path:
+def gguf_checkpoint(file: Path, flag: str, say: Say, *, weights: bool) -> Path:
     """Returns the folder of a converted GGUF file, made now if it is not in the cache.
 
     Args:
+        flag: The setting that named it, for messages.
         weights: Without them settings and tokenizer alone, which takes seconds.
 
     Raises:
@@ -102,7 +108,10 @@ def gguf_checkpoint(file: Path, say: Say, *, weights: bool) -> Path:
             say(f"{file.name}: converting it to 16-bit weights, once: {out.parent}")
         convert(file, out, say, weights=weights)
 
-    key = fingerprint([VERSION], [file])[:KEY_CHARS]
+    # The fingerprint of a large file is one of samples.
+    with named(flag, file):
+        changed = str(file.stat().st_mtime_ns).encode()
+        key = fingerprint([VERSION, changed], [file])[:KEY_CHARS]
     return made_once(key if weights else f"{key}-settings", file.stem, make)
 
 
@@ -123,20 +132,41 @@ def made_once(key: str, name: str, make: Callable[[Path], None], environ: Mappin
         raise ConfigError(str(error)) from None
     if out.is_dir():
         return out
-    partial = out.with_name(f"{name}.partial-{os.getpid()}")
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(out)
+        # Its name is no other process's: in containers many have the same id.
+        partial = Path(tempfile.mkdtemp(prefix=f"{name}{PARTIAL}", dir=out.parent))
     try:
-        partial.mkdir(parents=True)
+        with _writing(out):
+            partial.chmod(0o755)
         make(partial)
-        os.replace(partial, out)
+        with _writing(out):
+            os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         # Another process may have made it at the same time.
         if not out.is_dir():
             raise ConfigError(
                 f"cannot write to {out.parent}: {reason(error, out.parent)}; set XDG_CACHE_HOME"
             ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return out
+
+
+def _remove_stale(out: Path) -> None:
+    """Removes what processes that were killed have left."""
+    for path in out.parent.iterdir():
+        if path.name.startswith(f"{out.name}{PARTIAL}"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _fetch(model: PackagedModel, flag: str, folder: Path) -> Path:

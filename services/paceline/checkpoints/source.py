@@ -139,9 +139,9 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
         source = parse(given)
         if isinstance(source, Path):
             _check_readable(source, files)
+            gguf = _gguf_of(source)
     if isinstance(source, Path):
-        gguf = _gguf_of(source)
-        return source if gguf is None else gguf_checkpoint(gguf, say, weights=files != CONFIG_FILES)
+        return source if gguf is None else gguf_checkpoint(gguf, flag, say, weights=files != CONFIG_FILES)
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # that of its HTTP client
 

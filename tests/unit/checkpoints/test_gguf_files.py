@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,39 @@ def test_a_folder_of_the_cache_appears_whole_or_not_at_all(tmp_path: Path) -> No
     made = made_once("key", "name", lambda out: (out / "whole").touch(), environ)
     assert [path.name for path in made.iterdir()] == ["whole"]
     assert made_once("key", "name", fail, environ) == made
+
+
+def test_a_partial_folder_is_its_makers_own_and_goes_after_a_day(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    key = tmp_path / "paceline" / "key"
+    fresh, stale = key / f"name.partial-{os.getpid()}", key / "name.partial-old"
+    for folder in (fresh, stale):
+        folder.mkdir(parents=True)
+    os.utime(stale, (0, 0))
+    made_once("key", "name", lambda out: (out / "whole").touch(), environ)
+    assert sorted(path.name for path in key.iterdir()) == ["name", fresh.name]
+
+
+def test_a_file_changed_in_place_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write(tmp_path / "tiny.gguf", "llama", tensors())
+    folder = folder_of(path, "--model", files=CONFIG_FILES)
+    os.utime(path, ns=(1, 1))
+    assert folder_of(path, "--model", files=CONFIG_FILES) != folder
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--model x+"):
+        folder_of("x" * 5000, "--model")
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_its_flag(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", "llama", tensors())
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user reads all files")
+    with pytest.raises(ConfigError, match=r"^--model .*tiny\.gguf: Permission denied"):
+        folder_of(path, "--model")
 
 
 def test_without_a_package_index_one_sentence_says_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
