@@ -23,6 +23,7 @@ from paceline.checkpoints.json_files import CONFIG, TOKENIZER, shown
 from paceline.checkpoints.safetensor_files import WEIGHTS_FILE, TensorShape, as_bfloat16, write_tensors
 from paceline.checkpoints.tokenizer import TOKENIZER_FILE
 from paceline.core.errors import ConfigError
+from paceline.service.config import reason
 
 Metadata = Mapping[str, Any]
 
@@ -118,14 +119,23 @@ def convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool 
         weights: Without them settings and tokenizer alone.
 
     Raises:
-        ConfigError: The file is broken, or not served; names the key or tensor, and its value.
-        OSError: The folder cannot be written.
+        ConfigError: The file is broken or not served, or the folder cannot be written; names the file.
     """
+    try:
+        _convert(file, out, say, weights=weights)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be converted in {out.parent}: {reason(error, file)}") from error
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(f"{file} is broken: {type(error).__name__}: {error}; fetch or copy it again") from error
+
+
+def _convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool) -> None:
     reader = _open(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     family = _family_of(metadata, file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(metadata, family, tensors, file)
+    _check_shapes(_names(tensors, config["num_hidden_layers"], family, file), tensors, config, file)
     _write_json(out / CONFIG, config)
     _write_tokenizer(metadata, out, file)
     if weights:
@@ -172,6 +182,8 @@ def _config(metadata: Metadata, family: _Family, tensors: Mapping[str, Any], fil
         return found if isinstance(found, int) else float(f"{found:.7g}")
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
+    if type(heads) is not int or heads < 1:
+        raise ConfigError(f"{file}: {name}.attention.head_count must be at least 1, got {heads}")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if number(key, head_dim) != head_dim:
@@ -205,7 +217,11 @@ def _rope_scaling(
     metadata: Metadata, tensors: Mapping[str, Any], head_dim: int, theta: float, file: Path
 ) -> dict[str, Any] | None:
     prefix = f"{metadata['general.architecture']}.rope.scaling"
-    kind, factor = metadata.get(f"{prefix}.type", "none"), metadata.get(f"{prefix}.factor", 1.0)
+    # Older files have `scale_linear` alone; a factor without a type is llama.cpp's linear.
+    factor = metadata.get(f"{prefix}.factor", metadata.get(f"{prefix.removesuffix('scaling')}scale_linear", 1.0))
+    kind = metadata.get(f"{prefix}.type", "none" if factor == 1.0 else "linear")
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        raise ConfigError(f"{file}: {prefix}.factor must be a number above 0, got {shown(factor)}")
     if ROPE_FACTORS in tensors:
         return _llama3_scaling(np.array(tensors[ROPE_FACTORS].data), head_dim, theta, file)
     if kind == "none":
@@ -214,6 +230,8 @@ def _rope_scaling(
         return {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         original = metadata.get(f"{prefix}.original_context_length")
+        if type(original) is not int or f"{prefix}.factor" not in metadata:
+            raise ConfigError(f"{file}: yarn needs {prefix}.factor and {prefix}.original_context_length")
         return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     raise ConfigError(f"{file}: {prefix}.type {shown(kind)} is not converted, only none, linear and yarn are")
 
@@ -240,6 +258,8 @@ def _names(tensors: Mapping[str, Any], num_layers: int, family: _Family, file: P
     Raises:
         ConfigError: A tensor is missing, or would be left out.
     """
+    if type(num_layers) is not int or not 0 < num_layers <= len(tensors):
+        raise ConfigError(f"{file}: block_count must be from 1 to the number of tensors, got {num_layers}")
     wanted = {f"blk.{layer}.{name}" for layer in range(num_layers) for name in _EVERYWHERE | family.beside}
     wanted |= _TENSORS.keys() - {"output.weight"}
     missing = sorted(wanted - tensors.keys())
@@ -250,6 +270,23 @@ def _names(tensors: Mapping[str, Any], num_layers: int, family: _Family, file: P
             f"{file} {kind} the tensor {names[0]}, so it is no ordinary {family.architecture} and is not converted"
         )
     return {name: _name_in_checkpoint(name) for name in tensors if name != ROPE_FACTORS}
+
+
+def _check_shapes(names: Mapping[str, str], tensors: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> None:
+    hidden, neurons, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{each}_heads"] * size for each in ("attention", "key_value"))
+    rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "ffn_gate": neurons, "ffn_up": neurons}
+    shapes = {f"{name}.weight": (count, hidden) for name, count in rows.items()}
+    shapes |= {f"{name}.bias": (count,) for name, count in rows.items()}
+    shapes |= {"attn_output.weight": (hidden, queries), "ffn_down.weight": (hidden, neurons)}
+    shapes |= {f"{name}.weight": (size,) for name in ("attn_q_norm", "attn_k_norm")}
+    shapes |= {f"{name}.weight": (config["vocab_size"], hidden) for name in ("token_embd", "output")}
+    for name in names:
+        layer = _LAYER_TENSOR.fullmatch(name)
+        wanted = shapes.get(f"{layer[2]}.{layer[3]}" if layer else name, (hidden,))
+        found = tuple(map(int, tensors[name].shape[::-1]))
+        if found != wanted:
+            raise ConfigError(f"{file}: the tensor {name} must be of shape {wanted}, got {found}")
 
 
 def _name_in_checkpoint(name: str) -> str:
@@ -308,6 +345,11 @@ def _write_tokenizer(metadata: Metadata, out: Path, file: Path) -> None:
         raise ConfigError(f"{file} lacks {prefix}tokens or {prefix}token_type, so it has no tokenizer to convert")
     vocab = {token: at for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
     model = metadata.get(f"{prefix}model")
+    for key in (f"{prefix}{each}_token_id" for each in (*NAMED.values(), "eot", "eom")):
+        if key in metadata and (type(metadata[key]) is not int or not 0 <= metadata[key] < len(tokens)):
+            raise ConfigError(f"{file}: {key} must be an id below {len(tokens)}, got {shown(metadata[key])}")
+    if model == "gpt2" and not metadata.get(f"{prefix}merges"):
+        raise ConfigError(f"{file} lacks {prefix}merges, which a tokenizer of model gpt2 needs")
     if model == "gpt2":
         tokenizer = _byte_level(metadata, vocab, file)
     elif model == "llama":
