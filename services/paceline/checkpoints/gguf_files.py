@@ -97,6 +97,8 @@ _WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Bytes of the kind of an array's entries, before their number.
+ARRAY_KIND_BYTES: Final = 4
 _BYTES: Final = pre_tokenizers.ByteLevel(add_prefix_space=False)
 # By `tokenizer.ggml.pre`, of byte-level BPE.
 _PRE_TOKENIZERS: Final[Mapping[str, pre_tokenizers.PreTokenizer]] = {
@@ -144,11 +146,22 @@ def _convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool
 
 def _open(file: Path) -> Any:
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFReader, GGUFValueType
     except ModuleNotFoundError:
         raise ConfigError(f"{file}: reading GGUF needs the package gguf: install paceline[gguf]") from None
+
+    class Reader(GGUFReader):  # type: ignore[misc, unused-ignore]  # the package has no types
+        """Refuses arrays that the file cannot hold; the package would look for their entries for ever."""
+
+        def _get_field_parts(self, offset: int, raw_type: int) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                count = int(self._get(offset + ARRAY_KIND_BYTES, np.uint64)[0])
+                if count > len(self.data) - offset:
+                    raise ValueError(f"an array of {count} entries is longer than the file")
+            return super()._get_field_parts(offset, raw_type)
+
     try:
-        return GGUFReader(file)
+        return Reader(file)
     except (ValueError, LookupError, OverflowError) as error:
         raise ConfigError(f"{file} cannot be read as GGUF: {error}; fetch or copy it again") from error
 
@@ -276,7 +289,7 @@ def _check_shapes(names: Mapping[str, str], tensors: Mapping[str, Any], config: 
     hidden, neurons, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = (config[f"num_{each}_heads"] * size for each in ("attention", "key_value"))
     rows = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "ffn_gate": neurons, "ffn_up": neurons}
-    shapes = {f"{name}.weight": (count, hidden) for name, count in rows.items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (count, hidden) for name, count in rows.items()}
     shapes |= {f"{name}.bias": (count,) for name, count in rows.items()}
     shapes |= {"attn_output.weight": (hidden, queries), "ffn_down.weight": (hidden, neurons)}
     shapes |= {f"{name}.weight": (size,) for name in ("attn_q_norm", "attn_k_norm")}
@@ -392,12 +405,20 @@ def _byte_level(metadata: Metadata, vocab: dict[str, int], file: Path) -> Tokeni
             "name the checkpoint with safetensors that it was made from"
         )
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
+
+
+def _bpe(vocab: dict[str, int], merges: Sequence[tuple[str, str]], **settings: Any) -> models.BPE:
+    """Raises ValueError where tokens and merges do not fit; the package raises plain exceptions."""
+    try:
+        return models.BPE(vocab=vocab, merges=list(merges), **settings)
+    except Exception as error:
+        raise ValueError(f"tokenizer.ggml.merges: {error}") from error
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -418,7 +439,7 @@ def _sentence_pieces(metadata: Metadata, vocab: dict[str, int], tokens: Sequence
         key=lambda pair: (-scores[vocab["".join(pair)]], vocab[pair[0]], vocab[pair[1]]),
     )
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaced = metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps = [normalizers.Prepend("▁")] if spaced else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])

