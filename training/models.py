@@ -175,10 +175,6 @@ def write_rows(
         rows.append(inputs)
         if all(ended):
             break
-    read = torch.cat(states, dim=1)
-    return WrittenRows(
-        ids=torch.cat(rows, dim=1),
-        states=read,
-        best=best[:, : read.shape[1]],
-        taught=taught[:, : read.shape[1]].to(model.device),
-    )
+    read, num_read = torch.cat(states, dim=1), place + 1
+    taught = taught[:, :num_read].to(model.device)
+    return WrittenRows(ids=torch.cat(rows, dim=1), states=read, best=best[:, :num_read], taught=taught)

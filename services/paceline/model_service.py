@@ -231,13 +231,11 @@ async def serve_model(
                 try:
                     async with supervisor.kept(background(store)):
                         await _prepare(prepared, host, role)
-                        await _unless_it_hangs(
-                            _serve_announced(host, config, role, server, store, registry, metrics_port, supervisor),
-                            host,
-                            role,
-                            server,
-                            stall_s or (lambda: config.engine_stall_s),
+                        bound_s = stall_s or (lambda: config.engine_stall_s)
+                        serving = _serve_announced(
+                            host, config, role, server, store, registry, metrics_port, supervisor
                         )
+                        await _unless_it_hangs(serving, host, role, server, bound_s)
                 finally:
                     await host.close()
 

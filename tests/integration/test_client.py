@@ -141,7 +141,7 @@ def test_a_failure_is_one_line(
 
 
 def test_without_draft_tokens_the_line_says_so() -> None:
-    done = client.Completion(text="abc", num_tokens=3, first_s=0.25, decode_s=0.5, metrics=None)
+    done = client.TimedText(text="abc", num_tokens=3, first_s=0.25, decode_s=0.5, metrics=None)
     assert client.summary(done) == "[3 tokens, first after 0.25 s, then 4 tokens/s; no draft token verified]"
 
 
@@ -164,7 +164,7 @@ def test_comparing_without_speculation_is_refused(capsys: pytest.CaptureFixture[
 
 def test_compared_texts_must_be_the_same() -> None:
     one, other = (
-        client.Completion(text=text, num_tokens=9, first_s=0.1, decode_s=seconds, metrics=None)
+        client.TimedText(text=text, num_tokens=9, first_s=0.1, decode_s=seconds, metrics=None)
         for text, seconds in (("abc", 1.0), ("abd", 2.0))
     )
     assert "speculation was 2.00 times as fast: 8 and 4" in client.comparison(one, replace(other, text="abc"))

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class TimedText:
     """A text that has come, and how.
 
     Attributes:
@@ -101,7 +101,7 @@ def generate(config: GenerateConfig) -> None:
         sys.stderr.write(f"without speculation: {summary(plain)}\n{comparison(first, plain)}\n")
 
 
-def complete(config: GenerateConfig, *, echo: bool) -> Completion:
+def complete(config: GenerateConfig, *, echo: bool) -> TimedText:
     """Returns a completion, and prints it as it comes if that is wanted; raises as `generate`."""
     began_s, pieces = time.monotonic(), list[str]()
     first_s = last_s = 0.0
@@ -118,7 +118,7 @@ def complete(config: GenerateConfig, *, echo: bool) -> Completion:
         usage = chunk.get("usage") or usage
     _print("\n" if echo else "")
     num_tokens = (usage or {}).get("completion_tokens", 0)
-    return Completion(
+    return TimedText(
         text="".join(pieces), num_tokens=num_tokens, first_s=first_s, decode_s=last_s - first_s, metrics=metrics
     )
 
@@ -165,7 +165,7 @@ def request_body(config: GenerateConfig, model: str) -> dict[str, Any]:
     return body
 
 
-def comparison(speculative: Completion, plain: Completion) -> str:
+def comparison(speculative: TimedText, plain: TimedText) -> str:
     """Returns one line on how much faster the first of two completions came; their texts are the same.
 
     Raises:
@@ -184,7 +184,7 @@ def comparison(speculative: Completion, plain: Completion) -> str:
     )
 
 
-def summary(done: Completion) -> str:
+def summary(done: TimedText) -> str:
     """Returns one line on the tokens, their speed, and what speculation did."""
     record = (done.metrics or {}).get("speculative_decoding")
     speed = f"first after {done.first_s:.2f} s" + (f", then {done.rate:.0f} tokens/s" if done.rate else "")

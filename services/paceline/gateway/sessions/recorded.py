@@ -50,7 +50,7 @@ class EngineDeaths:
         # It may be computed before the process can report it.
         lost = isinstance(error, PeerLostError) and (ran or unheard)
         silent = lost and isinstance(error, PeerSilentError)
-        # One that is silent is not known to have died, but where the next falls silent, too, the session may be why.
+        # A silent verifier is not known to have died. If the next one falls silent, too, the session may be the cause.
         counts = died or (lost and (not silent or known.silent > 0))
         return replace(known, count=known.count + counts, silent=known.silent + silent)
 
