@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.user_cache import user_cache
@@ -120,16 +120,33 @@ def converted(checkpoint: Path, python: Path, environ: Mapping[str, str], say: C
     Raises:
         CommandFailedError: It cannot be converted.
     """
-    out = peers_folder(environ) / "models" / f"{checkpoint.name}-{_digest(checkpoint)}-openvino"
+    say_once = f"converting {checkpoint.name} for OpenVINO, once"
+    export: list[str | Path] = [python, python.with_name("optimum-cli"), "export", "openvino", "-m", checkpoint]
+    command = [*export, "--task", "text-generation-with-past"]
+    return made_by(command, f"{checkpoint.name}-{_digest(checkpoint)}-openvino", environ, lambda: say(say_once))
+
+
+def made_by(
+    command: Sequence[str | Path], name: str, environ: Mapping[str, str], begins: Callable[[], None] = lambda: None
+) -> Path:
+    """Returns a file or folder of the models' cache, which a command makes now if it is not there.
+
+    Args:
+        command: Gets the path to write as its last argument.
+        name: Name in the cache.
+        environ: Names the cache folder.
+        begins: Called when it is made.
+
+    Raises:
+        CommandFailedError: It cannot be made.
+    """
+    out = peers_folder(environ) / "models" / name
     with locked(out):
-        if not out.is_dir():
-            say(f"converting {checkpoint.name} for OpenVINO, once: {out}")
+        if not out.exists():
+            begins()
             partial = out.with_name(f"{out.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            export: list[str | Path] = [python, python.with_name("optimum-cli"), "export", "openvino", "-m", checkpoint]
-            command = [*export, "--task", "text-generation-with-past", partial]
-            run_command(command, env=child_environ(environ), quiet_s=CONVERT_S)
+            run_command([*command, partial], env=child_environ(environ), quiet_s=CONVERT_S)
             os.replace(partial, out)
     return out
 

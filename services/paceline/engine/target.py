@@ -295,6 +295,9 @@ class TargetEngine:
         self._commit(*launched)
         # Accepted nodes go to their places before anything else is written to scratch slots.
         self._cache.apply_moves(self.scheduler.moves)
+        if not self.scheduler.tier.has_work:
+            # No drafter waits for these tokens, so guesses of the next step need no call of their own.
+            self._sources.grow(self.scheduler.report)
 
     def _launch(self, plan: StepPlan) -> _Launched:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
