@@ -94,8 +94,11 @@ def _completion(**fields: Any) -> bytes:
 
 
 def _unknown(chance: random.Random) -> bytes:
-    name = junk(chance).decode("latin-1")
-    return _completion(**{name: 1, "speculation": {name: 1}})
+    return _completion(**{junk(chance).decode("latin-1"): 1})
+
+
+def _unknown_in_speculation(chance: random.Random) -> bytes:
+    return _completion(speculation={junk(chance).decode("latin-1"): 1})
 
 
 def _cut(chance: random.Random) -> bytes:
@@ -186,6 +189,7 @@ KINDS = (
     _one_of("not served", _NOT_SERVED),
     # It is ignored, and named in a header.
     _to(COMPLETIONS, "unknown field", lambda chance, _: _unknown(chance), 200),
+    _to(COMPLETIONS, "unknown field of speculation", lambda chance, _: _unknown_in_speculation(chance)),
     _to(COMPLETIONS, "token outside", _token_outside),
     _to(COMPLETIONS, "beyond the context", _too_long),
     _to(COMPLETIONS, "unknown model", lambda chance, _: _completion(model=junk(chance).hex()), 404),
