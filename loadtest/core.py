@@ -36,7 +36,7 @@ from paceline.engine.draft_scheduler import VerifierMessages
 from paceline.engine.loop import run_sync
 from paceline.engine.target import TargetEngine
 from paceline.rpc.v1 import drafter_pb2
-from paceline.service.process import collect_rarely, settle_heap
+from paceline.service.process import GARBAGE_OF_STEPS, settle_heap
 from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import draft_engine
@@ -260,8 +260,7 @@ def main() -> None:
     add_choice_flags(parser)
     arguments = parser.parse_args()
     models = Models.of(arguments.vocab or VOCAB_SIZE)
-    settle_heap()
-    collect_rarely()
+    settle_heap(GARBAGE_OF_STEPS)
     table, rows = Table(), []
     for num_nodes in SHAPES:
         for num_sessions in arguments.loads:

@@ -69,7 +69,7 @@ REST_S = 30
 KEPT_BRIEFLY = ("--response-ttl-s=5", "--record-ttl-s=10")
 TAKES_TEMPLATES = ("--trust-request-chat-template",)
 # KV pages take memory when they are first written, so there are few: all of them are written in the first quarter.
-FEW_PAGES = ("--num-kv-blocks=1000",)
+FEW_PAGES = ("--num-kv-blocks=400",)
 STALL = "paceline:event_loop_stall_cpu_seconds"
 MAX_STALL_S = 0.05
 # Seconds that the gauge covers: stalls of the start are older then.

@@ -29,7 +29,7 @@ from paceline.obs.metrics import metrics_server, stalls_watched, tell_replica
 from paceline.obs.tracing import ENDPOINT_HELP, Tracer, open_tracing
 from paceline.service.config import setting
 from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, show_days_left
-from paceline.service.process import GrpcServer, collect_rarely, settle_heap, start_grpc_server, until_stopped
+from paceline.service.process import GARBAGE_OF_STEPS, GrpcServer, settle_heap, start_grpc_server, until_stopped
 from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
@@ -225,8 +225,7 @@ async def serve_model(
                 logger.info("loads the model")
                 await host.engine.start()
                 logger.info("has loaded the model")
-                settle_heap()
-                collect_rarely()
+                settle_heap(GARBAGE_OF_STEPS)
                 supervisor = TaskSupervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):

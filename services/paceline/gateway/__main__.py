@@ -17,7 +17,7 @@ from paceline.gateway.service import serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs.log import setup_logging
 from paceline.service.config import exit_with_error, loggable, named, parse
-from paceline.service.process import install_signal_handlers, run, settle_heap
+from paceline.service.process import GARBAGE_OF_REQUESTS, install_signal_handlers, run, settle_heap
 from paceline.store.base import require
 from paceline.store.opening import open_store
 
@@ -56,7 +56,7 @@ async def serve_until_signal(config: GatewayConfig, folders: Mapping[str, Path])
             codecs[name] = TextCodec.from_folder(folder, config.chat_template)
         with named("--generation-config", config.generation_config):
             defaults[name] = model_defaults(config.generation_config, folder)
-    settle_heap()
+    settle_heap(GARBAGE_OF_REQUESTS)
     async with open_store(config.redis_url) as store:
         await require(store)
         await serve(config, store, codecs, stop, _log_ready, defaults)

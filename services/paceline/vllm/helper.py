@@ -34,7 +34,7 @@ from paceline.obs.metrics import VerifierMetrics, metrics_server, service_regist
 from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import TunedState, kept_in
-from paceline.service.process import collect_rarely, run, settle_heap
+from paceline.service.process import GARBAGE_OF_STEPS, run, settle_heap
 from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
@@ -252,8 +252,7 @@ async def serve(job: HelperJob, to_proposer: ToProposer, board: SharedTrees) -> 
         await stack.enter_async_context(_told_the_mode(job.mode_socket, helper.rehearsal))
         stack.push_async_callback(helper.close)
         await stack.enter_async_context(TaskSupervisor(registry).kept(helper.background(store)))
-        settle_heap()
-        collect_rarely()
+        settle_heap(GARBAGE_OF_STEPS)
         helper.begin()
         logger.info("the helper is ready", extra={"model": str(job.model), "drafters": ",".join(job.settings.drafters)})
         await helper.ended.wait()
