@@ -1,15 +1,16 @@
 """Peers side by side on one pair of models: `make bench NAME=peers`.
 
 OpenVINO GenAI and vLLM decode the same prompts, plain and with the draft model as their own draft model, on
-the same cores in bf16; then our fleet over HTTP: as `paceline up` starts it, and with the drafter inside the verifier,
-where both take turns as theirs do. The first run sets each peer up in the user's cache folder (minutes); one that
+the same cores in bf16, and llama.cpp decodes them plainly; then our fleet over HTTP: as `paceline up` starts it, and
+with the drafter inside the verifier, where both take turns as theirs do. The first run sets each peer up in the user's cache folder (minutes); one that
 cannot be set up is left out with its reason. In the table
 
   decode, total   tokens/s while all streams decoded, and with prefill and stragglers
   differ          texts that are not those of the same peer's plain run at 1 stream; sampled ones all do
 
---pair smollm2 takes SmolLM2-135M-Instruct instead of the demo pair. A pair without a draft model is measured without
-drafts by the peers, and with look-up by our fleet.
+--pair smollm2 takes SmolLM2-135M-Instruct instead of the demo pair. llama.cpp is measured with it alone: with the GGUF
+file as it ships, in four bits, and with the same weights in 16. A pair without a draft model is measured without drafts
+by the peers, and with look-up by our fleet.
 
 --vocab 151936 gives both models as many ids as Qwen's have, and --temperature 0.7 --top-p 0.8 --top-k 20 are the
 settings that Qwen3 ships. The new ids are likely enough to matter and stand for no text, so such texts mean nothing.
