@@ -2,8 +2,8 @@
 
 OpenVINO GenAI and vLLM decode the same prompts, plain and with the draft model as their own draft model, on
 the same cores in bf16, and llama.cpp decodes them plainly; then our fleet over HTTP: as `paceline up` starts it, and
-with the drafter inside the verifier, where both take turns as theirs do. The first run sets each peer up in the user's cache folder (minutes); one that
-cannot be set up is left out with its reason. In the table
+with the drafter inside the verifier, where both take turns as theirs do. The first run sets each peer up in the user's
+cache folder (minutes); one that cannot be set up is left out with its reason. In the table
 
   decode, total   tokens/s while all streams decoded, and with prefill and stragglers
   differ          texts that are not those of the same peer's plain run at 1 stream; sampled ones all do
