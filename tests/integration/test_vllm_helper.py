@@ -70,6 +70,7 @@ class Engine:
         while True:
             time.sleep(STEP_S)
             sampled = self.batch.step(lambda name: [*self._guesses.get(name, []), len(self.batch.texts[name]) % 7])
+            self.batch.show(self.proposer, self._guesses)
             guesses = self.proposer.propose(sampled, self.batch.lengths, self.batch.token_ids)
             self._guesses = dict(zip(self.batch.rows, guesses, strict=True))
             if done(guesses):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.vllm import Proposer
 from paceline.vllm.step_message import RowTokens
 
 GARBAGE = 7
@@ -21,12 +22,14 @@ class VllmBatch:
         self.lengths = np.zeros(most_rows, np.int32)
         self.rows: list[str] = []
         self.texts: dict[str, list[int]] = {}
+        self.sampling: dict[str, Any] = {}
         # Steps for which a row's prompt is still being read.
         self.reading: dict[str, int] = {}
 
-    def admit(self, name: str, prompt: Sequence[int], reading: int = 0) -> None:
+    def admit(self, name: str, prompt: Sequence[int], reading: int = 0, **sampling: Any) -> None:
         """A new request, whose prompt is read in so many steps before the one that brings its first token."""
         self.texts[name] = list(prompt)
+        self.sampling[name] = sampling_params(**sampling)
         self.readmit(name, reading)
 
     def readmit(self, name: str, reading: int = 0) -> None:
@@ -59,12 +62,23 @@ class VllmBatch:
             sampled.append(tokens)
         return sampled
 
+    def show(self, proposer: Proposer, verified: Mapping[str, Sequence[int]]) -> None:
+        """Shows a proposer the requests of a step, and the guesses that it has verified, as the plug-in does."""
+        requests = {name: SimpleNamespace(sampling_params=params) for name, params in self.sampling.items()}
+        runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=self.rows), requests=requests)
+        proposer.see(runner, SimpleNamespace(scheduled_spec_decode_tokens=verified))
+
     def _write(self, place: int) -> None:
         text = self.texts[self.rows[place]]
         self.token_ids[place, : len(text)] = text
         # Guesses of the next step lie there.
         self.token_ids[place, len(text) : len(text) + 3] = GARBAGE
         self.lengths[place] = len(text)
+
+
+def sampling_params(**given: Any) -> Any:
+    """As much of vLLM's sampling parameters as the tier reads."""
+    return SimpleNamespace(**{"min_p": 0.0, "logit_bias": None, "extra_args": None} | given)
 
 
 class HeldSessions:

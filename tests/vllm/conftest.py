@@ -61,6 +61,7 @@ def tiered(target: Path, drafter: Drafter, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def steady(target: Path, drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
-    """vLLM with a tier that drafts whether it pays or not."""
-    with vllm(target, tmp_path_factory.mktemp("steady"), drafter.address, STEADY_PROPOSER) as server:
+    """vLLM with a tier that drafts whether it pays or not; its answers say what was drafted for them."""
+    more = ["--per-request-spec-decode-metrics", "detailed"]
+    with vllm(target, tmp_path_factory.mktemp("steady"), drafter.address, STEADY_PROPOSER, more) as server:
         yield server

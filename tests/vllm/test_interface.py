@@ -58,3 +58,4 @@ def test_what_has_changed_is_named(tmp_path: Path) -> None:
     assert "v1/worker/gpu/states.py: RequestState has no all_token_ids" in found
     assert "v1/worker/gpu/states.py: RequestState has no total_len" not in found
     assert "exceptions.py: no class VLLMClientError" in found
+    assert "v1/worker/gpu_model_runner.py: the module has no build_logitsprocs" in found

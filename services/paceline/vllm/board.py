@@ -52,6 +52,10 @@ class ReadyDrafts:
     wait_share: float
 
 
+# Of a session whose request takes none.
+NO_DRAFTS = ReadyDrafts((), expected=1.0, gain=0.0, wait_share=math.nan)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardTree:
     """A session's tree, as it was when the helper wrote it; parents stand before children.

@@ -135,7 +135,7 @@ class ChainScheduler:
         if row.base_len:
             raise KeyError(f"session {row.session} goes on and was never opened")
         # Ids beyond the vocabulary, such as those of pictures, mean nothing to a drafter.
-        drafted = min(row.token_ids) >= 0 and max(row.token_ids) < self._vocab_size
+        drafted = row.most_guesses > 0 and min(row.token_ids) >= 0 and max(row.token_ids) < self._vocab_size
         methods = self._methods if drafted else ()
         address = self._drafters.choose(methods)
         session = self._sessions[self._id(row.session)] = ChainSession(
@@ -144,7 +144,7 @@ class ChainScheduler:
             next(self._link_numbers),
             row.token_ids,
             max_model_len=self._max_model_len,
-            max_chain=self._max_chain,
+            max_chain=min(self._max_chain, row.most_guesses),
             methods=methods,
             drafter_address=address,
             forest=self._forest,
@@ -261,7 +261,7 @@ class ChainScheduler:
         """Writes what sessions have at hand, as far as it has changed."""
         if not self.drafts or not self._clock.knows:
             return
-        decoding = [session for session in self._rows if not session.reads]
+        decoding = [session for session in self._rows if session.max_chain and not session.reads]
         rows, links = _forest_rows(decoding), self._forest.links
         shares, waits = links.child_shares(rows), links.response_s(rows) / self._drafts.step_s
         terms = zip(links.prices(rows).tolist(), shares.tolist(), waits.tolist(), strict=True)

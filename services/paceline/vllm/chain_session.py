@@ -69,6 +69,7 @@ class ChainSession:
         self.number = number
         self.shown = (0, 0, 0)
         self.methods = methods
+        self.max_chain = max_chain
         # Its end is not known, and vLLM verifies no trees.
         forest.links.bound(
             self.tree.row,

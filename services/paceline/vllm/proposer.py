@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.vllm.rows import RowSessions
+from paceline.vllm.plugin import extend_v1_runner
+from paceline.vllm.requests import NOTHING, RequestSessions, RequestStep
+from paceline.vllm.settings import most_guesses
 from paceline.vllm.tier_client import TierClient
 
 
@@ -17,17 +20,35 @@ class Proposer:
     Args:
         vllm_config: vLLM's whole configuration.
 
+    Attributes:
+        handed_out: Names of the requests of the last step, and their guesses, until vLLM takes them.
+
     Raises:
         ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self._sessions = RowSessions()
+        self._sessions = RequestSessions()
+        self._names: Sequence[str] = ()
+        self._requests: Mapping[str, Any] = {}
+        self._verified: Mapping[str, Sequence[int]] = {}
         self.client = TierClient(vllm_config, self._sessions)
+        self.handed_out: tuple[Sequence[str], list[list[int]]] = NOTHING
+        extend_v1_runner()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Starts the helper, now that the target is loaded and vLLM's threads are bound to their CPUs."""
         self.client.start()
+
+    def see(self, runner: Any, scheduler_output: Any) -> None:
+        """Notes whose step it is, since vLLM asks for guesses without names.
+
+        Args:
+            runner: vLLM's model runner, which knows the requests.
+            scheduler_output: The step, which says what it has verified.
+        """
+        self._names, self._requests = [*runner.input_batch.req_ids], runner.requests
+        self._verified = scheduler_output.scheduled_spec_decode_tokens
 
     def propose(
         self,
@@ -47,9 +68,29 @@ class Proposer:
         Returns:
             A list for each row, possibly empty.
         """
-        return self.client.guesses(
+        guesses = self.client.guesses(
             len(sampled_token_ids),
-            lambda now_s, most_tokens: self._sessions.observe(
-                sampled_token_ids, num_tokens_no_spec, token_ids_cpu, now_s, most_tokens
+            lambda _, most_tokens: self._sessions.observe(
+                self._step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu), most_tokens
             ),
+        )
+        self.handed_out = self._names, guesses
+        return guesses
+
+    def take(self) -> tuple[Sequence[str], list[list[int]]]:
+        """Returns the drafts handed out, once: a step without guesses must not get those of the one before."""
+        taken, self.handed_out = self.handed_out, NOTHING
+        return taken
+
+    def _step(
+        self, sampled: Sequence[Sequence[int]], lengths: NDArray[np.int32], token_ids: NDArray[np.int32]
+    ) -> RequestStep:
+        return RequestStep(
+            names=self._names,
+            lengths=lengths[: len(sampled)].tolist(),
+            sampled=sampled,
+            verified=[len(self._verified.get(name, ())) for name in self._names],
+            text=lambda row: token_ids[row, : lengths[row]].tolist(),
+            live=self._requests,
+            most_guesses=lambda name: most_guesses(self._requests[name].sampling_params),
         )

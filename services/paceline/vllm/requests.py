@@ -1,4 +1,4 @@
-"""Sessions by vLLM's names of requests, as its V2 model runner gives them to a speculator.
+"""Sessions by vLLM's names of requests, as both of its model runners show them.
 
 Nothing here knows vLLM itself, sockets or a clock.
 """
@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from paceline.vllm.board import SessionNumbers
 from paceline.vllm.step_message import Observed, RowTokens
+
+# Nobody was given guesses: no names, no lists.
+NOTHING: tuple[Sequence[str], list[list[int]]] = ((), [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class RequestStep:
         verified: Guesses of each that the step verified.
         text: Returns all tokens of a row, given its index; slow.
         live: Names of all requests that have not ended.
+        most_guesses: Returns the most guesses that a request takes in a step, given its name.
     """
 
     names: Sequence[str]
@@ -31,12 +35,14 @@ class RequestStep:
     verified: Sequence[int]
     text: Callable[[int], Sequence[int]]
     live: Container[str]
+    most_guesses: Callable[[str], int]
 
 
 @dataclass(slots=True)
 class _RequestSession:
     number: int
     tokens: list[int]
+    most_guesses: int
 
 
 class RequestSessions:
@@ -59,17 +65,16 @@ class RequestSessions:
         for place, (name, length) in enumerate(zip(step.names, step.lengths, strict=True)):
             sampled = step.sampled[place]
             session = self._sessions.get(name)
-            if session is not None and len(session.tokens) + len(sampled) != length:
-                # It was preempted, or steps were missed.
-                closed.append(self._close(name))
-                session = None
-            if session is None:
+            added = None if session is None else _added(session, step, place)
+            if session is not None and added is not None:
+                rows.append(_continued(session, added, step.verified[place], reads=not sampled))
+            else:
+                if session is not None:
+                    closed.append(self._close(name))
                 most_opened_tokens -= length
                 if most_opened_tokens < 0:
                     continue
-                rows.append(self._opened(name, step.text(place), reads=not sampled))
-            else:
-                rows.append(_continued(session, sampled, step.verified[place]))
+                rows.append(self._opened(name, step, place))
             places.append(place)
         return Observed(rows, places, closed)
 
@@ -77,19 +82,17 @@ class RequestSessions:
         """Tokens of a session after its first `length`."""
         return self._tokens[number][length:]
 
-    def handed_out(self, rows: Sequence[RowTokens], num_guesses: Sequence[int]) -> None:
-        """Does nothing: the runner says how many guesses a step has verified."""
-
     def forget(self) -> None:
         """Drops all sessions, since the helper is new; they are opened again under new numbers."""
         self._sessions.clear()
         self._tokens.clear()
         self._numbers.free_all()
 
-    def _opened(self, name: str, tokens: Sequence[int], *, reads: bool) -> RowTokens:
-        session = self._sessions[name] = _RequestSession(self._numbers.take(), list(tokens))
-        self._tokens[session.number] = session.tokens
-        return RowTokens(session.number, 0, [*session.tokens], reads)
+    def _opened(self, name: str, step: RequestStep, place: int) -> RowTokens:
+        tokens, most = list(step.text(place)), step.most_guesses(name)
+        session = self._sessions[name] = _RequestSession(self._numbers.take(), tokens, most)
+        self._tokens[session.number] = tokens
+        return RowTokens(session.number, 0, [*tokens], reads=not step.sampled[place], most_guesses=most)
 
     def _close(self, name: str) -> int:
         session = self._sessions.pop(name)
@@ -98,7 +101,17 @@ class RequestSessions:
         return session.number
 
 
-def _continued(session: _RequestSession, sampled: Sequence[int], num_verified: int) -> RowTokens:
+def _added(session: _RequestSession, step: RequestStep, place: int) -> Sequence[int] | None:
+    """The tokens of a row after those that its session has; None: it has others."""
+    base_len, sampled = len(session.tokens), step.sampled[place]
+    if base_len + len(sampled) == step.lengths[place]:
+        return sampled
+    # Steps were missed: near the greatest length vLLM asks for no guesses, for all rows.
+    text = step.text(place)
+    return [*text[base_len:]] if [*text[:base_len]] == session.tokens else None
+
+
+def _continued(session: _RequestSession, added: Sequence[int], num_verified: int, *, reads: bool) -> RowTokens:
     base_len = len(session.tokens)
-    session.tokens += sampled
-    return RowTokens(session.number, base_len, sampled, not sampled, num_verified)
+    session.tokens += added
+    return RowTokens(session.number, base_len, added, reads, num_verified, session.most_guesses)

@@ -1,4 +1,7 @@
-"""Settings of the tier under vLLM, `--additional-config '{"paceline": {...}}'`, and which versions of vLLM fit."""
+"""Settings of the tier under vLLM: of a server, `--additional-config '{"paceline": {...}}'`, and of a request.
+
+Also which versions of vLLM fit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.addresses import check_address
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, SpeculationParams
 from paceline.service.config import from_mapping, setting
 
 _log = logging.getLogger(__name__)
@@ -22,6 +26,10 @@ METHOD = "custom_class"
 TESTED, READ = ("0.32.0",), ("0.33.0",)
 # Chooses vLLM's model runner: 0 for V1, 1 for V2.
 V2_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+# Names that begin so are ours among the arguments that vLLM carries for each request: `extra_args` of its
+# `SamplingParams`, and `vllm_xargs` of its HTTP API, which holds numbers and texts only.
+SPECULATION = "speculation"
+_ENABLED, _MOST, _METHOD = (f"{SPECULATION}.{name}" for name in ("enabled", "max_draft_tokens", "method"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +132,43 @@ def uses_tier(vllm_config: Any) -> bool:
         and isinstance(settings, Mapping)
         and SECTION in settings
     )
+
+
+def speculation_of(extra_args: Mapping[str, Any] | None) -> SpeculationParams:
+    """Returns the speculation parameters among the arguments that vLLM carries for a request.
+
+    Raises:
+        InvalidRequestError: One of them is unknown, or outside its limits; names it.
+    """
+    given = {name: value for name, value in (extra_args or {}).items() if name.partition(".")[0] == SPECULATION}
+    enabled, most, method = given.pop(_ENABLED, True), given.pop(_MOST, None), given.pop(_METHOD, "")
+    if given:
+        raise InvalidRequestError(next(iter(given)), f"is not known under vLLM; known: {_ENABLED}, {_MOST}, {_METHOD}")
+    if enabled not in (False, True):
+        raise InvalidRequestError(_ENABLED, f"must be true or false, got {enabled!r}")
+    if most is not None and not isinstance(most, int):
+        raise InvalidRequestError(_MOST, f"must be a whole number, got {most!r}")
+    if method not in ("", DRAFT_MODEL):
+        raise InvalidRequestError(_METHOD, f"under vLLM must be {DRAFT_MODEL}, got {method!r}")
+    return SpeculationParams(enabled=bool(enabled), max_draft_tokens=most, method=method)
+
+
+def extra_args_of(speculation: SpeculationParams) -> dict[str, Any] | None:
+    """Returns the arguments for vLLM to carry for a request; None: it speculates as configured."""
+    return {_MOST: speculation.cap} if speculation.cap < MAX_DRAFT_TOKENS else None
+
+
+def most_guesses(sampling: Any) -> int:
+    """Returns how many guesses a step may verify for a request; 0: none.
+
+    vLLM's V1 runner applies `min_p` and `logit_bias` to the token after the guesses alone.
+
+    Args:
+        sampling: vLLM's `SamplingParams` of the request, which were checked when it came; None: it generates nothing.
+    """
+    if sampling is None or sampling.logit_bias or sampling.min_p > 0.0:
+        return 0
+    try:
+        return speculation_of(sampling.extra_args).cap
+    except InvalidRequestError:
+        return 0

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.vllm.requests import RequestSessions, RequestStep
-from paceline.vllm.settings import V2_VARIABLE
+from paceline.vllm.requests import NOTHING, RequestSessions, RequestStep
+from paceline.vllm.settings import V2_VARIABLE, most_guesses
 from paceline.vllm.tier_client import TierClient
 
 # Where there is no guess: a token that the target can read, since vLLM verifies all of them while it warms up.
 FILLER = 0
-NOTHING: tuple[Sequence[str], list[list[int]]] = ((), [])
 
 
 class Speculator:
@@ -47,6 +46,8 @@ class Speculator:
         if getattr(vllm_config, "watermark_config", None) is not None:
             raise ConfigError(f"{V2_VARIABLE}=1 with the drafter tier: a watermark_config is not supported")
         self._states = req_states
+        # Of the requests that have not ended, vLLM's sampling parameters.
+        self._sampling: dict[str, Any] = {}
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._has_other_ranks = parallel.tensor_parallel_size > 1
         self._sessions = RequestSessions()
@@ -98,6 +99,10 @@ class Speculator:
         padded = [[*chain, *[FILLER] * (self._most - len(chain))] for chain in guesses]
         return self._shared(self._states.draft_tokens.new_tensor(padded).reshape(num_rows, self._most))
 
+    def admit(self, name: str, sampling: Any) -> None:
+        """Notes the sampling parameters of a new request."""
+        self._sampling[name] = sampling
+
     def take(self) -> tuple[Sequence[str], list[list[int]]]:
         """Returns the drafts handed out, once: a step without guesses must not get those of the one before."""
         taken, self.handed_out = self.handed_out, NOTHING
@@ -106,6 +111,8 @@ class Speculator:
     def _step(self, input_batch: Any, num_sampled: Any) -> RequestStep:
         """Results of a step, in one copy from the device."""
         states, slots = self._states, input_batch.idx_mapping
+        for name in self._sampling.keys() - states.req_id_to_index.keys():
+            del self._sampling[name]
         lengths = states.total_len.gpu[slots]
         places = (lengths - num_sampled)[:, None] + lengths.new_tensor(range(self._most + 1))
         last = states.all_token_ids.gpu[slots[:, None], places.clamp(0, states.max_model_len - 1)]
@@ -120,6 +127,7 @@ class Speculator:
             verified=[0] * len(rows) if verified is None else verified.tolist(),
             text=lambda row: states.all_token_ids.gpu[slots[row], : rows[row][0]].tolist(),
             live=states.req_id_to_index,
+            most_guesses=lambda name: most_guesses(self._sampling.get(name)),
         )
 
     def _shared(self, drafts: Any) -> Any:

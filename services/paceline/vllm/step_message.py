@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paceline.core.params import MAX_DRAFT_TOKENS
+
 # No step has this number.
 NO_STEP = -1
 
@@ -23,6 +25,7 @@ class RowTokens(NamedTuple):
         token_ids: The tokens after these.
         reads: Its prompt is still being read, so it takes no guesses in the next step.
         num_verified: Its guesses that the step verified.
+        most_guesses: Most guesses that its request takes in a step; 0: speculation is off in it.
     """
 
     session: int
@@ -30,11 +33,17 @@ class RowTokens(NamedTuple):
     token_ids: Sequence[int]
     reads: bool = False
     num_verified: int = 0
+    most_guesses: int = MAX_DRAFT_TOKENS
 
     @property
     def length(self) -> int:
         """Tokens of the session after the step."""
         return self.base_len + len(self.token_ids)
+
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether the next step may verify guesses of it."""
+        return self.most_guesses > 0 and not self.reads
 
 
 @dataclass(frozen=True, slots=True)

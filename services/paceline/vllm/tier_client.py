@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from paceline.service.config import parse_cpus
-from paceline.vllm.board import ReadyDrafts, SharedTrees, worth_waiting
+from paceline.vllm.board import NO_DRAFTS, ReadyDrafts, SharedTrees, worth_waiting
 from paceline.vllm.expansion import mend_expansion
 from paceline.vllm.helper_process import HelperProcess, free_cpus
 from paceline.vllm.places import mode_socket, tokenizer_folder
@@ -48,9 +48,6 @@ class RowReader(Protocol):
 
     def since(self, number: int, length: int) -> Sequence[int]:
         """Tokens of a session after its first `length`."""
-
-    def handed_out(self, rows: Sequence[RowTokens], num_guesses: Sequence[int]) -> None:
-        """Notes how many guesses vLLM got for the rows of the last step, to be verified in its next one."""
 
 
 class TierClient:
@@ -136,7 +133,7 @@ class TierClient:
         self, helper: HelperProcess, board: SharedTrees, observed: Observed, began_s: float
     ) -> Sequence[Sequence[int]]:
         """Tells a step; returns guesses for its rows, if there are any."""
-        awaited = helper.awaits and not all(row.reads for row in observed.rows)
+        awaited = helper.awaits and any(row.takes_guesses for row in observed.rows)
         taken = self._at_hand(board, observed.rows) if awaited else []
         message = StepMessage(self._step, began_s, awaited and not taken, observed.rows, observed.closed, taken)
         answer = helper.exchange(message, began_s + self._pace.most_wait_s)
@@ -146,6 +143,9 @@ class TierClient:
         """The guesses of all rows on the board; none if the helper must be asked, or waiting for more pays."""
         found: list[ReadyDrafts] = []
         for row in rows:
+            if not row.most_guesses:
+                found.append(NO_DRAFTS)
+                continue
             tree = None if row.reads or not row.base_len else board.read(row.session)
             if tree is None:
                 return []
@@ -157,13 +157,12 @@ class TierClient:
         if len(chains) != len(observed.rows):
             raise ValueError(f"{len(chains)} chains for {len(observed.rows)} rows")
         for row, place, chain in zip(observed.rows, observed.places, chains, strict=True):
-            if not row.reads and len(chain):
+            if row.takes_guesses and len(chain):
                 guesses[place] = self._checked(chain)[: self._room(row)]
-        self._sessions.handed_out(observed.rows, [len(guesses[place]) for place in observed.places])
 
     def _room(self, row: RowTokens) -> int:
         """Most guesses of a row: a step commits one token more than it verifies."""
-        return max(0, min(self._max_chain, self._max_model_len - row.length - 1))
+        return max(0, min(self._max_chain, row.most_guesses, self._max_model_len - row.length - 1))
 
     def _checked(self, chain: Sequence[int]) -> list[int]:
         if min(chain) < 0 or max(chain) >= self._vocab_size:

@@ -225,12 +225,12 @@ def test_a_session_that_vllm_gives_up_goes_on_elsewhere(engine: VllmEngine, scri
 
 
 def test_a_refused_request_hears_so_before_the_next_step(engine: VllmEngine, script: Script) -> None:
-    submit(engine, 1, sampling=SamplingParams(max_tokens=9, min_p=0.5))
+    submit(engine, 1, sampling=SamplingParams(max_tokens=9, temperature=0.001))
     script.refusal = ValueError("too much of it")
     submit(engine, 2)
     refused = begun(engine)
     assert isinstance(refused[1], InvalidRequestError)
-    assert str(refused[1]).startswith("min_p:")
+    assert str(refused[1]).startswith("temperature:")
     assert str(refused[2]) == "request: too much of it"
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, REJECTION, SamplingParams, SpeculationParams
 from paceline.verifier.vllm.sampling import check_under_vllm, counted_anew, seed_after, vllm_sampling
+from paceline.vllm.settings import speculation_of
 
 EOS = (7, 9)
 SAMPLING = SamplingParams(
@@ -63,6 +64,7 @@ def test_every_field_of_a_request_reaches_vllm() -> None:
         "_all_stop_token_ids": {7, 8, 9},
         "logprobs": 3,
         "detokenize": False,
+        "extra_args": None,
     }
 
 
@@ -95,42 +97,32 @@ def test_a_greedy_session_has_no_generator(temperature: float) -> None:
     [
         ({"temperature": 0.005}, "temperature: must be 0, or from 0.01 to 2"),
         ({"temperature": 2.5}, "temperature: must be 0, or from 0.01 to 2"),
-        ({"logit_bias": ((1, 2.0),)}, "logit_bias: vLLM does not know it while it speculates"),
-        ({"min_p": 0.1}, "min_p: vLLM does not know it while it speculates"),
-        ({"speculation": SpeculationParams(enabled=False)}, "speculation.enabled: vLLM speculates for all"),
-        (
-            {"speculation": SpeculationParams(max_draft_tokens=3)},
-            "speculation.max_draft_tokens: vLLM speculates",
-        ),
     ],
 )
 def test_what_vllm_would_compute_otherwise_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        check_under_vllm(request(**changes), drafts=True)
+        check_under_vllm(request(**changes))
 
 
-@pytest.mark.parametrize("drafts", [True, False])
-def test_a_rule_that_promises_something_else_is_refused(drafts: bool) -> None:
+def test_a_rule_that_promises_something_else_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"speculation\.acceptance: coupled is not served under vLLM"):
-        check_under_vllm(request(speculation=SpeculationParams(acceptance="coupled")), drafts=drafts)
-    check_under_vllm(request(speculation=SpeculationParams(acceptance="rejection")), drafts=drafts)
+        check_under_vllm(request(speculation=SpeculationParams(acceptance="coupled")))
+    check_under_vllm(request(speculation=SpeculationParams(acceptance="rejection")))
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("speculation", "most"),
     [
-        {"logit_bias": ((1, 2.0),)},
-        {"min_p": 0.1},
-        {"speculation": SpeculationParams(enabled=False)},
-        {"speculation": SpeculationParams(max_draft_tokens=3)},
+        (SpeculationParams(enabled=False), 0),
+        (SpeculationParams(enabled=False, max_draft_tokens=3), 0),
+        (SpeculationParams(max_draft_tokens=3), 3),
+        (SpeculationParams(method=DRAFT_MODEL, acceptance=REJECTION), MAX_DRAFT_TOKENS),
     ],
 )
-def test_without_speculation_vllm_knows_them(changes: dict[str, Any]) -> None:
-    check_under_vllm(request(**changes), drafts=False)
-
-
-def test_min_p_changes_no_argmax() -> None:
-    check_under_vllm(request(temperature=0.0, min_p=0.5), drafts=True)
+def test_what_a_request_says_of_speculation_goes_along_with_it(speculation: SpeculationParams, most: int) -> None:
+    check_under_vllm(request(speculation=speculation))
+    carried = vllm_sampling(request(speculation=speculation), EOS)["extra_args"]
+    assert speculation_of(carried).cap == most
 
 
 PLAIN = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "bad_words": ()}

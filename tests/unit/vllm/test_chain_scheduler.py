@@ -10,7 +10,7 @@ import pytest
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.pairing import DrafterCandidate, Pairing
-from paceline.core.params import DRAFT_MODEL, EAGLE3
+from paceline.core.params import DRAFT_MODEL, EAGLE3, MAX_DRAFT_TOKENS
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.vllm.board import SharedTrees, make_board
 from paceline.vllm.chain_scheduler import ChainScheduler
@@ -53,6 +53,8 @@ class Vllm:
         self.now_s = 0.0
         self.lengths: dict[int, int] = {}
         self.chains: dict[int, list[int]] = {}
+        # Guesses of a step that a session's request takes, where it says so.
+        self.most: dict[int, int] = {}
         self._plain_s, self._guess_s = plain_s, guess_s
         self._known: dict[int, int] = {}
         self._num_steps = 0
@@ -114,7 +116,7 @@ class Vllm:
         base_len = self._known.get(session, 0)
         self._known[session] = self.lengths[session]
         tokens = TEXT[base_len : self.lengths[session]]
-        return RowTokens(session, base_len, tokens, reads, len(chain))
+        return RowTokens(session, base_len, tokens, reads, len(chain), self.most.get(session, MAX_DRAFT_TOKENS))
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -220,6 +222,26 @@ def test_a_row_whose_prompt_is_read_is_drafted_for_and_verifies_nothing(vllm: Vl
     assert chains[2] == []
     assert len(vllm.drafter.sessions) == 2
     assert vllm.step()[2]
+
+
+def test_for_a_request_that_is_off_no_drafter_works_and_a_limited_one_gets_so_many(vllm: Vllm) -> None:
+    vllm.most = {2: 0, 3: 2}
+    vllm.begin(2)
+    vllm.begin(3)
+    for _ in range(4):
+        chains = vllm.step()
+    assert len(chains[1]) > 2
+    assert [len(chains[session]) for session in (2, 3)] == [0, 2]
+    # Of the second nobody has heard.
+    assert len(vllm.drafter.sessions) == 2
+
+
+def test_where_all_requests_are_off_no_drafter_is_at_work(vllm: Vllm) -> None:
+    vllm.most = {2: 0}
+    vllm.begin(2)
+    vllm.step(closed=[1])
+    assert not vllm.tier.drafts
+    assert vllm.step() == {2: []}
 
 
 def test_a_session_is_opened_with_room_so_that_its_first_round_drafts(vllm: Vllm) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,7 @@ class Engine:
         config = vllm_config(str(folder), vocab_size=100_000, max_model_len=60_000)
         config.additional_config["paceline"].update(settings)
         self.proposer = Proposer(config)
+        self.handed_out: dict[str, list[int]] = {}
         self.proposer.load_model("target")
 
     @property
@@ -49,10 +51,13 @@ class Engine:
 
     def step(self) -> list[list[int]]:
         sampled = self.batch.step(lambda name: [self.batch.texts[name][-1] + 1])
+        self.batch.show(self.proposer, self.handed_out)
         began_s = time.monotonic()
         guesses = self.proposer.propose(sampled, self.batch.lengths, self.batch.token_ids, slot_mappings=None)
         assert time.monotonic() - began_s < MOST_WAIT_S + SLACK_S
         assert len(guesses) == len(self.batch.rows)
+        self.handed_out = dict(zip(*self.proposer.take(), strict=True))
+        assert [*self.handed_out.values()] == guesses
         return guesses
 
     def until(self, done: Callable[[list[list[int]]], object], pause_s: float = 0.002) -> list[list[int]]:
@@ -90,17 +95,71 @@ def test_guesses_go_to_the_rows_they_are_for_and_are_no_longer_than_vllm_takes(s
     assert third == [other + 1, other + 2, other + 3, other + 4]
 
 
-def test_guesses_on_the_board_are_taken_without_asking_and_the_helper_is_told(
-    start: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
+LIMITED = {"speculation.max_draft_tokens": 2}
+OFF: list[dict[str, Any]] = [
+    {"extra_args": {"speculation.enabled": 0}},
+    {"extra_args": {"speculation.max_draft_tokens": 0}},
+    {"logit_bias": {5: 1.0}},
+    {"min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("sampling", OFF)
+@pytest.mark.parametrize("script", ["answers", "shows_trees"])
+def test_requests_that_are_off_get_no_guess_and_others_as_many_as_they_take(
+    start: Callable[[str], Engine], script: str, sampling: dict[str, Any]
 ) -> None:
-    told: list[StepMessage] = []
+    engine = start(script)
+    engine.batch.admit("off", [500], **sampling)
+    engine.batch.admit("limited", [900], extra_args=LIMITED)
+    for _ in range(3):
+        guesses = engine.until(all_but_one)
+        assert [len(each) for each in guesses] == [4, 0, 2]
+
+
+def all_but_one(guesses: list[list[int]]) -> bool:
+    return sum(map(bool, guesses)) == len(guesses) - 1
+
+
+def test_nobody_waits_for_guesses_where_all_requests_are_off(
+    start: Callable[[str], Engine], told: list[StepMessage]
+) -> None:
+    engine = start("answers")
+    engine.batch.admit("off", [500], **OFF[0])
+    engine.until(any)
+    engine.batch.remove("a")
+    del engine.batch.texts["a"]
+    del told[:]
+    for _ in range(3):
+        assert engine.step() == [[]]
+    assert len(told) == 3
+    assert not any(message.awaited or message.taken for message in told)
+
+
+def test_guesses_are_handed_out_once(start: Callable[[str], Engine]) -> None:
+    engine = start("answers")
+    engine.until(any)
+    # As near the greatest length, where vLLM asks for no guesses.
+    assert engine.proposer.take() == ((), [])
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[StepMessage]:
+    """All messages to helpers."""
+    messages: list[StepMessage] = []
     exchange = HelperProcess.exchange
 
     def recorded(self: HelperProcess, message: StepMessage, deadline_s: float) -> ChainsMessage | None:
-        told.append(message)
+        messages.append(message)
         return exchange(self, message, deadline_s)
 
     monkeypatch.setattr(HelperProcess, "exchange", recorded)
+    return messages
+
+
+def test_guesses_on_the_board_are_taken_without_asking_and_the_helper_is_told(
+    start: Callable[[str], Engine], told: list[StepMessage]
+) -> None:
     engine = start("shows_trees")
     engine.batch.admit("b", [500])
     # Where the helper is late, what is left of its last tree is taken, too.
@@ -216,6 +275,7 @@ def test_other_ranks_have_no_helper_and_no_guesses(tmp_path: Path) -> None:
     other.load_model()
     batch = VllmBatch()
     batch.admit("a", [1, 2])
+    batch.show(other, {})
     assert other.propose(batch.step(), batch.lengths, batch.token_ids) == [[]]
     assert other.client._helper is None
     other.client.close()

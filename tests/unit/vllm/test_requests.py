@@ -19,6 +19,7 @@ class Story:
         self.sessions = RequestSessions()
         self.held = HeldSessions()
         self.texts: dict[str, list[int]] = {}
+        self.most: dict[str, int] = {}
 
     def step(self, *, most_opened: int = UNLIMITED, verified: int = 0, **sampled: Sequence[int]) -> Observed:
         """A step over these requests, each of which commits some tokens."""
@@ -33,6 +34,7 @@ class Story:
                 verified=[verified] * len(names),
                 text=lambda place: self.texts[names[place]],
                 live=self.texts,
+                most_guesses=lambda name: self.most.get(name, UNLIMITED),
             ),
             most_opened,
         )
@@ -85,16 +87,30 @@ def test_a_request_that_is_over_is_closed_at_the_next_step() -> None:
     assert len(story.held.tokens) == 1
 
 
-def test_a_request_that_sits_out_steps_goes_on_and_one_that_changed_meanwhile_is_opened_anew() -> None:
+def test_a_request_that_sits_out_steps_or_was_missed_goes_on_and_one_with_another_text_is_opened_anew() -> None:
     story = Story()
     story.texts |= {"a": [1], "b": [2]}
     story.step(a=[3], b=[3])
     story.step(a=[4])
     assert story.step(a=[5], b=[6]).rows[1].base_len == 2
     story.texts["b"] += [7, 8]
+    (row,) = story.step(b=[9]).rows
+    assert (row.base_len, [*row.token_ids], row.reads) == (3, [7, 8, 9], False)
+    story.texts["b"] = [2, 3, 6, 5, 5, 5, 5]
     observed = story.step(b=[9])
     assert observed.rows[0].base_len == 0
     assert len(observed.closed) == 1
+
+
+def test_each_row_says_how_many_guesses_its_request_takes() -> None:
+    story = Story()
+    story.texts |= {"a": [1], "b": [2]}
+    story.most = {"a": 0, "b": 3}
+    assert [row.most_guesses for row in story.step(a=[3], b=[3]).rows] == [0, 3]
+    # It is asked for once: a request does not change its mind.
+    story.most = {}
+    rows = story.step(a=[4], b=[]).rows
+    assert [(row.most_guesses, row.takes_guesses) for row in rows] == [(0, False), (3, False)]
 
 
 def test_rows_beyond_the_room_for_new_sessions_get_theirs_later() -> None:

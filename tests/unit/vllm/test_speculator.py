@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.errors import ConfigError
-from paceline.vllm import plugin
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.params import MAX_DRAFT_TOKENS
+from paceline.vllm import Proposer, plugin
 from paceline.vllm.plugin import register
-from paceline.vllm.settings import V2_VARIABLE
+from paceline.vllm.settings import V2_VARIABLE, most_guesses, speculation_of
 from paceline.vllm.speculator import FILLER, Speculator
 from tests.support.scripted_helper import VARIABLE
-from tests.support.vllm_batch import vllm_config
+from tests.support.vllm_batch import sampling_params, vllm_config
 
 PATIENCE_S = 60.0
 # Of texts that grow by a token a step, until the helper process is there.
@@ -43,7 +44,8 @@ class Runner:
         self.speculator.init_cudagraph_manager("none")
         self._reading: set[str] = set()
 
-    def admit(self, name: str, slot: int, prompt: list[int], *, reads: bool = False) -> None:
+    def admit(self, name: str, slot: int, prompt: list[int], *, reads: bool = False, **sampling: Any) -> None:
+        self.speculator.admit(name, sampling_params(**sampling))
         self.states.req_id_to_index[name] = slot
         self.states.all_token_ids.gpu[slot, : len(prompt)] = torch.tensor(prompt)
         self.states.total_len.gpu[slot] = len(prompt)
@@ -106,6 +108,19 @@ def test_guesses_are_on_the_device_by_request_and_vllm_is_told_how_many_each_has
     assert runner.speculator.handed_out == (["b", "a"], [[], [last + 1, last + 2, last + 3, last + 4]])
 
 
+def test_a_request_that_is_off_gets_no_guess_beside_others(runner: Runner) -> None:
+    runner.admit("a", 2, [10, 11, 12])
+    runner.admit("off", 0, [500], extra_args={"speculation.enabled": False})
+    runner.admit("biased", 1, [700], logit_bias={3: 1.0})
+    drafts = runner.until_drafted("off", "biased", "a").tolist()
+    assert drafts[:2] == [[FILLER] * MOST] * 2
+    assert [len(chain) for chain in runner.speculator.handed_out[1]] == [0, 0, MOST]
+    # Of a request that has ended nothing is kept.
+    del runner.states.req_id_to_index["off"]
+    runner.step("a")
+    assert runner.speculator._sampling.keys() == {"a", "biased"}
+
+
 def test_of_fewer_guesses_a_step_the_first_are_handed_out(runner: Runner) -> None:
     runner.admit("a", 1, [10])
     runner.until_drafted("a")
@@ -143,12 +158,42 @@ def test_a_watermark_is_refused_by_name(config: Any) -> None:
 
 
 class TheirRunner:
-    """vLLM's, as far as the plug-in changes it."""
+    """vLLM's, of both kinds, as far as the plug-in changes it."""
 
     speculator: Any = None
+    drafter: Any = None
 
     def take_draft_token_ids(self) -> str:
         return "theirs"
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self.added = scheduler_output
+
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled: Any) -> list[Any]:
+        return [scheduler_output, sampled]
+
+
+class TheirSampling(SimpleNamespace):
+    """vLLM's sampling parameters, with the check that the plug-in changes."""
+
+    def _validate_spec_decode(self, speculative_config: Any) -> None:
+        if speculative_config is not None and (self.min_p or self.logit_bias):
+            raise ValueError("not yet supported with speculative decoding")
+
+
+class TheirProcessor:
+    """vLLM's, which checks requests."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+
+class TheirError(Exception):
+    """vLLM's error of a request."""
+
+    def __init__(self, message: str, *, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 @pytest.fixture
@@ -161,17 +206,32 @@ def vllm(monkeypatch: pytest.MonkeyPatch, config: Any) -> Any:
 
     spec_decode = ModuleType("spec_decode")
     spec_decode.init_speculator = lambda *_: "theirs"  # type: ignore[attr-defined]
-    runner = type("GPUModelRunner", (TheirRunner,), {"take_draft_token_ids": TheirRunner.take_draft_token_ids})
+    runner, runner_v1 = (type("GPUModelRunner", (TheirRunner,), {}) for _ in range(2))
+    sampling, processor = type("SamplingParams", (TheirSampling,), {}), type("InputProcessor", (TheirProcessor,), {})
+    logits = {"LogitsProcessors": list, "BUILTIN_LOGITS_PROCESSORS": [lambda *given: ("min_tokens", *given[1:])]}
     for name, contents in {
         "vllm.config": {"VllmConfig": VllmConfig},
         "vllm.v1.worker.gpu": {"spec_decode": spec_decode},
         "vllm.v1.outputs": {"DraftTokenIds": lambda *lists: lists},
         plugin.RUNNER_MODULE: {"GPUModelRunner": runner},
+        plugin.V1_RUNNER_MODULE: {"GPUModelRunner": runner_v1, "build_logitsprocs": lambda *_: "theirs"},
+        plugin.ARGUMENTS_MODULE: {},
+        "vllm.v1.engine.input_processor": {"InputProcessor": processor},
+        "vllm.v1.sample": {"logits_processor": SimpleNamespace(**logits)},
+        "vllm.sampling_params": {"SamplingParams": sampling},
+        "vllm.exceptions": {"VLLMValidationError": TheirError},
     }.items():
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(config=VllmConfig(**vars(config)), spec_decode=spec_decode, runner=runner)
+    return SimpleNamespace(
+        config=VllmConfig(**vars(config)),
+        spec_decode=spec_decode,
+        runner=runner,
+        runner_v1=runner_v1,
+        sampling=sampling,
+        processor=processor,
+    )
 
 
 def test_the_plug_in_puts_the_speculator_in_where_the_tier_is_asked_for(vllm: Any, config: Any) -> None:
@@ -184,10 +244,13 @@ def test_the_plug_in_puts_the_speculator_in_where_the_tier_is_asked_for(vllm: An
     made.handed_out = ["a"], [[5]]
     # Once: a step without guesses must not get those of the one before.
     assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), [])]
+    runner.add_requests(new := SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a", sampling_params=7)]))
+    assert (runner.added, made._sampling) == (new, {"a": 7})
     made.client.close()
     # Another method of speculation, or none of our settings: all is as it was.
     runner.speculator = object()
     assert runner.take_draft_token_ids() == "theirs"
+    runner.add_requests(None)
     vllm.config.additional_config = {}
     assert vllm.spec_decode.init_speculator(vllm.config, "cpu", None) == "theirs"
     assert vllm.config._get_v2_model_runner_unsupported_features() == LACKED
@@ -201,7 +264,77 @@ def test_v2_takes_the_tier_and_lacks_what_it_lacks_without(vllm: Any) -> None:
 def test_a_vllm_without_these_names_is_left_alone(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     del vllm.spec_decode.init_speculator
     register()
-    assert "no place in this vLLM's V2 model runner" in caplog.text
+    assert "no place in this vLLM" in caplog.text
+
+
+def test_a_proposer_sees_the_requests_of_its_v1_runner(vllm: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    proposer = Proposer(config)
+    runner, step = vllm.runner_v1(), SimpleNamespace(scheduled_spec_decode_tokens={"a": [1, 2]})
+    runner.drafter, runner.input_batch, runner.requests = proposer, SimpleNamespace(req_ids=["a"]), {}
+    assert runner.propose_draft_token_ids(step, [[4]]) == [step, [[4]]]
+    assert proposer._names == ["a"]
+    proposer.handed_out = ["a"], [[5]]
+    assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), [])]
+    build = sys.modules[plugin.V1_RUNNER_MODULE].build_logitsprocs
+    assert build(config, "cpu", False, False, ()) == [("min_tokens", "cpu", False)]
+    # A drafter of vLLM's own, pooling models and processors of users: as without us.
+    runner.drafter = object()
+    assert runner.propose_draft_token_ids(step, [[4]]) == [step, [[4]]]
+    assert runner.take_draft_token_ids() == "theirs"
+    assert build(config, "cpu", False, True, ()) == build(config, "cpu", False, False, ("their.Processor",)) == "theirs"
+
+
+def test_with_the_tier_requests_are_checked_for_what_they_say_of_speculation(vllm: Any) -> None:
+    register()
+    # A vLLM without the tier still refuses what its own drafts cannot serve.
+    own = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle"), additional_config={})
+    vllm.processor(own)
+    with pytest.raises(ValueError, match="not yet supported"):
+        vllm.sampling(min_p=0.1, logit_bias=None)._validate_spec_decode(own.speculative_config)
+    for _ in range(2):
+        vllm.processor(vllm.config)
+    with pytest.raises(ValueError, match="not yet supported"):
+        vllm.sampling(min_p=0.1, logit_bias=None)._validate_spec_decode(own.speculative_config)
+    tier = vllm.config.speculative_config
+    for more in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"extra_args": {"speculation.enabled": 0, "other": "x"}}):
+        vllm.sampling(**vars(sampling_params(**more)))._validate_spec_decode(tier)
+    with pytest.raises(TheirError, match="must be true or false, got 'no'") as refused:
+        vllm.sampling(extra_args={"speculation.enabled": "no"})._validate_spec_decode(tier)
+    assert refused.value.parameter == "speculation.enabled"
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "most"),
+    [
+        (None, MAX_DRAFT_TOKENS),
+        ({"kv_transfer_params": {}, "speculative": 1}, MAX_DRAFT_TOKENS),
+        ({"speculation.enabled": 1, "speculation.method": "draft_model"}, MAX_DRAFT_TOKENS),
+        ({"speculation.enabled": False, "speculation.max_draft_tokens": 3}, 0),
+        ({"speculation.max_draft_tokens": 3}, 3),
+    ],
+)
+def test_a_request_says_how_many_guesses_it_takes(extra_args: dict[str, Any] | None, most: int) -> None:
+    assert most_guesses(sampling_params(extra_args=extra_args)) == most
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("speculation", "off", "is not known under vLLM; known: speculation.enabled, speculation.max_draft_tokens, "),
+        ("speculation.gamma", 3, "is not known under vLLM"),
+        ("speculation.enabled", 2, "must be true or false, got 2"),
+        ("speculation.max_draft_tokens", 1.5, "must be a whole number, got 1.5"),
+        ("speculation.max_draft_tokens", 65, "must be a number from 0 to 64, got 65"),
+        ("speculation.method", "eagle3", "under vLLM must be draft_model, got 'eagle3'"),
+    ],
+)
+def test_what_a_request_says_wrongly_is_named_and_gives_it_no_guess(name: str, value: object, said: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        speculation_of({name: value})
+    assert refused.value.field == name
+    assert refused.value.problem.startswith(said)
+    assert most_guesses(sampling_params(extra_args={name: value})) == 0
 
 
 def test_the_plug_in_brings_nothing_along_that_vllms_workers_fail_at() -> None:

@@ -185,7 +185,7 @@ class VllmEngine:
     def _submit(self, event: Submit) -> None:
         request = event.request
         try:
-            check_under_vllm(request, drafts=self._helper is not None)
+            check_under_vllm(request)
         except InvalidRequestError as error:
             self._outcomes.append((event.number, error))
             return

@@ -13,17 +13,15 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import REJECTION, SAMPLING, SamplingParams
 from paceline.core.processors import GREEDY_BELOW
+from paceline.vllm.settings import extra_args_of
 
 # vLLM raises lower temperatures to the first and refuses those above the second.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 _SEED_BYTES = 8
 
 
-def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
+def check_under_vllm(request: GenerateRequest) -> None:
     """Refuses what vLLM would not compute as requested.
-
-    Args:
-        drafts: Whether vLLM speculates.
 
     Raises:
         InvalidRequestError: Names the field and the reason.
@@ -43,17 +41,6 @@ def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
             raise InvalidRequestError(name, "is not served under vLLM, only by Paceline's engine")
     if request.priority:
         raise InvalidRequestError("priority", "is not served under vLLM, which takes requests as they come")
-    if not drafts:
-        return
-    unknown = "vLLM does not know it while it speculates; a verifier with num_speculative_tokens 0 does"
-    if sampling.logit_bias:
-        raise InvalidRequestError("logit_bias", unknown)
-    if sampling.min_p > 0.0 and not _greedy(sampling):
-        raise InvalidRequestError("min_p", unknown)
-    if not request.speculation.enabled:
-        raise InvalidRequestError("speculation.enabled", "vLLM speculates for all sessions alike")
-    if request.speculation.max_draft_tokens is not None:
-        raise InvalidRequestError("speculation.max_draft_tokens", "vLLM speculates for all sessions alike")
 
 
 def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
@@ -81,6 +68,7 @@ def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> d
         # Barred until `min_tokens`.
         "_all_stop_token_ids": {*sampling.stop_token_ids, *eos_token_ids},
         "detokenize": False,
+        "extra_args": extra_args_of(request.speculation),
     }
 
 
