@@ -78,7 +78,7 @@ class VllmBatch:
 
 def sampling_params(**given: Any) -> Any:
     """As much of vLLM's sampling parameters as the tier reads."""
-    return SimpleNamespace(**{"min_p": 0.0, "logit_bias": None, "extra_args": None} | given)
+    return SimpleNamespace(**{"min_p": 0.0, "logit_bias": None, "logprob_token_ids": None, "extra_args": None} | given)
 
 
 class HeldSessions:

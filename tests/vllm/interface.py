@@ -62,7 +62,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "exceptions.py": {"VLLMClientError": ()},
     "sampling_params.py": {
         "RequestOutputKind": ("DELTA",),
-        "SamplingParams": ("min_p", "logit_bias", "extra_args"),
+        "SamplingParams": ("min_p", "logit_bias", "extra_args", "logprob_token_ids"),
     },
     "v1/core/sched/output.py": {
         "NewRequestData": ("req_id", "sampling_params"),

@@ -25,7 +25,7 @@ class Job:
         prompts: Token ids.
         drafter: Address; None: plain.
         runner: vLLM's model runner, 0 for V1, 1 for V2.
-        sampling: Settings of all requests; greedy unless they say otherwise.
+        sampling: Settings of each request; greedy unless they say otherwise.
     """
 
     model: str
@@ -33,7 +33,7 @@ class Job:
     max_tokens: int
     drafter: str | None
     runner: str
-    sampling: dict[str, Any]
+    sampling: list[dict[str, Any]]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -59,22 +59,29 @@ def main() -> None:
         max_model_len=MAX_MODEL_LEN,
         enforce_eager=True,
         disable_log_stats=False,
+        per_request_spec_decode_metrics="summary",
         **speculation(job),
     )
-    sampling = vllm.SamplingParams(
-        **{"temperature": 0.0, "max_tokens": job.max_tokens, "ignore_eos": True} | job.sampling
-    )
+    greedy = {"temperature": 0.0, "max_tokens": job.max_tokens, "ignore_eos": True}
+    sampling = [vllm.SamplingParams(**greedy | each) for each in job.sampling]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job.prompts], sampling, use_tqdm=False)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     answer = {
         "texts": [list(output.outputs[0].token_ids) for output in outputs],
+        "drafted_each": [drafted_for(output.outputs[0]) for output in outputs],
         "runner": name_of(runner),
         "speculator": name_of(getattr(runner, "speculator", None)),
         "accepted": counted.get("vllm:spec_decode_num_accepted_tokens", 0),
         "drafted": counted.get("vllm:spec_decode_num_draft_tokens", 0),
     }
     sys.stdout.write(f"\n{json.dumps(answer)}\n")
+
+
+def drafted_for(completion: Any) -> int:
+    """Guesses that were verified for a request."""
+    counts = completion.spec_decode_metrics
+    return 0 if counts is None else int(counts.num_draft_tokens)
 
 
 def name_of(thing: object) -> str:

@@ -13,10 +13,16 @@ from tests.vllm.client import Tokens, ask, client, until_drafted
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+
+def carried(name: str, value: object) -> dict[str, Any]:
+    """A field by which a request of `vllm serve` decides."""
+    return {"vllm_xargs": {f"speculation.{name}": value}}
+
+
 NUM_TOKENS = 96
 STREAMS, LIMIT = 8, 2
-OFF = {"vllm_xargs": {"speculation.enabled": False}}
-LIMITED = {"vllm_xargs": {"speculation.max_draft_tokens": LIMIT}}
+OFF = carried("enabled", False)
+LIMITED = carried("max_draft_tokens", LIMIT)
 SAMPLED = {"temperature": 0.8, "seed": 7}
 LEAST_DRAFTED = NUM_TOKENS // 4
 # A token of nearly every text.
@@ -96,17 +102,18 @@ async def test_what_vllm_applies_to_guesses_is_served_with_them(steady, plain, p
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "asked", "said"),
     [
-        ("speculation.enabled", "no", "must be true or false, got 'no'"),
-        ("speculation.gamma", 3, "is not known under vLLM"),
-        ("speculation.max_draft_tokens", 1000, "must be a number from 0 to 64, got 1000"),
+        ("speculation.enabled", carried("enabled", "no"), "must be true or false, got 'no'"),
+        ("speculation.gamma", carried("gamma", 3), "is not known under vLLM"),
+        ("speculation.max_draft_tokens", carried("max_draft_tokens", 1000), "must be a number from 0 to 64, got 1000"),
+        # Beside another request's `logprobs` it would end the engine.
+        ("logprob_token_ids", {"logprobs": 1, "logprob_token_ids": [5, 6]}, "is not served beside speculation"),
     ],
 )
-async def test_a_wrong_wish_is_refused_by_name(steady, prompts, name: str, value: object, said: str) -> None:
+async def test_a_wrong_wish_is_refused_by_name(steady, prompts, name: str, asked: dict[str, Any], said: str) -> None:
     async with client() as http:
-        asked = ask(prompts[0], 4, vllm_xargs={name: value})
-        refused = await http.post(f"{steady.url}/v1/completions", json=asked)
+        refused = await http.post(f"{steady.url}/v1/completions", json=ask(prompts[0], 4, **asked))
     assert refused.status_code == httpx.codes.BAD_REQUEST
     error = refused.json()["error"]
     assert f"{name}: {said}" in error["message"]

@@ -6,8 +6,10 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from paceline.checkpoints.corpus import unseen_prompts
@@ -91,6 +93,35 @@ async def test_a_verifier_is_killed_under_16_streams_and_every_token_is_accounte
     assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * STREAMS
     assert found == expected
     assert gateway["paceline:failovers_total"] > 0
+
+
+async def test_at_a_gateway_each_request_says_whether_it_is_guessed_for(target) -> None:
+    (prompt,) = unseen_prompts(1)
+    async with fleet_of(target, 1, "--rehearse=off") as fleet:
+        async with asyncio.timeout(ANSWER_S):
+            while not counts_of(drafted := await answer(fleet, prompt))["num_draft_tokens"]:
+                pass
+        off = await answer(fleet, prompt, speculation={"enabled": False})
+        biased = await answer(fleet, prompt, logit_bias={"225": 1.0}, min_p=0.1, temperature=0.5)
+    assert off["choices"][0]["text"] == drafted["choices"][0]["text"]
+    for said in (off, biased):
+        counts = counts_of(said)
+        assert (counts["num_draft_tokens"], counts["num_accepted_draft_tokens"]) == (0, 0)
+
+
+def counts_of(said: dict[str, Any]) -> dict[str, Any]:
+    counts: dict[str, Any] = said["metrics"]["speculative_decoding"]
+    return counts
+
+
+async def answer(fleet: LocalFleet, prompt: str, **more: Any) -> dict[str, Any]:
+    """A completion over HTTP."""
+    body = {"model": fleet.model_name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, **more}
+    async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
+        found = await http.post(f"{fleet.gateway_url}/v1/completions", json=body)
+    assert found.status_code == httpx.codes.OK, found.text
+    said: dict[str, Any] = found.json()
+    return said
 
 
 async def helper_beside(others: set[Path]) -> Path:

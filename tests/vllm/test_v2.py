@@ -29,8 +29,13 @@ RUNNERS = {
 MODEL = Path(__file__).parents[2] / "services" / "paceline" / "models" / "demo-target"
 
 
-def run(prompts: list[list[int]], *, runner: str, drafter: str | None = None, **settings: Any) -> dict[str, Any]:
+# Those of the first requests; the others are greedy.
+OFF, BIASED = {"extra_args": {"speculation.enabled": False}}, {"logit_bias": {225: -100.0}}
+
+
+def run(prompts: list[list[int]], *, runner: str, drafter: str | None = None) -> dict[str, Any]:
     """What the process answers: texts, and what was drafted."""
+    settings = [OFF, BIASED, *({} for _ in prompts[2:])]
     job = Job(
         model=str(MODEL), prompts=prompts, max_tokens=NUM_TOKENS, drafter=drafter, runner=runner, sampling=settings
     )
@@ -54,6 +59,8 @@ def test_on_v2_texts_with_the_tier_are_those_without_and_guesses_are_accepted(dr
     tiered = run(prompts[:8], runner=V2, drafter=drafter.address)
     assert tiered["texts"] == plain["texts"]
     assert tiered["speculator"] == "paceline.vllm.speculator.Speculator"
+    assert [drafted > 0 for drafted in tiered["drafted_each"]] == [False] * 2 + [True] * 6
+    assert sum(tiered["drafted_each"]) == tiered["drafted"]
     # Few of a text: a step takes as many guesses as there are, and none counts where there was none.
     assert NUM_TOKENS < tiered["accepted"] <= tiered["drafted"]
     assert tiered["accepted"] > tiered["drafted"] / 2

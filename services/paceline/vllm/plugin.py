@@ -124,13 +124,18 @@ def _serves_requests(theirs: Callable[..., None], processor: Any, vllm_config: A
 
 
 def _checked(theirs: Callable[..., None], sampling: Any, speculative_config: Any) -> None:
-    """Checks what a request says of speculation; a sampling parameter that forbids guesses is served without."""
+    """Checks what a request says of speculation; a sampling parameter that forbids guesses is served without.
+
+    One is refused: in a step that verifies guesses, of whichever request, it ends vLLM's engine.
+    """
     if speculative_config is None or speculative_config.method != METHOD:
         theirs(sampling, speculative_config)
         return
     from vllm.exceptions import VLLMValidationError  # type: ignore[import-not-found]
 
     try:
+        if sampling.logprob_token_ids:
+            raise InvalidRequestError("logprob_token_ids", "is not served beside speculation")
         speculation_of(sampling.extra_args)
     except InvalidRequestError as error:
         raise VLLMValidationError(str(error), parameter=error.field) from None

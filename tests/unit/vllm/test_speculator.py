@@ -299,9 +299,13 @@ def test_with_the_tier_requests_are_checked_for_what_they_say_of_speculation(vll
     tier = vllm.config.speculative_config
     for more in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"extra_args": {"speculation.enabled": 0, "other": "x"}}):
         vllm.sampling(**vars(sampling_params(**more)))._validate_spec_decode(tier)
-    with pytest.raises(TheirError, match="must be true or false, got 'no'") as refused:
-        vllm.sampling(extra_args={"speculation.enabled": "no"})._validate_spec_decode(tier)
-    assert refused.value.parameter == "speculation.enabled"
+    for name, wrong in (
+        ("speculation.enabled", {"extra_args": {"speculation.enabled": "no"}}),
+        ("logprob_token_ids", {"logprob_token_ids": [5, 6]}),
+    ):
+        with pytest.raises(TheirError, match=name) as refused:
+            vllm.sampling(**vars(sampling_params(**wrong)))._validate_spec_decode(tier)
+        assert refused.value.parameter == name
 
 
 @pytest.mark.parametrize(
