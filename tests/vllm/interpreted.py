@@ -59,11 +59,11 @@ def main() -> None:
         max_model_len=MAX_MODEL_LEN,
         enforce_eager=True,
         disable_log_stats=False,
-        per_request_spec_decode_metrics="summary",
         **speculation(job),
     )
     greedy = {"temperature": 0.0, "max_tokens": job.max_tokens, "ignore_eos": True}
-    sampling = [vllm.SamplingParams(**greedy | each) for each in job.sampling]
+    # It takes tokens that are names in JSON.
+    sampling = [vllm.SamplingParams.from_optional(**greedy | each) for each in job.sampling]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job.prompts], sampling, use_tqdm=False)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -104,6 +104,7 @@ def speculation(job: Job) -> dict[str, Any]:
             "model": "tests.vllm.steady.Proposer",
             "num_speculative_tokens": MAX_CHAIN,
         },
+        "per_request_spec_decode_metrics": "summary",
         "additional_config": {"paceline": {"drafters": [job.drafter], "learned_dir": "none"}},
     }
 

@@ -72,19 +72,15 @@ def _made(theirs: Callable[..., Any], vllm_config: Any, device: Any, req_states:
 
 def _added(theirs: Callable[..., None], runner: Any, scheduler_output: Any) -> None:
     """Adds the new requests of a step, to the speculator, too."""
-    from paceline.vllm.speculator import Speculator
-
     theirs(runner, scheduler_output)
-    if isinstance(runner.speculator, Speculator):
+    if _is_ours(runner.speculator):
         for new in scheduler_output.scheduled_new_reqs:
             runner.speculator.admit(new.req_id, new.sampling_params)
 
 
 def _proposed(theirs: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
     """Guesses after a step of V1, whose proposer sees the requests first."""
-    from paceline.vllm.proposer import Proposer
-
-    if isinstance(runner.drafter, Proposer):
+    if _is_ours(runner.drafter):
         runner.drafter.see(runner, scheduler_output)
     return theirs(runner, scheduler_output, *args, **kwargs)
 
@@ -93,13 +89,14 @@ def _taken(theirs: Callable[..., Any], runner: Any) -> Any:
     """Reports the real number of drafts per request to vLLM's scheduler."""
     from vllm.v1.outputs import DraftTokenIds  # type: ignore[import-not-found]
 
-    from paceline.vllm.proposer import Proposer
-    from paceline.vllm.speculator import Speculator
+    drafter: Any = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    return DraftTokenIds(*drafter.take()) if _is_ours(drafter) else theirs(runner)
 
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    if not isinstance(drafter, Proposer | Speculator):
-        return theirs(runner)
-    return DraftTokenIds(*drafter.take())
+
+def _is_ours(drafter: Any) -> bool:
+    from paceline.vllm.requests import TierDrafter
+
+    return isinstance(drafter, TierDrafter)
 
 
 def _processors(

@@ -9,31 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.vllm.plugin import extend_v1_runner
-from paceline.vllm.requests import NOTHING, RequestSessions, RequestStep
+from paceline.vllm.requests import HandedOut, RequestSessions, RequestStep, TierDrafter
 from paceline.vllm.settings import most_guesses
 from paceline.vllm.tier_client import TierClient
 
 
-class Proposer:
+class Proposer(TierDrafter):
     """Asks the drafter tier for guesses; vLLM's worker builds it.
 
     Args:
         vllm_config: vLLM's whole configuration.
-
-    Attributes:
-        handed_out: Names of the requests of the last step, and their guesses, until vLLM takes them.
 
     Raises:
         ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        super().__init__()
         self._sessions = RequestSessions()
         self._names: Sequence[str] = ()
         self._requests: Mapping[str, Any] = {}
         self._verified: Mapping[str, Sequence[int]] = {}
         self.client = TierClient(vllm_config, self._sessions)
-        self.handed_out: tuple[Sequence[str], list[list[int]]] = NOTHING
         extend_v1_runner()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -74,13 +71,8 @@ class Proposer:
                 self._step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu), most_tokens
             ),
         )
-        self.handed_out = self._names, guesses
+        self.handed_out = HandedOut(self._names, guesses)
         return guesses
-
-    def take(self) -> tuple[Sequence[str], list[list[int]]]:
-        """Returns the drafts handed out, once: a step without guesses must not get those of the one before."""
-        taken, self.handed_out = self.handed_out, NOTHING
-        return taken
 
     def _step(
         self, sampled: Sequence[Sequence[int]], lengths: NDArray[np.int32], token_ids: NDArray[np.int32]

@@ -7,12 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.vllm.board import SessionNumbers
 from paceline.vllm.step_message import Observed, RowTokens
 
-# Nobody was given guesses: no names, no lists.
-NOTHING: tuple[Sequence[str], list[list[int]]] = ((), [])
+
+class HandedOut(NamedTuple):
+    """The guesses of a step, a list for each request.
+
+    Attributes:
+        names: Names of the requests.
+        guesses: Token ids for each, in the same order.
+    """
+
+    names: Sequence[str] = ()
+    guesses: Sequence[Sequence[int]] = ()
+
+
+class TierDrafter:
+    """The part of vLLM's drafter that both runners share: it says which guesses are whose.
+
+    Attributes:
+        handed_out: The guesses of the last step, until vLLM takes them.
+    """
+
+    def __init__(self) -> None:
+        self.handed_out = HandedOut()
+
+    def take(self) -> HandedOut:
+        """Returns the guesses handed out, once: a step without guesses must not get those of the one before."""
+        taken, self.handed_out = self.handed_out, HandedOut()
+        return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

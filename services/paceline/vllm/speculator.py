@@ -6,11 +6,10 @@ back. vLLM gets the count of each request, so nothing is verified where there is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.vllm.requests import NOTHING, RequestSessions, RequestStep
+from paceline.vllm.requests import HandedOut, RequestSessions, RequestStep, TierDrafter
 from paceline.vllm.settings import V2_VARIABLE, most_guesses
 from paceline.vllm.tier_client import TierClient
 
@@ -18,15 +17,12 @@ from paceline.vllm.tier_client import TierClient
 FILLER = 0
 
 
-class Speculator:
+class Speculator(TierDrafter):
     """Asks the drafter tier for guesses; as vLLM's `BaseSpeculator`.
 
     Args:
         vllm_config: vLLM's whole configuration.
         req_states: The runner's requests: names, tokens and lengths.
-
-    Attributes:
-        handed_out: Names of the requests of the last step, and their guesses, until vLLM takes them.
 
     Raises:
         ConfigError: A setting of the tier is wrong, this version of vLLM was not tested, or it was asked for what the
@@ -45,6 +41,7 @@ class Speculator:
             raise ConfigError(f"{V2_VARIABLE}=1 with the drafter tier: prefill context parallelism is not supported")
         if getattr(vllm_config, "watermark_config", None) is not None:
             raise ConfigError(f"{V2_VARIABLE}=1 with the drafter tier: a watermark_config is not supported")
+        super().__init__()
         self._states = req_states
         # Of the requests that have not ended, vLLM's sampling parameters.
         self._sampling: dict[str, Any] = {}
@@ -52,7 +49,6 @@ class Speculator:
         self._has_other_ranks = parallel.tensor_parallel_size > 1
         self._sessions = RequestSessions()
         self.client = TierClient(vllm_config, self._sessions)
-        self.handed_out: tuple[Sequence[str], list[list[int]]] = NOTHING
 
     def init_cudagraph_manager(self, cudagraph_mode: object) -> None:
         """Starts the helper, now that the target is loaded."""
@@ -95,18 +91,13 @@ class Speculator:
                 lambda _, most_tokens: self._sessions.observe(self._step(input_batch, num_sampled), most_tokens),
             )
             guesses = [chain[:most] for chain in found]
-            self.handed_out = list(input_batch.req_ids), guesses
+            self.handed_out = HandedOut([*input_batch.req_ids], guesses)
         padded = [[*chain, *[FILLER] * (self._most - len(chain))] for chain in guesses]
         return self._shared(self._states.draft_tokens.new_tensor(padded).reshape(num_rows, self._most))
 
     def admit(self, name: str, sampling: Any) -> None:
         """Notes the sampling parameters of a new request."""
         self._sampling[name] = sampling
-
-    def take(self) -> tuple[Sequence[str], list[list[int]]]:
-        """Returns the drafts handed out, once: a step without guesses must not get those of the one before."""
-        taken, self.handed_out = self.handed_out, NOTHING
-        return taken
 
     def _step(self, input_batch: Any, num_sampled: Any) -> RequestStep:
         """Results of a step, in one copy from the device."""

@@ -140,7 +140,7 @@ def test_guesses_are_handed_out_once(start: Callable[[str], Engine]) -> None:
     engine = start("answers")
     engine.until(any)
     # As near the greatest length, where vLLM asks for no guesses.
-    assert engine.proposer.take() == ((), [])
+    assert engine.proposer.take() == ((), ())
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.vllm import Proposer, plugin
 from paceline.vllm.plugin import register
+from paceline.vllm.requests import HandedOut
 from paceline.vllm.settings import V2_VARIABLE, most_guesses, speculation_of
 from paceline.vllm.speculator import FILLER, Speculator
 from tests.support.scripted_helper import VARIABLE
@@ -131,7 +132,7 @@ def test_of_fewer_guesses_a_step_the_first_are_handed_out(runner: Runner) -> Non
 def test_a_run_that_computes_nothing_is_told_to_nobody(runner: Runner) -> None:
     runner.admit("a", 1, [10])
     assert runner.step("a", dummy_run=True).tolist() == [[FILLER] * MOST]
-    assert runner.speculator.handed_out == ((), [])
+    assert runner.speculator.handed_out == ((), ())
 
 
 def test_what_goes_wrong_costs_guesses_and_is_counted(runner: Runner) -> None:
@@ -241,9 +242,9 @@ def test_the_plug_in_puts_the_speculator_in_where_the_tier_is_asked_for(vllm: An
     assert isinstance(made, Speculator)
     runner = vllm.runner()
     runner.speculator = made
-    made.handed_out = ["a"], [[5]]
+    made.handed_out = HandedOut(["a"], [[5]])
     # Once: a step without guesses must not get those of the one before.
-    assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), [])]
+    assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), ())]
     runner.add_requests(new := SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id="a", sampling_params=7)]))
     assert (runner.added, made._sampling) == (new, {"a": 7})
     made.client.close()
@@ -274,8 +275,8 @@ def test_a_proposer_sees_the_requests_of_its_v1_runner(vllm: Any, config: Any, m
     runner.drafter, runner.input_batch, runner.requests = proposer, SimpleNamespace(req_ids=["a"]), {}
     assert runner.propose_draft_token_ids(step, [[4]]) == [step, [[4]]]
     assert proposer._names == ["a"]
-    proposer.handed_out = ["a"], [[5]]
-    assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), [])]
+    proposer.handed_out = HandedOut(["a"], [[5]])
+    assert [runner.take_draft_token_ids() for _ in range(2)] == [(["a"], [[5]]), ((), ())]
     build = sys.modules[plugin.V1_RUNNER_MODULE].build_logitsprocs
     assert build(config, "cpu", False, False, ()) == [("min_tokens", "cpu", False)]
     # A drafter of vLLM's own, pooling models and processors of users: as without us.
