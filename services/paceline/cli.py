@@ -20,6 +20,7 @@ EXTRA_OF_COMMAND = {
     "demo": "serve",
     "plan": "plan",
     "rehearse": "vllm",
+    "completion": "fleet",
 }
 EXTRA_OF_PACKAGE = {"ray": "ray", "opentelemetry": "otel"}
 
@@ -36,6 +37,7 @@ COMMANDS = {
     "models": "models check NAME shows which engine serves a checkpoint, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
+    "completion": "print completions of this command for a shell",
 }
 
 
@@ -91,6 +93,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         "plan": "paceline.planning.__main__",
         "dev-ca": "paceline.service.dev_ca",
         "key": "paceline.gateway.access.keys",
+        "completion": "paceline.completion",
     }
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
     action: Callable[[Sequence[str]], None] = module.main

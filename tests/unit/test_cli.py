@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,45 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
 def test_models_names_its_actions(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (["models"], ["models", "/nope"]):
         assert "models: error: needs one of check, fetch" in refusal(line, capsys)
+
+
+TRIED = """source {script}
+for line in {lines}; do
+  read -ra COMP_WORDS <<< "$line"
+  COMPREPLY=()
+  COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+  _shtab_paceline
+  echo "${{COMPREPLY[@]}}"
+done
+"""
+COMPLETED = {
+    "paceline dra": "drafter drain",
+    "paceline models f": "fetch",
+    "paceline models fetch --tok": "--tokenizer-only",
+    "paceline verifier --dty": "--dtype",
+    "paceline verifier --engine v": "vllm",
+}
+
+
+def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    cli.main(["completion", shell])
+    return capsys.readouterr().out
+
+
+def test_bash_completes_commands_flags_and_their_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "paceline"
+    script.write_text(completion("bash", capsys))
+    program = TRIED.format(script=script, lines=" ".join(f"'{line}'" for line in COMPLETED))
+    ended = subprocess.run(["bash", "-c", program], check=True, timeout=60, capture_output=True, text=True)
+    assert dict(zip(COMPLETED, ended.stdout.splitlines(), strict=True)) == COMPLETED
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_all_commands_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = completion(shell, capsys)
+    assert all(command in text for command in cli.COMMANDS)
+    assert "tokenizer-only" in text
+
+
+def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--shell must be one of bash, zsh, fish, got 'tcsh'" in refusal(["completion", "tcsh"], capsys)

@@ -15,7 +15,7 @@ import shutil
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -434,14 +434,31 @@ def _parser(options: Sequence[_Option], prog: str, description: str) -> argparse
     for option in options:
         if option.section not in sections:
             sections[option.section] = parser.add_argument_group(option.section)
-        add = sections[option.section].add_argument
-        if option.base_type is bool and not option.repeated:
-            add(option.flag, action=argparse.BooleanOptionalAction, help=option.help_line)
-        elif option.repeated:
-            add(option.flag, action="append", metavar=option.kind, help=option.help_line)
-        else:
-            add(option.flag, metavar=option.kind, help=option.help_line)
+        _add_flag(sections[option.section].add_argument, option)
     return parser
+
+
+def _add_flag(add: Callable[..., argparse.Action], option: _Option) -> argparse.Action:
+    if option.base_type is bool and not option.repeated:
+        return add(option.flag, action=argparse.BooleanOptionalAction, help=option.help_line)
+    action = "append" if option.repeated else "store"
+    return add(option.flag, action=action, metavar=option.kind, help=option.help_line)
+
+
+def add_flags(parser: argparse.ArgumentParser, config_class: type[Any]) -> list[argparse.Action]:
+    """Adds the flags of a config class to a parser that only describes them, such as for a shell's completion.
+
+    Returns:
+        The flags; their types are those of the fields.
+    """
+    actions = []
+    for option in _options(config_class):
+        action = _add_flag(parser.add_argument, option)
+        action.choices = option.setting.choices
+        action.type = option.base_type
+        action.help = option.setting.help.replace("%", "%%")
+        actions.append(action)
+    return actions
 
 
 def _to_type(base_type: type, raw: str | bool | float) -> Any:
