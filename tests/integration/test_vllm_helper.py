@@ -105,8 +105,7 @@ async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines,
         await asyncio.to_thread(engine.until, both)
         assert all(0 <= token < VOCAB for chain in drafted.values() for token in chain)
         assert host.num_sessions == 2
-        engine.batch.remove("a")
-        # One of them is over; it is closed once it has not been seen for a while.
+        engine.batch.end("a")
         await asyncio.to_thread(engine.until, lambda _: host.num_sessions == 1)
         shown = await asyncio.to_thread(engine.metrics)
         assert "paceline:gamma_bucket" in shown

@@ -30,26 +30,17 @@ class VllmBatch:
         """A new request, whose prompt is read in so many steps before the one that brings its first token."""
         self.texts[name] = list(prompt)
         self.sampling[name] = sampling_params(**sampling)
-        self.readmit(name, reading)
-
-    def readmit(self, name: str, reading: int = 0) -> None:
-        """A preempted request comes back, and what it has is read again."""
         self.reading[name] = reading
         self.rows.append(name)
         self._write(len(self.rows) - 1)
 
-    def remove(self, name: str) -> None:
-        """A request is over, preempted, or not in the next step."""
+    def end(self, name: str) -> None:
+        """A request is over."""
         place, last = self.rows.index(name), self.rows.pop()
         if last != name:
             self.rows[place] = last
             self._write(place)
-
-    def swap(self, one: int, other: int) -> None:
-        """Two rows change places."""
-        self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
-        self._write(one)
-        self._write(other)
+        del self.texts[name], self.sampling[name]
 
     def step(self, sample: Callable[[str], Sequence[int]] | None = None) -> list[list[int]]:
         """Commits what each row samples; returns that, for `propose`."""

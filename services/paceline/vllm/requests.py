@@ -5,6 +5,7 @@ Nothing here knows vLLM itself, sockets or a clock.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,10 +65,14 @@ class RequestStep:
     most_guesses: Callable[[str], int]
 
 
+# Four bytes a token: all texts of vLLM are held here once more.
+TOKENS = "i"
+
+
 @dataclass(slots=True)
 class _RequestSession:
     number: int
-    tokens: list[int]
+    tokens: array[int]
     most_guesses: int
 
 
@@ -76,7 +81,7 @@ class RequestSessions:
 
     def __init__(self) -> None:
         self._sessions: dict[str, _RequestSession] = {}
-        self._tokens: dict[int, list[int]] = {}
+        self._tokens: dict[int, array[int]] = {}
         self._numbers = SessionNumbers()
 
     def observe(self, step: RequestStep, most_opened_tokens: int) -> Observed:
@@ -106,7 +111,7 @@ class RequestSessions:
 
     def since(self, number: int, length: int) -> Sequence[int]:
         """Tokens of a session after its first `length`."""
-        return self._tokens[number][length:]
+        return self._tokens[number][length:].tolist()
 
     def forget(self) -> None:
         """Drops all sessions, since the helper is new; they are opened again under new numbers."""
@@ -115,10 +120,10 @@ class RequestSessions:
         self._numbers.free_all()
 
     def _opened(self, name: str, step: RequestStep, place: int) -> RowTokens:
-        tokens, most = list(step.text(place)), step.most_guesses(name)
+        tokens, most = array(TOKENS, step.text(place)), step.most_guesses(name)
         session = self._sessions[name] = _RequestSession(self._numbers.take(), tokens, most)
         self._tokens[session.number] = tokens
-        return RowTokens(session.number, 0, [*tokens], reads=not step.sampled[place], most_guesses=most)
+        return RowTokens(session.number, 0, tokens[:], reads=not step.sampled[place], most_guesses=most)
 
     def _close(self, name: str) -> int:
         session = self._sessions.pop(name)
@@ -133,11 +138,11 @@ def _added(session: _RequestSession, step: RequestStep, place: int) -> Sequence[
     if base_len + len(sampled) == step.lengths[place]:
         return sampled
     # Steps were missed: near the greatest length vLLM asks for no guesses, for all rows.
-    text = step.text(place)
-    return [*text[base_len:]] if [*text[:base_len]] == session.tokens else None
+    text = array(TOKENS, step.text(place))
+    return text[base_len:] if text[:base_len] == session.tokens else None
 
 
 def _continued(session: _RequestSession, added: Sequence[int], num_verified: int, *, reads: bool) -> RowTokens:
     base_len = len(session.tokens)
-    session.tokens += added
+    session.tokens.extend(added)
     return RowTokens(session.number, base_len, added, reads, num_verified, session.most_guesses)

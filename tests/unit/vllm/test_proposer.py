@@ -127,8 +127,7 @@ def test_nobody_waits_for_guesses_where_all_requests_are_off(
     engine = start("answers")
     engine.batch.admit("off", [500], **OFF[0])
     engine.until(any)
-    engine.batch.remove("a")
-    del engine.batch.texts["a"]
+    engine.batch.end("a")
     del told[:]
     for _ in range(3):
         assert engine.step() == [[]]
