@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.addresses import check_address
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_SHOWN, SpeculationParams
 from paceline.service.config import from_mapping, setting
 
 _log = logging.getLogger(__name__)
@@ -140,16 +140,19 @@ def speculation_of(extra_args: Mapping[str, Any] | None) -> SpeculationParams:
     Raises:
         InvalidRequestError: One of them is unknown, or outside its limits; names it.
     """
-    given = {name: value for name, value in (extra_args or {}).items() if name.partition(".")[0] == SPECULATION}
+    named = {name: value for name, value in (extra_args or {}).items() if isinstance(name, str)}
+    given = {name: value for name, value in named.items() if name.partition(".")[0] == SPECULATION}
     enabled, most, method = given.pop(_ENABLED, True), given.pop(_MOST, None), given.pop(_METHOD, "")
     if given:
-        raise InvalidRequestError(next(iter(given)), f"is not known under vLLM; known: {_ENABLED}, {_MOST}, {_METHOD}")
+        raise InvalidRequestError(
+            next(iter(given))[:MAX_SHOWN], f"is not known under vLLM; known: {_ENABLED}, {_MOST}, {_METHOD}"
+        )
     if enabled not in (False, True):
-        raise InvalidRequestError(_ENABLED, f"must be true or false, got {enabled!r}")
-    if most is not None and not isinstance(most, int):
-        raise InvalidRequestError(_MOST, f"must be a whole number, got {most!r}")
+        raise InvalidRequestError(_ENABLED, f"must be true or false, got {enabled!r:.{MAX_SHOWN}}")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int)):
+        raise InvalidRequestError(_MOST, f"must be a whole number, got {most!r:.{MAX_SHOWN}}")
     if method not in ("", DRAFT_MODEL):
-        raise InvalidRequestError(_METHOD, f"under vLLM must be {DRAFT_MODEL}, got {method!r}")
+        raise InvalidRequestError(_METHOD, f"under vLLM must be {DRAFT_MODEL}, got {method!r:.{MAX_SHOWN}}")
     return SpeculationParams(enabled=bool(enabled), max_draft_tokens=most, method=method)
 
 

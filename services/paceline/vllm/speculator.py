@@ -86,6 +86,9 @@ class Speculator(TierDrafter):
         most = self._most if num_speculative_tokens is None else num_speculative_tokens
         guesses: list[list[int]] = [[] for _ in range(num_rows)]
         if not dummy_run:
+            # On every rank, whether its client has a helper or not.
+            for name in self._sampling.keys() - self._states.req_id_to_index.keys():
+                del self._sampling[name]
             found = self.client.guesses(
                 num_rows,
                 lambda _, most_tokens: self._sessions.observe(self._step(input_batch, num_sampled), most_tokens),
@@ -102,8 +105,6 @@ class Speculator(TierDrafter):
     def _step(self, input_batch: Any, num_sampled: Any) -> RequestStep:
         """Results of a step, in one copy from the device."""
         states, slots = self._states, input_batch.idx_mapping
-        for name in self._sampling.keys() - states.req_id_to_index.keys():
-            del self._sampling[name]
         lengths = states.total_len.gpu[slots]
         places = (lengths - num_sampled)[:, None] + lengths.new_tensor(range(self._most + 1))
         last = states.all_token_ids.gpu[slots[:, None], places.clamp(0, states.max_model_len - 1)]

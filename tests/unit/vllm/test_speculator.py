@@ -122,6 +122,15 @@ def test_a_request_that_is_off_gets_no_guess_beside_others(runner: Runner) -> No
     assert runner.speculator._sampling.keys() == {"a", "biased"}
 
 
+def test_without_a_helper_nothing_is_kept_of_ended_requests(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.speculator.client, "guesses", lambda num_rows, _: [[]] * num_rows)
+    for name in ("a", "b", "c"):
+        runner.states.req_id_to_index.clear()
+        runner.admit(name, 0, [10])
+        runner.step(name)
+    assert runner.speculator._sampling.keys() == {"c"}
+
+
 def test_of_fewer_guesses_a_step_the_first_are_handed_out(runner: Runner) -> None:
     runner.admit("a", 1, [10])
     runner.until_drafted("a")
@@ -330,6 +339,8 @@ def test_a_request_says_how_many_guesses_it_takes(extra_args: dict[str, Any] | N
         ("speculation.gamma", 3, "is not known under vLLM"),
         ("speculation.enabled", 2, "must be true or false, got 2"),
         ("speculation.max_draft_tokens", 1.5, "must be a whole number, got 1.5"),
+        ("speculation.max_draft_tokens", True, "must be a whole number, got True"),
+        ("speculation.max_draft_tokens", "9" * 1000, f"must be a whole number, got '{'9' * 63}"),
         ("speculation.max_draft_tokens", 65, "must be a number from 0 to 64, got 65"),
         ("speculation.method", "eagle3", "under vLLM must be draft_model, got 'eagle3'"),
     ],
