@@ -62,6 +62,10 @@ class ModelHost(Protocol):
         """The engine; it loads the model when it is started."""
         ...
 
+    def announced_at(self, address: str) -> None:
+        """Receives the address by which others know it, before it serves."""
+        ...
+
     def engine_died(self, problem: str) -> None:
         """Ends all sessions and takes no new ones: the engine will not come back."""
         ...
@@ -222,6 +226,7 @@ async def serve_model(
                 credentials=None if tls is None else tls.server_credentials(),
                 health_port=config.health_port,
             ) as server:
+                host.announced_at(config.announce or server.address)
                 logger.info("loads the model")
                 await host.engine.start()
                 logger.info("has loaded the model")

@@ -60,6 +60,9 @@ NAMES = {
         "paceline:step_seconds_bucket",
         'paceline:fallbacks_total{reason="drafter_silent"}',
         "paceline:drafter_lag_tokens",
+        "paceline:drafter_verified_tokens_total",
+        "paceline:drafter_accepted_tokens_total",
+        "paceline:drafter_committed_tokens_total",
         "vllm:request_queue_time_seconds_bucket",
     },
     DRAFTER: CACHE
@@ -70,6 +73,7 @@ NAMES = {
         "paceline:drafter_sessions",
         "paceline:drafter_streams",
         "paceline:drafter_nodes_sent_total",
+        "paceline:draft_seconds_total",
     },
 }
 # Alerts that say that something is missing: on a fleet that has it they must find it.

@@ -110,6 +110,7 @@ async def test_figures_tell_what_real_services_do(trees: FleetRunner) -> None:
     assert counters["accepted"] < counters["drafted"] <= 4 * counters["turns"]
     assert counters["steps"] > 0
     assert replicas["verifier-0"]["mode"].keys() == {"mode", "reason", "for_s"}
+    assert 0 < replicas["drafter-0"]["guesses"]["accepted"] < replicas["drafter-0"]["guesses"]["verified"]
     assert {replicas[each]["mode"] for each in ("gateway-0", "drafter-0")} == {None}
 
 

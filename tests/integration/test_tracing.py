@@ -176,6 +176,7 @@ async def test_a_trace_goes_from_the_gateway_over_the_verifier_to_the_drafter(fl
     for child, parent in parents.items():
         assert spans[child].parent_id == spans[parent].span_id
     assert spans["verify"].attributes["paceline.drafter"] == fleet.drafter_address
+    assert spans["verify"].attributes["paceline.draft_model"] == "tiny-drafter"
     assert not any(span.failed for span in spans.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,13 @@ from paceline.core.link import ConnectedDrafter, SessionLink, merge
 from paceline.core.messages import Commits, Drafts, LaggingSession, ToDrafter
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
-from paceline.forest import NONE, Forest, Ints, rows_of
+from paceline.forest import NONE, Committed, Forest, Ints, rows_of
 
 # Tokens of sessions that a step sends again to a drafter that missed commits; beyond this it must ask again. A drafter
 # that always asks would have all its sessions sent whole in each step.
 MOST_RESENT = 65_536
+# Labels of sessions without a drafter.
+NO_DRAFTER = ("", "")
 
 
 class DrafterTier:
@@ -46,6 +49,8 @@ class DrafterTier:
         self._index: tuple[npt.NDArray[np.int64], Ints] | None = None
         # Numbers of sessions whose trees filter guesses.
         self._filtered: set[int] = set()
+        # Of commits that are not counted yet: drafters of their sessions, tokens of each, and `Committed.counts`.
+        self._commits: list[tuple[list[ConnectedDrafter | None], npt.NDArray[Any], npt.NDArray[np.int64]]] = []
 
     @property
     def has_work(self) -> bool:
@@ -80,7 +85,8 @@ class DrafterTier:
         self._lose(event.address)
         if not event.up:
             return
-        drafter = ConnectedDrafter(self._links, wants_states=event.wants_states)
+        labels = event.draft_model, event.address
+        drafter = ConnectedDrafter(self._links, wants_states=event.wants_states, labels=labels)
         self._drafters[event.address] = drafter
         mine = self._of(event.address)
         for link in mine:
@@ -178,6 +184,30 @@ class DrafterTier:
             highest = np.array([max(each.token_ids) for each in drafts.distributions], np.int64)
         within = highest < self._vocab_size
         return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
+
+    def count_commits(self, links: Sequence[SessionLink], ends: Sequence[int], done: Committed) -> None:
+        """Notes tokens that sessions have committed, and what became of their drafters' guesses, for `report_commits`.
+
+        Args:
+            links: Of the sessions.
+            ends: Where the tokens of each end.
+            done: Outcome of the commit.
+        """
+        self._commits.append(([each.drafter for each in links], np.diff(ends, prepend=0), done.counts))
+
+    def report_commits(self, report: StepReport) -> None:
+        """Counts what was noted, by drafter."""
+        commits, self._commits = self._commits, []
+        for drafters, num_tokens, counts in commits:
+            for drafter in dict.fromkeys(drafters):
+                mine = np.array([each is drafter for each in drafters], np.bool_)
+                labels = NO_DRAFTER if drafter is None else drafter.labels
+                report.count("paceline:drafter_committed_tokens", *labels, by=int(num_tokens[mine].sum()))
+                if drafter is not None:
+                    source = self.forest.number_of[drafter.source]
+                    verified, accepted, _ = counts[mine, :, source].sum(axis=0).tolist()
+                    report.count("paceline:drafter_verified_tokens", *labels, by=verified)
+                    report.count("paceline:drafter_accepted_tokens", *labels, by=accepted)
 
     def update(self, links: Sequence[SessionLink], now_s: float) -> None:
         """Queues what the drafters of sessions do not know yet."""

@@ -29,11 +29,20 @@ class ConnectedDrafter:
         links: Links of the verifier's sessions.
         response_s: Expected seconds from a commit to the first nodes of a drafter that knew it.
         wants_states: Whether it drafts from hidden states.
+        labels: Labels of its metrics: its model and its address.
     """
 
-    def __init__(self, links: Links, *, response_s: float = RESPONSE_S, wants_states: bool = False) -> None:
+    def __init__(
+        self,
+        links: Links,
+        *,
+        response_s: float = RESPONSE_S,
+        wants_states: bool = False,
+        labels: tuple[str, str] = ("", ""),
+    ) -> None:
         self.number = links.new_drafter(response_s)
         self.wants_states = wants_states
+        self.labels = labels
         self._links = links
 
     @property

@@ -51,11 +51,17 @@ class DraftsArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChanged:
-    """A drafter was reached (its sessions are opened anew) or lost; `wants_states`: it drafts from hidden states."""
+    """A drafter was reached (its sessions are opened anew) or lost.
+
+    Attributes:
+        wants_states: Whether it drafts from hidden states.
+        draft_model: Name of its model, for metrics.
+    """
 
     address: str
     up: bool
     wants_states: bool = False
+    draft_model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +283,8 @@ class StepReport:
         self.levels["vllm:kv_cache_usage_perc"] = pool.num_used / pool.num_blocks
 
     def count_nodes(self, sources: Sequence[str], counts: npt.NDArray[np.int64]) -> None:
-        """Counts nodes that commits took from trees, `[3, sources]`: judged, accepted, and unverified ones."""
-        for source, (judged, accepted, unverified) in zip(sources, counts.T.tolist(), strict=True):
+        """Counts nodes that commits took from trees, see `Committed`."""
+        for source, (judged, accepted, unverified) in zip(sources, counts.sum(axis=0).T.tolist(), strict=True):
             for fate, num in (("accepted", accepted), ("rejected", judged - accepted), ("unverified", unverified)):
                 if num:
                     self.count("paceline:draft_nodes", source, fate, by=num)

@@ -53,8 +53,14 @@ class DraftHost:
         self._metrics = metrics
         self.engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(make_engine, self._deliver, Device("draft"))
         self._outboxes: dict[int, _Outbox] = {}
+        # Addresses of verifiers, by their streams.
+        self._verifiers: dict[int, str] = {}
         self._numbers = itertools.count(1)
         self.num_sessions = 0
+
+    def announced_at(self, address: str) -> None:
+        """Metrics have the address by which verifiers know this drafter."""
+        self._metrics.tell_address(address)
 
     def engine_died(self, problem: str) -> None:
         """Ends the streams of all verifiers with a status; they go on without this drafter."""
@@ -69,9 +75,13 @@ class DraftHost:
         await self.engine.close()
 
     async def converse(
-        self, requests: AsyncIterator[Sequence[ToDrafter]]
+        self, requests: AsyncIterator[Sequence[ToDrafter]], verifier: str = ""
     ) -> AsyncGenerator[Sequence[ToVerifier], None]:
         """A verifier's stream: its messages go in, the engine's answers come out, in parts.
+
+        Args:
+            requests: Its messages.
+            verifier: Its address; empty: unknown.
 
         Raises:
             RemoteProtocolError: The verifier broke the protocol.
@@ -79,7 +89,7 @@ class DraftHost:
         """
         link = next(self._numbers)
         outbox: _Outbox = Outbox(OUTBOX_BYTES)
-        self._outboxes[link] = outbox
+        self._outboxes[link], self._verifiers[link] = outbox, verifier
         self._metrics.num_streams.set(len(self._outboxes))
         reader = asyncio.create_task(self._read(link, requests, outbox))
         try:
@@ -88,7 +98,7 @@ class DraftHost:
         finally:
             reader.cancel()
             self._traces.closed(link)
-            del self._outboxes[link]
+            del self._outboxes[link], self._verifiers[link]
             self._metrics.num_streams.set(len(self._outboxes))
             with suppress(UnavailableError):
                 self.engine.post(VerifierLeft(link=link))
@@ -134,5 +144,7 @@ class DraftHost:
         report = output.report
         self.num_sessions = report.num_running
         self._metrics.meter.record(report)
+        for link, seconds in output.device_s.items():
+            self._metrics.took(self._verifiers.get(link, ""), seconds)
         if report.num_rows:
             self._metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)

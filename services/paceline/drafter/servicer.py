@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, ToDrafter
 from paceline.drafter.drafter_host import DraftHost
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.wire import draft_request_from_pb, draft_response_to_pb
+from paceline.wire import draft_request_from_pb, draft_response_to_pb, verifier_from_pb
 
 HELLO_TIMEOUT_S = 5.0
 
@@ -26,21 +26,24 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         """A verifier's stream; if the verifier breaks the protocol, it ends with a status that names the problem."""
         del context
         requests = aiter(request_iterator)
-        await self._receive_hello(requests)
+        verifier = await self._receive_hello(requests)
         yield draft_response_to_pb((), draft=self._host.identity)
-        async with aclosing(self._host.converse(self._decoded(requests))) as answers:
+        async with aclosing(self._host.converse(self._decoded(requests), verifier)) as answers:
             async for part in answers:
                 yield draft_response_to_pb(part)
 
-    async def _receive_hello(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
+    async def _receive_hello(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> str:
+        """Returns the verifier's address."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                target, _ = draft_request_from_pb(await anext(requests), context_len=self._host.identity.context_len)
+                request = await anext(requests)
+                target, _ = draft_request_from_pb(request, context_len=self._host.identity.context_len)
         except (TimeoutError, StopAsyncIteration) as error:
             raise RemoteProtocolError(f"no first message within {HELLO_TIMEOUT_S:g} s") from error
         if target is None:
             raise RemoteProtocolError("the first message must name the target model")
         self._check_target(target)
+        return verifier_from_pb(request)
 
     def _check_target(self, target: ModelIdentity) -> None:
         draft = self._host.identity

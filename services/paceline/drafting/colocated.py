@@ -29,16 +29,24 @@ class ColocatedEngine:
     Args:
         wants_states: Whether it drafts from hidden states.
         clock: Seconds, monotonic.
+        draft_model: Name of its model, for metrics.
     """
 
     def __init__(
-        self, target: TargetEngine, draft: DraftEngine, *, wants_states: bool, clock: Callable[[], float]
+        self,
+        target: TargetEngine,
+        draft: DraftEngine,
+        *,
+        wants_states: bool,
+        clock: Callable[[], float],
+        draft_model: str = "",
     ) -> None:
         self._target = target
         self._draft = draft
         self._clock = clock
         self._draft_level = MovingAverage(FIRST_DRAFT_S, SMOOTHING)
-        target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
+        self._draft_model, self._drafted_s = draft_model, 0.0
+        target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states, draft_model=draft_model))
 
     def handle(self, event: TargetEvent) -> None:
         self._target.handle(event)
@@ -78,6 +86,8 @@ class ColocatedEngine:
             await self._draft_once(compute)
         output = await self._target.step(compute, None if tell is None else hand_on)
         self._hand_on(output)
+        output.report.count("paceline:draft_seconds", self._draft_model, LOCAL, by=self._drafted_s)
+        self._drafted_s = 0.0
         return output
 
     def _hand_on(self, news: DrafterNews) -> None:
@@ -89,4 +99,5 @@ class ColocatedEngine:
         started_s, output = self._clock(), await self._draft.step(compute)
         for messages in output.to_verifiers.values():
             self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
+        self._drafted_s += sum(output.device_s.values())
         self._draft_level.add((self._clock() - started_s) / output.report.num_levels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.pending import Longs
-from paceline.forest import ROOT, Bools, Calls, Ints, rows_of
+from paceline.forest import NONE, ROOT, Bools, Calls, Ints, rows_of
 
 # Committed tokens that a session may lack after a round; who lacks more is behind.
 MOST_FRESH = 16
@@ -155,3 +156,17 @@ class DraftPlan:
     def num_rows(self) -> int:
         """Rows to compute; 0: there is nothing to do."""
         return sum([each.stop - each.start for each in self.catching_up]) + len(self.growing)
+
+    def shares(self) -> dict[int, float]:
+        """Share of each verifier's stream in the rows of all levels."""
+        rows = Counter[int]()
+        for each in self.catching_up:
+            rows[each.session.link] += each.stop - each.start
+        # Rows of roots at the first level are those that catch up.
+        num_rows = np.zeros(len(self.starts), np.int64) if not len(self.kv) else (self.kv != NONE).sum(axis=0)
+        num_rows[len(self.starts) - len(self.growing) :] += 1
+        by_session = np.bincount(self.starts.each, num_rows, minlength=len(self.starts.sessions))
+        for session, count in zip(self.starts.sessions, by_session.tolist(), strict=True):
+            rows[session.link] += int(count)
+        total = max(1, rows.total())
+        return {link: count / total for link, count in rows.items()}

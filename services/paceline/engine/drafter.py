@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -44,11 +44,16 @@ FIRST_SAMPLINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
-    """Messages to the verifiers after a step."""
+    """Messages to the verifiers after a step.
+
+    Attributes:
+        device_s: Time of the device by verifiers' streams, each by its share of the rows.
+    """
 
     to_verifiers: dict[int, list[ToVerifier]]
     broken_links: dict[int, RemoteProtocolError]
     report: StepReport
+    device_s: dict[int, float] = field(default_factory=dict)
 
 
 class DraftEngine:
@@ -82,6 +87,7 @@ class DraftEngine:
         )
         warm_up(self.scheduler.trees.forest)
         self._num_reported = 0
+        self._device_s: dict[int, float] = {}
 
     @property
     def cache(self) -> Any:
@@ -131,10 +137,17 @@ class DraftEngine:
         report = StepReport(levels={"paceline:drafter_lag_tokens": self.scheduler.lag_tokens})
         plan = self.scheduler.plan(started_s)
         if plan.num_rows:
-            await compute(self._run, plan)
+            await compute(self._timed, plan)
         self.scheduler.end_step(plan, self._clock())
         report.num_rows, report.num_levels = plan.num_rows, plan.num_levels
         return self._output(report, started_s)
+
+    def _timed(self, plan: DraftPlan) -> None:
+        """Runs a plan where the device is; its time is that of the verifiers whose rows it computes."""
+        shares, started_s = plan.shares(), self._clock()
+        self._run(plan)
+        seconds = self._clock() - started_s
+        self._device_s = {link: share * seconds for link, share in shares.items()}
 
     def _run(self, plan: DraftPlan) -> None:
         # Committed nodes go to their places before anything else is written to their slots.
@@ -231,7 +244,8 @@ class DraftEngine:
         sent = [message for messages in outgoing.values() for message in messages]
         num_nodes = sum(message.num_nodes for message in sent if isinstance(message, Drafts))
         report.count("paceline:drafter_nodes_sent", by=num_nodes)
-        return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
+        device_s, self._device_s = self._device_s, {}
+        return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report, device_s=device_s)
 
 
 def _ranks_of(starts: Starts, rows: Longs) -> Ranks:

@@ -334,6 +334,7 @@ class Scheduler:
         links = [part.session.link for part in parts]
         done = commit(self.forest, links, committed.ends, committed.tokens, committed.chances)
         self.report.count_nodes(self.forest.sources, done.counts)
+        self.tier.count_commits(links, committed.ends, done)
         self._scratch.give_back(*plan.guesses.kv.tolist())
         hits, accepted = done.hits.tolist(), list[int]()
         moves, start, first = done.moves.tolist(), 0, 0
@@ -434,6 +435,7 @@ class Scheduler:
         """Returns the step's report; the next step gets a new one."""
         report, self.report = self.report, StepReport()
         report.num_rows = plan.num_rows
+        self.tier.report_commits(report)
         return report
 
     def describe(self, report: StepReport) -> StepReport:

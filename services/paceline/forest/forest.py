@@ -258,7 +258,7 @@ class Forest:
             np.empty(size, np.bool_),
             np.empty((min(live, len(tokens)), 2), np.int32),
             np.empty(live, np.int32),
-            np.zeros((3, len(self.sources)), np.int64),
+            np.zeros((size, 3, len(self.sources)), np.int64),
         )
         num_moves, num_freed = tree_loops.commit(self.arrays, rows, ends, tokens, chances, *done)
         return done._replace(moves=done.moves[:num_moves], freed=done.freed[:num_freed])

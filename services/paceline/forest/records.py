@@ -218,8 +218,8 @@ class Committed(NamedTuple):
         hits: bool `[commits]`, whether all were in the tree.
         moves: int32 `[n, 2]`, KV and position of the accepted nodes, commit by commit.
         freed: int32 `[n]`, KV of nodes that fell off.
-        counts: int64 `[3, sources]`, nodes with a row that were judged, those of them that matched, and nodes that went
-            without a row, by the source that guessed them first.
+        counts: int64 `[commits, 3, sources]`, nodes with a row that were judged, those of them that matched, and nodes
+            that went without a row, by the source that guessed them first.
     """
 
     accepted: Ints

@@ -423,7 +423,7 @@ def compact(
         at: MATCHED for committed slots, else NONE; filled with where nodes are now.
         freed: Rows of KV that are free now.
         num_freed: How many there are already.
-        counts: See `Forest.commit`.
+        counts: Those of the session, see `Committed`.
 
     Returns:
         How many there are then.
@@ -503,6 +503,6 @@ def commit(
         for place in range(start, end):
             f.recent[row, (base + place - start) % RECENT] = tokens[place]
         tree.committed_len = base + end - start
-        num_freed = compact(tree, nodes, names, node, hits[index], at, freed, num_freed, counts)
+        num_freed = compact(tree, nodes, names, node, hits[index], at, freed, num_freed, counts[index])
         start = end
     return num_moves, num_freed

@@ -109,13 +109,25 @@ class MetricFamily(Generic[MetricT]):
 
     Args:
         metric: With at least one label.
-        first: Values of its first labels, which all children share.
         known: Label values that are shown from the start; a counter that appears later hides its first event.
+        first: Values of its first labels, which all children share.
+        most: Most children; the one that was used least recently gives way.
+
+    Attributes:
+        first: As the argument; set before the first child.
     """
 
-    def __init__(self, metric: MetricT, known: Iterable[tuple[str, ...]] = (), *, first: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        metric: MetricT,
+        known: Iterable[tuple[str, ...]] = (),
+        *,
+        first: tuple[str, ...] = (),
+        most: int | None = None,
+    ) -> None:
         self._metric = metric
-        self._first = first
+        self.first = first
+        self._most = most
         self._children: dict[tuple[str, ...], MetricT] = {}
         for values in known:
             self.labels(*values)
@@ -124,8 +136,17 @@ class MetricFamily(Generic[MetricT]):
         """Returns the child of these values of the other labels, in the order of the labels."""
         child = self._children.get(values)
         if child is None:
-            child = self._children[values] = self._metric.labels(*self._first, *values)
+            child = self._metric.labels(*self.first, *values)
+        if self._most is not None:
+            self._keep_recent(values)
+        self._children[values] = child
         return child
+
+    def _keep_recent(self, values: tuple[str, ...]) -> None:
+        if self._children.pop(values, None) is None and len(self._children) == self._most:
+            eldest = next(iter(self._children))
+            del self._children[eldest]
+            self._metric.remove(*self.first, *eldest)
 
 
 class Meter:
@@ -174,11 +195,18 @@ class Meter:
         """Returns a histogram, with further labels or without."""
         return self._single(Histogram, name, documentation, labels, buckets=buckets)
 
-    def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> MetricFamily[Counter]:
-        """Returns counters with labels; `known` are values of a single label that are shown from the start."""
+    def counters(
+        self, name: str, documentation: str, *labels: str, known: Iterable[str] = (), most: int | None = None
+    ) -> MetricFamily[Counter]:
+        """Returns counters with labels.
+
+        Args:
+            known: Values of a single label that are shown from the start.
+            most: Most series; the one that was counted least recently gives way.
+        """
         first = (self._model_name,) if name.startswith(VLLM) else ()
         metric = self._made(Counter, name, documentation, labels)
-        family = self.by_name[name] = MetricFamily(metric, known=((value,) for value in known), first=first)
+        family = self.by_name[name] = MetricFamily(metric, known=((value,) for value in known), first=first, most=most)
         return family
 
     def _single(
@@ -244,6 +272,11 @@ def rows_label(num_rows: int) -> str:
     return str(next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), "more"))
 
 
+# Labels by which the time of drafters is divided by tokens: addresses of both, and the drafter's model. A fleet whose
+# drafters are replaced all the time would have ever more of them.
+PAIR_LABELS, MOST_PAIRS = ("verifier", "draft_model", "drafter"), 32
+
+
 class VerifierMetrics:
     """Metrics of a verifier."""
 
@@ -269,11 +302,18 @@ class VerifierMetrics:
         meter.counters("paceline:source_seconds", seconds, "source")
         meter.counters("paceline:source_turns", turns, "source")
         self.fallbacks = meter.counters("paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
+        self._by_drafter = [meter.counters(*each, *PAIR_LABELS, most=MOST_PAIRS) for each in _BY_DRAFTER]
+        self.tell_address("")
         meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
         meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
         self._mode: tuple[str, str] | None = None
         self._rates: dict[tuple[str, str], float] = {}
         self._of_steps(meter)
+
+    def tell_address(self, address: str) -> None:
+        """Labels what is counted by drafter with the address by which others know this verifier."""
+        for family in self._by_drafter:
+            family.first = (address,)
 
     def show_rates(self, measured: Iterable[tuple[str, int, float]]) -> None:
         """Shows rates of modes at a load, as in `StepReport`; one that has changed has been measured now."""
@@ -352,6 +392,14 @@ def _of_sessions(meter: Meter) -> None:
     )
 
 
+_BY_DRAFTER = (
+    ("paceline:drafter_verified_tokens", "Draft tokens of a drafter that steps have verified."),
+    ("paceline:drafter_accepted_tokens", "Draft tokens of a drafter that steps have accepted."),
+    ("paceline:drafter_committed_tokens", 'Tokens that steps have committed, by the drafter of the session; "": none.'),
+    ("paceline:draft_seconds", "Device time of a drafter inside the verifier."),
+)
+
+
 def _of_pages(meter: Meter) -> None:
     """Makes what every service with a model counts of its pages."""
     meter.gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.")
@@ -364,6 +412,13 @@ class DrafterMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         meter = Meter(registry, model_name)
+        self._model_name, self._address = model_name, ""
+        self._draft_seconds = meter.counters(
+            "paceline:draft_seconds",
+            "Device time of drafting, by verifier: its share of a step's rows is its share of the step.",
+            *PAIR_LABELS,
+            most=MOST_PAIRS,
+        )
         meter.counter("paceline:drafter_nodes_sent", "Draft nodes sent.")
         meter.gauge("paceline:drafter_sessions", "Sessions drafted for.")
         self.num_streams = meter.gauge("paceline:drafter_streams", "Verifiers connected.")
@@ -374,6 +429,14 @@ class DrafterMetrics:
         self.step = _step_seconds(meter, "Time of one draft step; rows as of a verifier.")
         self.meter = meter
         _of_pages(meter)
+
+    def tell_address(self, address: str) -> None:
+        """Labels the device's time with the address by which verifiers know this drafter."""
+        self._address = address
+
+    def took(self, verifier: str, seconds: float) -> None:
+        """Adds device time of a verifier."""
+        self._draft_seconds.labels(verifier, self._model_name, self._address).inc(seconds)
 
 
 class ModelMetrics:

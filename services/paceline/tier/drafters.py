@@ -39,6 +39,9 @@ class Drafters:
         metrics: Where sessions by drafter and lost streams are counted.
         zone: Where we run; empty: unknown.
         tls: Certificate to show; None: plain text.
+
+    Attributes:
+        verifier: Our address, by which drafters' metrics name us; empty: none.
     """
 
     def __init__(
@@ -59,12 +62,16 @@ class Drafters:
         self._metrics = metrics
         self._zone = zone
         self._tls = tls
+        self.verifier = ""
+        # Names of drafters' models, by address.
+        self._models: dict[str, str] = {}
         self._links: dict[str, DrafterLink] = {}
         self._pairing = Pairing()
         self._spare = ""
 
     def know(self, replicas: Sequence[Replica]) -> None:
         """Updates the drafters in the registry, except those that drain or cannot draft for the target."""
+        self._models = {each.address: each.identity.name for each in replicas if each.identity is not None}
         self._know(
             DrafterCandidate(
                 address=each.address,
@@ -76,6 +83,10 @@ class Drafters:
             for each in replicas
             if not each.draining and each.identity is not None and each.identity.drafts_for(self._target)
         )
+
+    def model_of(self, address: str) -> str:
+        """Returns the name of a drafter's model; empty: unknown."""
+        return self._models.get(address, "")
 
     def know_addresses(self, addresses: Sequence[str]) -> None:
         """Updates drafters that are not in a registry; whether they can draft shows once they are dialled."""
@@ -171,9 +182,13 @@ class Drafters:
 
     def _dial(self, address: str) -> None:
         if address and address not in self._links and len(self._links) < MAX_LINKS:
-            self._links[address] = DrafterLink(address, self._target, self._link_changed, self._on_messages, self._tls)
+            self._links[address] = DrafterLink(
+                address, self._target, self._link_changed, self._on_messages, self._tls, self.verifier
+            )
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         if draft is None:
             self._metrics.fallbacks.labels("link_lost").inc()
+        else:
+            self._models[address] = draft.name
         self._on_change(address, draft)

@@ -52,6 +52,7 @@ class DrafterLink:
         on_change: Called with the drafter's identity when the stream is up, with None when it is lost.
         on_messages: Awaited with the drafter's messages; the next ones are read when it is done.
         tls: Certificate to show; None: plain text.
+        verifier: Our address, by which the drafter's metrics name us; empty: none.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class DrafterLink:
         on_change: Callable[[str, ModelIdentity | None], None],
         on_messages: Callable[[str, Sequence[ToVerifier]], Awaitable[None]],
         tls: FleetTls | None = None,
+        verifier: str = "",
     ) -> None:
         self.address = address
+        self._verifier = verifier
         self._target = target
         self._on_change = on_change
         self._on_messages = on_messages
@@ -192,7 +195,7 @@ class DrafterLink:
         return draft
 
     async def _requests(self, outbox: Outbox[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
-        yield draft_request_to_pb((), target=self._target)
+        yield draft_request_to_pb((), target=self._target, verifier=self._verifier)
         while True:
             # Encoded one by one as they leave; all sessions at once could block the event loop.
             yield draft_request_to_pb(await outbox.get())

@@ -160,7 +160,9 @@ def make_engine(
     decoder.prepare(config.max_num_batched_tokens, draft.cache, drafts=True)
     draft.warm_up()
     wants_states = draft_identity.draft_method == EAGLE3
-    return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
+    return ColocatedEngine(
+        target, draft, wants_states=wants_states, clock=time.monotonic, draft_model=draft_identity.name
+    )
 
 
 def limits_of(config: VerifierConfig) -> TargetLimits:

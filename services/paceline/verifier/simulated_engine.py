@@ -106,4 +106,4 @@ def _make(
     if speculation.own_draft is None:
         return engine
     draft = simulation.draft_engine(simulation.profile.colocated, identity, num_blocks=num_blocks)
-    return ColocatedEngine(engine, draft, wants_states=False, clock=time.monotonic)
+    return ColocatedEngine(engine, draft, wants_states=False, clock=time.monotonic, draft_model=identity.name)

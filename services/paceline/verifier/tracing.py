@@ -58,9 +58,9 @@ class SessionTrace:
         )
         return replace(request, traceparent=traceparent_of(self._span))
 
-    def paired(self, address: str) -> None:
-        """From now on this drafter drafts for the session; empty: none."""
-        self._span.set_attribute(names.DRAFTER, address)
+    def paired(self, address: str, draft_model: str) -> None:
+        """From now on this drafter drafts for the session, with this model; empty: none."""
+        self._span.set_attributes({names.DRAFTER: address, names.DRAFT_MODEL: draft_model})
 
     def saw(self, report: TracedStart | TracedRound) -> None:
         """The engine ran a step for the session."""

@@ -183,6 +183,11 @@ class TargetHost:
             drafter=self._served.own_drafter,
         )
 
+    def announced_at(self, address: str) -> None:
+        """Metrics, ours and drafters', have the address by which others know this verifier."""
+        self.drafters.verifier = address
+        self._metrics.tell_address(address)
+
     async def prepared(self) -> None:
         """Returns once a rehearsal that readiness waits for is over, or has taken too long."""
         if self._served.rehearsal == BEFORE_READY:
@@ -260,7 +265,7 @@ class TargetHost:
         self.drafters.count(address, +1)
         if before:
             self._metrics.fallbacks.labels("drafter_changed").inc()
-        session.trace.paired(address)
+        session.trace.paired(address, self.drafters.model_of(address))
         self._post(Paired(number=session.number, address=address))
 
     async def converse(self, asked: AsyncIterator[Asked]) -> AsyncGenerator[verifier_pb2.VerifyResponse, None]:
@@ -385,7 +390,7 @@ class TargetHost:
             )
         self._sessions[mine.number] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
         self.drafters.count(mine.drafter_address, +1)
-        trace.paired(mine.drafter_address)
+        trace.paired(mine.drafter_address, self.drafters.model_of(mine.drafter_address))
         self._empty.clear()
         # Counted here, since an engine that hangs reports no steps.
         self._metrics.under_way.set(self.num_sessions)
@@ -509,7 +514,8 @@ class TargetHost:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         if draft is not None:
             self._rehearser.linked(draft.weights_hash)
-        self._post(LinkChanged(address=address, up=draft is not None, wants_states=wants_states))
+        name = "" if draft is None else draft.name
+        self._post(LinkChanged(address=address, up=draft is not None, wants_states=wants_states, draft_model=name))
 
     async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         arrived = DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic())

@@ -167,8 +167,10 @@ class ChainScheduler:
             self._forest.drop_kv(session.tree.row, len(session.tokens) + row.num_verified)
         tokens = [token_id for _, row in going_on for token_id in row.token_ids]
         ends = [*itertools.accumulate(len(row.token_ids) for _, row in going_on)]
-        done = commit(self._forest, [session.link for session, _ in going_on], ends, tokens)
+        links = [session.link for session, _ in going_on]
+        done = commit(self._forest, links, ends, tokens)
         self.report.count_nodes(self._forest.sources, done.counts)
+        self._tier.count_commits(links, ends, done)
         num_verified, num_accepted = list[int](), list[int]()
         for (session, row), num_matched in zip(going_on, done.accepted.tolist(), strict=True):
             num_accepted.append(num_accepted_of(num_matched, len(row.token_ids)))
@@ -294,6 +296,7 @@ class ChainScheduler:
         """Returns what was done since the last report."""
         report, self.report = self.report, StepReport()
         report.num_running = len(self._rows)
+        self._tier.report_commits(report)
         self._drafts.show_lag(_forest_rows(self._rows), report)
         return report
 

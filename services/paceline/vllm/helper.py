@@ -86,6 +86,8 @@ class Helper:
             zone=job.settings.zone,
             tls=tls,
         )
+        self._drafters.verifier = job.settings.metrics_address
+        self._metrics.tell_address(job.settings.metrics_address)
         policy = Goodput(max_nodes=job.max_chain, max_eager_batch=max_eager_batch(job.settings.drafters))
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
@@ -212,7 +214,8 @@ class Helper:
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         if draft is not None:
             self.rehearsal.drafter = self.rehearsal.drafter or draft.weights_hash
-        self._scheduler.change_link(LinkChanged(address=address, up=draft is not None), time.monotonic())
+        changed = LinkChanged(address=address, up=draft is not None, draft_model="" if draft is None else draft.name)
+        self._scheduler.change_link(changed, time.monotonic())
         self._send_to_drafters()
 
     async def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:

@@ -20,6 +20,7 @@ from paceline.wire.drafts import draft_response_from_pb as draft_response_from_p
 from paceline.wire.drafts import draft_response_to_pb as draft_response_to_pb
 from paceline.wire.drafts import in_parts as in_parts
 from paceline.wire.drafts import size_of as size_of
+from paceline.wire.drafts import verifier_from_pb as verifier_from_pb
 from paceline.wire.sessions import AskedSession as AskedSession
 from paceline.wire.sessions import LogPart as LogPart
 from paceline.wire.sessions import LogRead as LogRead

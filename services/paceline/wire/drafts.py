@@ -51,6 +51,8 @@ from paceline.wire.common import (
 MAX_CONFIDENCE = 255
 # Nodes of a session in a message; a tree has no place for more (`paceline.forest.records.SLOTS`).
 MAX_NODES = 1024
+# A host name has at most 253 characters, a port 5.
+MAX_ADDRESS_CHARS = 259
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
@@ -120,8 +122,10 @@ def _size(message: ToDrafter | ToVerifier) -> int:
             return REST_BYTES
 
 
-def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
-    """Encodes a verifier's messages after one step; a stream's first message has the `target`."""
+def draft_request_to_pb(
+    messages: Sequence[ToDrafter], target: ModelIdentity | None = None, verifier: str = ""
+) -> drafter_pb2.DraftRequest:
+    """Encodes a verifier's messages after one step; a stream's first message has the `target`, and who dials."""
     return drafter_pb2.DraftRequest(
         target=None if target is None else identity_to_pb(target),
         opens=[_open_to_pb(each) for each in messages if isinstance(each, OpenSession)],
@@ -131,7 +135,18 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
             drafter_pb2.CommittedStates(**fields_of(each)) for each in messages if isinstance(each, CommittedStates)
         ],
         protocol=0 if target is None else PROTOCOL,
+        verifier=verifier,
     )
+
+
+def verifier_from_pb(message: drafter_pb2.DraftRequest) -> str:
+    """Decodes the address of the verifier that begins a stream; empty: it has none.
+
+    Raises:
+        RemoteProtocolError: It is longer than any address.
+    """
+    check_count("DraftRequest.verifier", len(message.verifier), MAX_ADDRESS_CHARS)
+    return message.verifier
 
 
 def draft_request_from_pb(

@@ -153,7 +153,7 @@ def step(forest: Forest, sessions: list[Session], rng: random.Random) -> None:
         told.append(each.tree.commit(said))
         each.bases.append(len(each.tree.tokens))
     done = forest.commit(rows_of(each.row for each in sessions), rows_of(ends), rows_of(tokens))
-    counts = np.zeros((3, len(SOURCES)), int)
+    counts = np.zeros((len(told), 3, len(SOURCES)), int)
     moves = []
     for index, (matched, dead, hit) in enumerate(told):
         accepted = [node for node in matched if node.kv is not None]
@@ -161,9 +161,9 @@ def step(forest: Forest, sessions: list[Session], rng: random.Random) -> None:
         assert (done.accepted[index], done.hits[index]) == (len(accepted), hit)
         for node in (*matched, *dead):
             first = next(iter(node.guesses))
-            counts[2, first] += node.kv is None
-            counts[0, first] += node.kv is not None
-            counts[1, first] += node.kv is not None and node in matched
+            counts[index, 2, first] += node.kv is None
+            counts[index, 0, first] += node.kv is not None
+            counts[index, 1, first] += node.kv is not None and node in matched
         for node in sessions[index].tree.nodes():
             node.kv = None
     assert done.moves.tolist() == moves

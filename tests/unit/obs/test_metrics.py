@@ -17,6 +17,7 @@ from paceline.core.target_events import Reason, StepReport
 from paceline.obs import metrics as module
 from paceline.obs.metrics import (
     MAX_SCRAPES,
+    MOST_PAIRS,
     DrafterMetrics,
     GatewayMetrics,
     Meter,
@@ -112,6 +113,31 @@ def test_sessions_and_rounds_count_the_same() -> None:
     assert counted[0] == counted[1]
     assert counted[0]["vllm:spec_decode_num_accepted_tokens_total"] == 7
     assert counted[0]['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="2"}'] == 2
+
+
+def test_tokens_and_the_drafters_time_have_the_same_labels_so_one_divides_by_the_other() -> None:
+    of_verifier, of_drafter = CollectorRegistry(), CollectorRegistry()
+    verifier, drafter = VerifierMetrics(of_verifier, "tiny"), DrafterMetrics(of_drafter, "tiny")
+    verifier.tell_address("v:1")
+    drafter.tell_address("d:1")
+    step = StepReport()
+    step.count("paceline:drafter_committed_tokens", "tiny", "d:1", by=5)
+    verifier.meter.record(step)
+    drafter.took("v:1", 0.25)
+    labels = '{draft_model="tiny",drafter="d:1",verifier="v:1"}'
+    assert samples(of_verifier)[f"paceline:drafter_committed_tokens_total{labels}"] == 5
+    assert samples(of_drafter)[f"paceline:draft_seconds_total{labels}"] == 0.25
+
+
+def test_of_peers_that_come_and_go_the_latest_alone_are_shown() -> None:
+    registry = CollectorRegistry()
+    metrics = DrafterMetrics(registry, "tiny")
+    for number in (0, *range(MOST_PAIRS), 0, MOST_PAIRS):
+        metrics.took(f"v:{number}", 1.0)
+    shown = [name for name in samples(registry) if name.startswith("paceline:draft_seconds_total")]
+    assert len(shown) == MOST_PAIRS
+    assert not any('verifier="v:1"' in name for name in shown)
+    assert sum('verifier="v:0"' in name for name in shown) == 1
 
 
 @pytest.mark.parametrize("amount", [0.0, 0.001, 0.0011, 60.0, 61.0])

@@ -55,7 +55,7 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
 def test_what_became_of_nodes_is_counted_by_source_and_fate():
     registry = CollectorRegistry()
     report = StepReport(num_rows=4)
-    report.count_nodes(["draft_model", "ngram"], np.array([[5, 2], [3, 0], [4, 0]]))
+    report.count_nodes(["draft_model", "ngram"], np.array([[[4, 2], [3, 0], [0, 0]], [[1, 0], [0, 0], [4, 0]]]))
     report.count("paceline:draft_nodes", "eagle3", "late", by=6)
     record_step(VerifierMetrics(registry, "tiny"), report)
     samples = [each for family in registry.collect() for each in family.samples if "draft_nodes_total" in each.name]

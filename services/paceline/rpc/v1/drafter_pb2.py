@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/drafter.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\xf6\x01\n\x0c\x44raftRequest\x12.\n\x06target\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.ModelIdentity\x12+\n\x05opens\x18\x02 \x03(\x0b\x32\x1c.paceline.rpc.v1.OpenSession\x12\x0e\n\x06\x63loses\x18\x07 \x03(\r\x12\x30\n\x06states\x18\x05 \x03(\x0b\x32 .paceline.rpc.v1.CommittedStates\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12)\n\x07\x63ommits\x18\x08 \x03(\x0b\x32\x18.paceline.rpc.v1.CommitsJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\xdb\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12.\n\x06params\x18\x0c \x01(\x0b\x32\x1e.paceline.rpc.v1.SessionParams\x12\r\n\x05price\x18\x06 \x01(\x02\x12\x0c\n\x04room\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0e\n\x06number\x18\x0b \x01(\rJ\x04\x08\x05\x10\x06J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0b\"n\n\x07\x43ommits\x12\x10\n\x08sessions\x18\x01 \x01(\x0c\x12\x11\n\tbase_lens\x18\x02 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x0e\n\x06prices\x18\x05 \x01(\x0c\x12\r\n\x05rooms\x18\x06 \x01(\x0c\"[\n\x0f\x43ommittedStates\x12\x0e\n\x06number\x18\x06 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x0e\n\x06values\x18\x05 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\xb1\x01\n\rDraftResponse\x12-\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.ModelIdentity\x12\x30\n\x07lagging\x18\x03 \x03(\x0b\x32\x1f.paceline.rpc.v1.LaggingSession\x12\'\n\x06\x64rafts\x18\x04 \x03(\x0b\x32\x17.paceline.rpc.v1.Drafts\x12\x10\n\x08protocol\x18\x05 \x01(\rJ\x04\x08\x02\x10\x03\"\xbe\x01\n\x06\x44rafts\x12\x10\n\x08sessions\x18\x01 \x01(\x0c\x12\x11\n\tbase_lens\x18\x02 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x0c\x12\x10\n\x08node_ids\x18\x04 \x01(\x0c\x12\x12\n\nparent_ids\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x13\n\x0b\x63onfidences\x18\x07 \x01(\x0c\x12\x33\n\rdistributions\x18\x08 \x03(\x0b\x32\x1c.paceline.rpc.v1.SparseDraft\"1\n\x0bSparseDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\">\n\x0eLaggingSession\x12\x0e\n\x06number\x18\x04 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\x32U\n\x07\x44rafter\x12J\n\x05\x44raft\x12\x1d.paceline.rpc.v1.DraftRequest\x1a\x1e.paceline.rpc.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/drafter.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x88\x02\n\x0c\x44raftRequest\x12.\n\x06target\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.ModelIdentity\x12+\n\x05opens\x18\x02 \x03(\x0b\x32\x1c.paceline.rpc.v1.OpenSession\x12\x0e\n\x06\x63loses\x18\x07 \x03(\r\x12\x30\n\x06states\x18\x05 \x03(\x0b\x32 .paceline.rpc.v1.CommittedStates\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x10\n\x08verifier\x18\t \x01(\t\x12)\n\x07\x63ommits\x18\x08 \x03(\x0b\x32\x18.paceline.rpc.v1.CommitsJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\xdb\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nprompt_len\x18\x04 \x01(\r\x12.\n\x06params\x18\x0c \x01(\x0b\x32\x1e.paceline.rpc.v1.SessionParams\x12\r\n\x05price\x18\x06 \x01(\x02\x12\x0c\n\x04room\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0e\n\x06number\x18\x0b \x01(\rJ\x04\x08\x05\x10\x06J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0b\"n\n\x07\x43ommits\x12\x10\n\x08sessions\x18\x01 \x01(\x0c\x12\x11\n\tbase_lens\x18\x02 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x0e\n\x06prices\x18\x05 \x01(\x0c\x12\r\n\x05rooms\x18\x06 \x01(\x0c\"[\n\x0f\x43ommittedStates\x12\x0e\n\x06number\x18\x06 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x0e\n\x06values\x18\x05 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"\xb1\x01\n\rDraftResponse\x12-\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.ModelIdentity\x12\x30\n\x07lagging\x18\x03 \x03(\x0b\x32\x1f.paceline.rpc.v1.LaggingSession\x12\'\n\x06\x64rafts\x18\x04 \x03(\x0b\x32\x17.paceline.rpc.v1.Drafts\x12\x10\n\x08protocol\x18\x05 \x01(\rJ\x04\x08\x02\x10\x03\"\xbe\x01\n\x06\x44rafts\x12\x10\n\x08sessions\x18\x01 \x01(\x0c\x12\x11\n\tbase_lens\x18\x02 \x01(\x0c\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x0c\x12\x10\n\x08node_ids\x18\x04 \x01(\x0c\x12\x12\n\nparent_ids\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x13\n\x0b\x63onfidences\x18\x07 \x01(\x0c\x12\x33\n\rdistributions\x18\x08 \x03(\x0b\x32\x1c.paceline.rpc.v1.SparseDraft\"1\n\x0bSparseDraft\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\">\n\x0eLaggingSession\x12\x0e\n\x06number\x18\x04 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\x32U\n\x07\x44rafter\x12J\n\x05\x44raft\x12\x1d.paceline.rpc.v1.DraftRequest\x1a\x1e.paceline.rpc.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.rpc.v1.drafter_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=81
-  _globals['_DRAFTREQUEST']._serialized_end=327
-  _globals['_OPENSESSION']._serialized_start=330
-  _globals['_OPENSESSION']._serialized_end=549
-  _globals['_COMMITS']._serialized_start=551
-  _globals['_COMMITS']._serialized_end=661
-  _globals['_COMMITTEDSTATES']._serialized_start=663
-  _globals['_COMMITTEDSTATES']._serialized_end=754
-  _globals['_DRAFTRESPONSE']._serialized_start=757
-  _globals['_DRAFTRESPONSE']._serialized_end=934
-  _globals['_DRAFTS']._serialized_start=937
-  _globals['_DRAFTS']._serialized_end=1127
-  _globals['_SPARSEDRAFT']._serialized_start=1129
-  _globals['_SPARSEDRAFT']._serialized_end=1178
-  _globals['_LAGGINGSESSION']._serialized_start=1180
-  _globals['_LAGGINGSESSION']._serialized_end=1242
-  _globals['_DRAFTER']._serialized_start=1244
-  _globals['_DRAFTER']._serialized_end=1329
+  _globals['_DRAFTREQUEST']._serialized_end=345
+  _globals['_OPENSESSION']._serialized_start=348
+  _globals['_OPENSESSION']._serialized_end=567
+  _globals['_COMMITS']._serialized_start=569
+  _globals['_COMMITS']._serialized_end=679
+  _globals['_COMMITTEDSTATES']._serialized_start=681
+  _globals['_COMMITTEDSTATES']._serialized_end=772
+  _globals['_DRAFTRESPONSE']._serialized_start=775
+  _globals['_DRAFTRESPONSE']._serialized_end=952
+  _globals['_DRAFTS']._serialized_start=955
+  _globals['_DRAFTS']._serialized_end=1145
+  _globals['_SPARSEDRAFT']._serialized_start=1147
+  _globals['_SPARSEDRAFT']._serialized_end=1196
+  _globals['_LAGGINGSESSION']._serialized_start=1198
+  _globals['_LAGGINGSESSION']._serialized_end=1260
+  _globals['_DRAFTER']._serialized_start=1262
+  _globals['_DRAFTER']._serialized_end=1347
 # @@protoc_insertion_point(module_scope)

@@ -30,9 +30,12 @@ class DraftRequest(google.protobuf.message.Message):
     CLOSES_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    VERIFIER_FIELD_NUMBER: builtins.int
     COMMITS_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """First message of a stream only: version of this protocol. A drafter of another version refuses the stream."""
+    verifier: builtins.str
+    """First message of a stream only: address by which others know the verifier, for metrics; empty: it has none."""
     @property
     def target(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: who dials. A drafter for another vocabulary refuses the stream."""
@@ -61,10 +64,11 @@ class DraftRequest(google.protobuf.message.Message):
         closes: collections.abc.Iterable[builtins.int] | None = ...,
         states: collections.abc.Iterable[Global___CommittedStates] | None = ...,
         protocol: builtins.int = ...,
+        verifier: builtins.str = ...,
         commits: collections.abc.Iterable[Global___Commits] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "protocol", b"protocol", "states", b"states", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "protocol", b"protocol", "states", b"states", "target", b"target", "verifier", b"verifier"]) -> None: ...
 
 Global___DraftRequest: typing_extensions.TypeAlias = DraftRequest
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -46,7 +46,12 @@ COUNTERS = {
 MODE, MODE_LABELS = "paceline:mode_since_seconds", ("mode", "reason")
 # Tokens a second of each mode and load, and when that was measured.
 RATE, MEASURED, RATE_LABELS = "paceline:mode_tokens_per_second", "paceline:mode_measured_seconds", ("mode", "load")
-SHOWN = (MODE, RATE, MEASURED, *COUNTERS)
+# Draft tokens of each drafter that the verifier has verified and accepted.
+BY_DRAFTER = {
+    "paceline:drafter_verified_tokens_total": "verified",
+    "paceline:drafter_accepted_tokens_total": "accepted",
+}
+SHOWN = (MODE, RATE, MEASURED, *COUNTERS, *BY_DRAFTER)
 # More than that is no verifier's.
 MOST_RATES, MOST_DIGITS = 128, 9
 
@@ -76,10 +81,22 @@ class Figures:
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=READ_TIMEOUT_S) as client:
             pages = await asyncio.gather(*(_read(client, gate, each.metrics_address) for each in verifiers))
         told = {each.replica_id: page for each, page in zip(verifiers, pages, strict=True)}
+        guesses = _summed_guesses(pages)
         return {
             "at_s": time.monotonic(),
-            "replicas": [_shown(each, told.get(each.replica_id)) for each in replicas],
+            "replicas": [_shown(each, told.get(each.replica_id), guesses.get(each.address)) for each in replicas],
         }
+
+
+def _summed_guesses(pages: Iterable[Json | None]) -> Json:
+    """Takes what verifiers counted by drafter out of their pages; returns the sums by the drafters' addresses."""
+    sums = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(BY_DRAFTER.values(), 0.0))
+    for page in pages:
+        for address, counts in page.pop("guesses").items() if page else ():
+            for name, count in counts.items():
+                sums[address][name] += count
+    # Sums of finite counts may not be.
+    return {address: each for address, each in sums.items() if all(map(math.isfinite, each.values()))}
 
 
 async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str) -> Json | None:
@@ -92,24 +109,27 @@ async def _read(client: httpx.AsyncClient, gate: asyncio.Semaphore, address: str
 
 
 def summed(samples: Sequence[Sample], now_s: float) -> Json:
-    """Returns counters by the console's short names and summed over labels, the verifier's mode, and its rates.
+    """Returns a verifier's counters by short names and summed over labels, mode, rates, and guesses by drafter.
 
     Raises:
         ValueError: A sum is not finite.
     """
     counters, mode = dict.fromkeys(COUNTERS.values(), 0.0), None
-    rates = defaultdict[tuple[str, ...], Json](dict)
+    rates, guesses = defaultdict[tuple[str, ...], Json](dict), defaultdict[str, dict[str, float]](dict)
     for sample in samples:
         if sample.name == MODE:
             told = {name: sample.labels.get(name, "") for name in MODE_LABELS}
             mode = {**told, "for_s": max(0.0, now_s - sample.value)}
         elif sample.name in (RATE, MEASURED):
             rates[tuple(sample.labels.get(name, "") for name in RATE_LABELS)][sample.name] = sample.value
+        elif sample.name in BY_DRAFTER:
+            mine, name = guesses[sample.labels.get("drafter", "")], BY_DRAFTER[sample.name]
+            mine[name] = mine.get(name, 0.0) + sample.value
         else:
             counters[COUNTERS[sample.name]] += sample.value
     if not all(map(math.isfinite, counters.values())):
         raise ValueError(f"counters must be finite, got {counters}")
-    return {"counters": counters, "mode": mode, "rates": _rates(rates, now_s)}
+    return {"counters": counters, "mode": mode, "rates": _rates(rates, now_s), "guesses": guesses}
 
 
 def _rates(rates: Mapping[tuple[str, ...], Json], now_s: float) -> list[Json]:
@@ -126,7 +146,7 @@ def _rates(rates: Mapping[tuple[str, ...], Json], now_s: float) -> list[Json]:
     ]
 
 
-def _shown(replica: Replica, told: Json | None) -> Json:
+def _shown(replica: Replica, told: Json | None, guesses: Json | None) -> Json:
     return {
         "id": replica.replica_id,
         "role": replica.role,
@@ -136,6 +156,7 @@ def _shown(replica: Replica, told: Json | None) -> Json:
         "sessions": replica.num_sessions,
         "max_sessions": replica.max_sessions,
         "draining": replica.draining,
+        "guesses": guesses,
         **(told or {"counters": None, "mode": None, "rates": []}),
     }
 

@@ -21,6 +21,8 @@ from paceline.obs.metrics import VerifierMetrics, samples_of
 from paceline.obs.steps import record_step
 from paceline.store.base import Replica
 
+DRAFTER = "h:2"
+
 
 def page_of_two_steps() -> str:
     registry = CollectorRegistry()
@@ -29,6 +31,8 @@ def page_of_two_steps() -> str:
         report = StepReport(num_rows=8, seconds=0.01, price=0.25, gammas=gammas, accepted=accepted)
         report.mode, report.reason = "drafting", Reason.PAYS
         report.measured = [("plain", 2, 50.0), ("drafting", 2, 90.0)]
+        report.count("paceline:drafter_verified_tokens", "draft", DRAFTER, by=sum(gammas))
+        report.count("paceline:drafter_accepted_tokens", "draft", DRAFTER, by=sum(accepted))
         record_step(metrics, report)
     return generate_latest(registry).decode()
 
@@ -41,8 +45,9 @@ def test_counters_and_mode_are_those_of_a_verifiers_steps() -> None:
         {"mode": mode, "load": 2, "tokens_per_s": rate, "age_s": pytest.approx(60.0, abs=10.0)}
         for mode, rate in (("plain", 50.0), ("drafting", 90.0))
     ]
-    nothing = {"counters": {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}, "mode": None, "rates": []}
-    assert summed([], 0.0) == nothing
+    assert told["guesses"] == {DRAFTER: {"verified": 10, "accepted": 5}}
+    counters = {"steps": 0, "turns": 0, "drafted": 0, "accepted": 0}
+    assert summed([], 0.0) == {"counters": counters, "mode": None, "rates": [], "guesses": {}}
 
 
 def test_rates_of_loads_that_no_verifier_has_are_left_out() -> None:
@@ -97,7 +102,7 @@ def verifier(replica_id: str, metrics_address: str) -> Replica:
 
 async def test_pages_that_ask_together_share_one_reading_and_the_unreadable_have_no_counters() -> None:
     with metrics_server(page_of_two_steps()) as (address, asked):
-        drafter = Replica(replica_id="d", role="drafter", address="h:2", metrics_address=address)
+        drafter = Replica(replica_id="d", role="drafter", address=DRAFTER, metrics_address=address)
         fleet = [verifier("v", address), verifier("mute", ""), verifier("file", "localhost/etc"), drafter]
         figures = Figures(lambda: fleet)
         first, second = await asyncio.gather(figures.read(), figures.read())
@@ -105,6 +110,16 @@ async def test_pages_that_ask_together_share_one_reading_and_the_unreadable_have
     assert asked == ["/metrics"]
     assert {each["id"]: each["counters"] and each["counters"]["turns"] for each in first["replicas"]} == {
         "v": 4, "mute": None, "file": None, "d": None,
+    }  # fmt: skip
+
+
+async def test_a_drafters_guesses_are_summed_over_its_verifiers() -> None:
+    endless = 'paceline:drafter_verified_tokens_total{drafter="h:3"} 1e308\n'
+    with metrics_server(page_of_two_steps() + endless) as (address, _):
+        drafters = [Replica(replica_id=each, role="drafter", address=each) for each in (DRAFTER, "h:3", "h:4")]
+        figures = await Figures(lambda: [verifier("a", address), verifier("b", address), *drafters]).read()
+    assert {each["id"]: each["guesses"] for each in figures["replicas"]} == {
+        "a": None, "b": None, DRAFTER: {"verified": 20, "accepted": 10}, "h:3": None, "h:4": None,
     }  # fmt: skip
 
 

@@ -189,6 +189,13 @@ function modeOf(replica, own, roles) {
   return `plain: ${whyOf(replica.mode, roles)}; drafting gave ${gain.ratio} × plain ${where}`;
 }
 
+// Share of verified draft tokens that matched: of a verifier's steps, or of a drafter's guesses at all verifiers.
+function acceptedOf(replica, before, own) {
+  const [old, now] = [before?.replicas.find((each) => each.id === replica.id)?.guesses, replica.guesses];
+  const share = now ? (now.accepted - old?.accepted) / (now.verified - old?.verified) : own?.accepted / own?.drafted;
+  return share >= 0 && share <= 1 ? `${(100 * share).toFixed(0)} %` : "";
+}
+
 function cells(replica, before, now, roles) {
   const own = since(before, now, replica);
   const perS = (own?.turns + own?.accepted) / own?.seconds;
@@ -202,6 +209,7 @@ function cells(replica, before, now, roles) {
     [replica.id, ""], [replica.address, "mono"], [replica.zone, ""], [replica.model, ""],
     [replica.sessions + (replica.max_sessions ? ` / ${replica.max_sessions}` : ""), "number"],
     [fixed(perS, perS && perS < 10 ? 1 : 0), "number"], [fixed(own?.drafted / own?.turns, 1), "number"],
+    [acceptedOf(replica, before, own), "number"],
     [replica.role === "verifier" ? mode : "", ""], [state, state === "ok" ? "" : "warn"],
   ];
 }
