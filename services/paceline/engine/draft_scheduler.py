@@ -7,7 +7,10 @@ state here is soft and can be rebuilt from committed tokens. It runs no model an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -28,7 +31,7 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.step_time import PromptRows
-from paceline.engine.draft_plan import CatchingUp, DraftPlan, Starts
+from paceline.engine.draft_plan import MOST_FRESH, CatchingUp, DraftPlan, Starts
 from paceline.engine.draft_session import DraftSession
 from paceline.engine.drafted_trees import DraftedTrees, FreshTokens, Messages
 from paceline.forest import Floats, Ints
@@ -46,8 +49,12 @@ FIRST_LEVEL_S, FIRST_COST = 0.001, 1 / 16
 LEAST_COST = 1e-3
 # Refused sessions that are remembered.
 MOST_REFUSED = 4096
-# Where several verifiers are served, one call takes at most this share of the time between two commits of one.
-SHARE_OF_OTHERS = 0.25
+# Where several verifiers are served, one call takes at most this share of the time between two commits of one, but a
+# level in any case. By the planner four verifiers of 8 streams each (70B on 4 H100, 1B on an H100) keep 0.98 of their
+# speed with drafters of their own; with 0.25 they kept 0.94, and with more than that less.
+SHARE_OF_OTHERS = 0.15
+# Least rows of prompts that a step reads.
+LEAST_READ = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +97,37 @@ class DraftLimits:
 
 
 class DraftPace:
-    """Time per level of guesses, and how often each verifier commits."""
+    """Time per level of guesses and row of a prompt, and how often each verifier commits."""
 
     def __init__(self) -> None:
         self._level = MovingAverage(FIRST_LEVEL_S)
+        # Seconds per row of a prompt; None: none was read yet.
+        self._read: MovingAverage | None = None
         # By their streams: seconds between commits, and when the last one came.
         self._rounds: dict[int, MovingAverage] = {}
         self._committed_s: dict[int, float] = {}
 
-    @property
-    def num_verifiers(self) -> int:
-        """Verifiers that commit."""
-        return len(self._rounds)
-
     def took(self, seconds: float, num_levels: int) -> None:
         """Adds the time of a step."""
         self._level.add(seconds / num_levels)
+
+    def read(self, rows: int, seconds: float) -> None:
+        """Adds the time of a step that mostly read prompts."""
+        self._read = self._read or MovingAverage(seconds / rows)
+        self._read.add(seconds / rows)
+
+    def active(self, now_s: float) -> set[int]:
+        """Streams of verifiers that have committed lately."""
+        return {link for link, at_s in self._committed_s.items() if now_s - at_s < QUIET_S}
+
+    def most_levels(self, links: Collection[int]) -> int:
+        """Levels in one call that the commits of these verifiers may wait for."""
+        return max(1, int(SHARE_OF_OTHERS / self.costs([*links]).max(initial=LEAST_COST)))
+
+    def most_read(self, links: Collection[int]) -> float:
+        """Rows of prompts in one step that the commits of these verifiers may wait for."""
+        shortest_s = min((self._rounds[link].value for link in links if link in self._rounds), default=math.inf)
+        return math.inf if self._read is None else max(LEAST_READ, SHARE_OF_OTHERS * shortest_s / self._read.value)
 
     def committed(self, link: int, now_s: float) -> None:
         """A verifier has committed; after a pause that says nothing of its rounds."""
@@ -170,6 +192,8 @@ class DraftScheduler:
         self._computing: list[DraftSession] = []
         self._pace = DraftPace()
         self._prompt_rows = PromptRows()
+        # By streams, when a prompt was last read.
+        self._last_read: dict[int, float] = {}
         self._planned_s = 0.0
 
     @property
@@ -209,6 +233,7 @@ class DraftScheduler:
             self._close(key)
         self._refused = {key: None for key in self._refused if key[0] != link}
         self._outgoing.pop(link, None)
+        self._last_read.pop(link, None)
         self._pace.forget(link)
 
     def _close(self, key: Key) -> None:
@@ -251,7 +276,7 @@ class DraftScheduler:
         if known is not None:
             self._close(key)
         self._refused.pop(key, None)
-        if self.num_sessions >= self._limits.max_num_seqs:
+        if not self._make_place(key[0]):
             return
         if not self._can_draft(message.token_ids, len(message.token_ids)):
             self._refuse(key)
@@ -265,6 +290,18 @@ class DraftScheduler:
         session.link, session.touched_s = key[0], now_s
         self._sessions[key] = session
         self.trees.add(session)
+
+    def _make_place(self, link: int) -> bool:
+        """Whether a verifier gets a place; up to an equal share it takes the newest one of the verifier with most."""
+        if self.num_sessions < self._limits.max_num_seqs:
+            return True
+        held = Counter(number for number, _ in self._sessions)
+        [(largest, most)] = held.most_common(1)
+        share = self._limits.max_num_seqs // len({*held, link})
+        if held[link] >= min(share, most):
+            return False
+        self._close(next(key for key in reversed(self._sessions) if key[0] == largest))
+        return True
 
     def _can_draft(self, token_ids: Sequence[int], length: int) -> bool:
         """Whether the draft model knows these tokens, and takes a text of that length with them."""
@@ -290,7 +327,7 @@ class DraftScheduler:
     def _commit(self, key: Key, commit: Commit, now_s: float) -> None:
         session = self._sessions.get(key)
         if session is None:
-            if key not in self._refused and self.num_sessions < self._limits.max_num_seqs:
+            if key not in self._refused and self._make_place(key[0]):
                 self._queue(key[0], LaggingSession(number=commit.number, have_len=0))
             return
         if not self._can_draft(commit.token_ids, max(len(session.tokens), commit.base_len + len(commit.token_ids))):
@@ -339,29 +376,40 @@ class DraftScheduler:
         self._planned_s = now_s
         if self._outgoing:
             return DraftPlan()
-        limits, catching_up = self._limits, self._plan_catching_up(now_s)
+        limits = self._limits
+        lagging = [each for each in self.trees.behind if each.lags]
+        links = self._pace.active(now_s) | {each.link for each in lagging}
+        catching_up = self._plan_catching_up(lagging, links, now_s)
         most = limits.max_rows or max(LEAST_ROWS, self.num_sessions)
         growing = self.trees.plan(most=most, most_each=limits.max_rows_per_session)
         starts = Starts.at_roots([each.session for each in catching_up if each.expands]) + growing
-        return DraftPlan(catching_up, growing, starts, self._plan_levels(starts))
+        return DraftPlan(catching_up, growing, starts, self._plan_levels(starts, links))
 
-    def _plan_levels(self, starts: Starts) -> Ints:
+    def _plan_levels(self, starts: Starts, links: Collection[int]) -> Ints:
         costs = self._pace.costs([session.link for session in starts.sessions])[starts.each]
         most = self._limits.max_levels
-        if self._pace.num_verifiers > 1:
+        if len(links) > 1:
             # Other verifiers' commits wait for the end of this one's drafts.
-            most = max(1, min(most, int(SHARE_OF_OTHERS / costs.max(initial=LEAST_COST))))
+            most = min(most, self._pace.most_levels(links))
         return self.trees.plan_levels(starts, most=most, costs=costs)
 
-    def _plan_catching_up(self, now_s: float) -> list[CatchingUp]:
-        """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
+    def _plan_catching_up(
+        self, lagging: Sequence[DraftSession], links: Collection[int], now_s: float
+    ) -> list[CatchingUp]:
+        """Plans committed tokens to compute.
+
+        Args:
+            lagging: Sessions that lack some.
+            links: Streams of the verifiers that are served now.
+        """
         planned: list[tuple[DraftSession, int, int]] = []
         started: list[DraftSession] = []
         room = self._prompt_rows.most(self._limits.max_num_batched_tokens)
-        behind = self.trees.behind
-        missing = [len(session.pages.tokens) - session.pages.num_computed for session in behind]
-        for session in [behind[place] for place in np.argsort(missing, kind="stable").tolist()]:
-            if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
+        if len(links) > 1:
+            # Rounds of all sessions have room in any case.
+            room = min(room, int(min(room, self._pace.most_read(links))) + num_fresh(lagging))
+        for session in self._in_turn(lagging):
+            if room <= 0 or not self._reserve(session, started, now_s):
                 continue
             started.append(session)
             start = session.pages.num_computed
@@ -369,6 +417,8 @@ class DraftScheduler:
             if stop <= start:
                 continue
             room -= stop - start
+            if session.pages.num_missing > MOST_FRESH:
+                self._last_read[session.link] = now_s
             session.computed_to = stop
             planned.append((session, start, stop))
         self._computing = started
@@ -378,23 +428,46 @@ class DraftScheduler:
             for (session, start, stop), wants in zip(planned, wanted, strict=True)
         ]
 
+    def _in_turn(self, sessions: Sequence[DraftSession]) -> list[DraftSession]:
+        """Sessions that lack what a round commits, then prompts: by turns of verifiers, the shortest of each first.
+
+        A prompt takes many steps, and a verifier may wait for the others.
+        """
+        behind = sorted(sessions, key=num_missing)
+        count = bisect_right(behind, MOST_FRESH, key=num_missing)
+        turns, prompts = Counter[int](), list[tuple[int, float, int]]()
+        for place, session in enumerate(behind[count:], start=count):
+            prompts.append((turns[session.link], self._last_read.get(session.link, -math.inf), place))
+            turns[session.link] += 1
+        return behind[:count] + [behind[place] for *_, place in sorted(prompts)]
+
     def _reserve(self, session: DraftSession, started: Sequence[DraftSession], now_s: float) -> bool:
-        """Pages for all its tokens, taken from sessions that have been quiet for a while if need be.
+        """Pages for all its tokens, taken from others if need be: quiet sessions, and verifiers beyond an equal share.
 
         A session that finds no place is parked until its next commit, or until another one ends.
         """
         while not session.take_pages():
-            quiet = [
+            others = [
                 each
                 for each in self._sessions.values()
                 if each.pages.blocks and each is not session and each not in started
-                and now_s - each.touched_s > QUIET_S
-            ]  # fmt: skip
-            if not quiet or not session.fits(self.pool.num_blocks):
+            ]
+            quiet = [each for each in others if now_s - each.touched_s > QUIET_S]
+            giving = quiet or self._beyond_share(session, others)
+            if not giving or not session.fits(self.pool.num_blocks):
                 self.give_up(session)
                 return False
-            self.give_up(min(quiet, key=attrgetter("touched_s")))
+            self.give_up(min(giving, key=attrgetter("touched_s")))
         return True
+
+    def _beyond_share(self, session: DraftSession, others: Sequence[DraftSession]) -> list[DraftSession]:
+        """Sessions of the verifier with most pages, where a session's own verifier stays within an equal share."""
+        held = Counter({session.link: -(-len(session.pages.tokens) // BLOCK_SIZE)})
+        for each in others:
+            held[each.link] += len(each.pages.blocks)
+        [(largest, most)] = held.most_common(1)
+        share = self.pool.num_blocks // len(held)
+        return [each for each in others if each.link == largest] if held[session.link] <= share < most else []
 
     def give_up(self, session: DraftSession) -> None:
         """A session gives up its KV and its tree until its next commit."""
@@ -416,7 +489,10 @@ class DraftScheduler:
         num_read = sum(each.stop - each.start for each in plan.catching_up)
         # Steps that mostly grow trees show nothing of prompts.
         if 2 * num_read > plan.num_rows:
-            self._prompt_rows.observe(rows=num_read, seconds=(now_s - self._planned_s) / max(1, plan.num_levels))
+            seconds = (now_s - self._planned_s) / max(1, plan.num_levels)
+            self._prompt_rows.observe(rows=num_read, seconds=seconds)
+            if plan.reads:
+                self._pace.read(num_read, seconds)
         computing, self._computing = self._computing, []
         for session in computing:
             session.settle()
@@ -428,3 +504,13 @@ class DraftScheduler:
         outgoing, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         return outgoing, broken
+
+
+def num_missing(session: DraftSession) -> int:
+    """Committed tokens of a session that are not computed yet."""
+    return session.pages.num_missing
+
+
+def num_fresh(sessions: Sequence[DraftSession]) -> int:
+    """Tokens of what a round commits that sessions lack, prompts left out."""
+    return sum(count for count in map(num_missing, sessions) if count <= MOST_FRESH)

@@ -58,6 +58,8 @@ class DraftedTrees:
         self._context_len = context_len
         self._sessions: dict[int, DraftSession] = {}
         self._rows = rows_of(())
+        # By row, the stream of its verifier.
+        self._link_of = np.zeros(0, np.int64)
         # By row, those whose trees cannot grow before some committed tokens are computed.
         self._behind: dict[int, DraftSession] = {}
 
@@ -79,6 +81,8 @@ class DraftedTrees:
         row = session.row = self.forest.take_row()
         self._sessions[row] = session
         self._rows = rows_of(self._sessions)
+        self._link_of = np.zeros(len(self.forest.arrays.trees), np.int64)
+        self._link_of[self._rows] = [each.link for each in self._sessions.values()]
         self.forest.open(
             row,
             session.tokens,
@@ -150,12 +154,26 @@ class DraftedTrees:
     def plan(self, *, most: int, most_each: int) -> Starts:
         """The best nodes of all sessions to expand, `most_each` of a session at most; takes slots for them."""
         most = min(most, self._scratch.num_free)
-        calls = self.forest.frontier(self._rows, limit=most_each, most=most, context_len=self._context_len)
+        calls = self.forest.frontier(self._rows, limit=most_each, context_len=self._context_len)
+        calls = self._shared(calls, most)
         self.forest.set_kv(calls, rows_of(self._scratch.take_many(len(calls.rows))))
         rows, each = np.unique(calls.rows, return_inverse=True)
         ends, path, kv = self.forest.paths(*calls)
         sessions = [self._sessions[row] for row in rows.tolist()]
         return Starts(sessions, rows, each, calls.slots, ends, sizes_of(ends), path, kv)
+
+    def _shared(self, calls: Calls, most: int) -> Calls:
+        """The best of some nodes, best first: an equal share of each verifier, and what is left of all."""
+        if len(calls.rows) > most:
+            links = self._link_of[calls.rows]
+            share = -(-most // len(np.unique(links)))
+            order = np.argsort(links, kind="stable")
+            first = np.searchsorted(links[order], links)
+            rank = np.empty(len(links), np.int64)
+            rank[order] = np.arange(len(links))
+            taken = np.sort(np.argsort(rank - first >= share, kind="stable")[:most])
+            calls = Calls(calls.rows[taken], calls.slots[taken])
+        return calls
 
     def plan_levels(self, starts: Starts, *, most: int, costs: Floats) -> Ints:
         """Takes slots for the levels that one call drafts below nodes or roots, int32 `[levels - 1, starts]`.

@@ -332,8 +332,8 @@ class Forest:
         """Whether one of some sessions lags, or has nodes to push or, if there is room for KV, to grow."""
         return bool(drafting.any_work(self.arrays, rows, room, context_len))
 
-    def frontier(self, rows: Ints, *, limit: int, most: int, context_len: int) -> Calls:
-        """Nodes worth computing next, of all sessions.
+    def frontier(self, rows: Ints, *, limit: int, context_len: int) -> Calls:
+        """Nodes worth computing next, of all sessions, the best first.
 
         Args:
             rows: int32 `[sessions]`.
@@ -344,7 +344,7 @@ class Forest:
         found = Calls(np.empty(size, np.int32), np.empty(size, np.int32))
         weights = np.empty(size)
         total = drafting.frontier(self.arrays, rows, limit, context_len, *found, weights)
-        order = np.argsort(-weights[:total], kind="stable")[:most]
+        order = np.argsort(-weights[:total], kind="stable")
         return Calls(found.rows[order], found.slots[order])
 
     def levels(self, rows: Ints, slots: Ints, *, most: int, costs: Floats, context_len: int) -> Ints:
@@ -437,7 +437,7 @@ def warm_up(forest: Forest) -> None:
     forest.grow(rows, roots, np.array([[[1, 2]]], np.int32), np.array([[[0.5, 0.4]]]))
     forest.reprice(rows, sure, np.array([8]))
     forest.any_work(rows, room=True, context_len=_CONTEXT_LEN)
-    calls = forest.frontier(rows, limit=1, most=1, context_len=_CONTEXT_LEN)
+    calls = forest.frontier(rows, limit=1, context_len=_CONTEXT_LEN)
     forest.set_kv(calls, one[: len(calls.rows)])
     forest.paths(*calls)
     forest.push(rows, room=True, context_len=_CONTEXT_LEN)

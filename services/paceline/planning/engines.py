@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import selectors
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,11 +166,16 @@ class Link(Generic[_Messages]):
 
 
 class DrafterAtWork:
-    """A drafter of the tier; `seed` is of the luck with step times."""
+    """A drafter of the tier; `seed` is of the luck with step times.
+
+    Attributes:
+        device_s: Time of its device by verifier, in the order of `connect`.
+    """
 
     def __init__(self, profile: Profile, loop: JumpingLoop, seed: int) -> None:
         self._loop, self._link_s = loop, profile.link_s
         self._verifiers: list[Link[Sequence[ToVerifier]]] = []
+        self.device_s = Counter[int]()
         device = DeviceAtWork(loop)
         engine = _drafter(device, profile, profile.drafter, seed)
         self._engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(lambda: engine, self._deliver, device)
@@ -187,6 +192,7 @@ class DrafterAtWork:
         )
 
     def _deliver(self, output: DraftOutput) -> None:
+        self.device_s.update(output.device_s)
         for number, messages in output.to_verifiers.items():
             self._verifiers[number].send(messages)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Iterable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,38 +131,63 @@ class Outcome:
         return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Several verifiers beside one another.
+
+    Args:
+        outcomes: Those of each one's requests.
+        drafting_s: Time of the drafter's device for each, from the beginning on.
+    """
+
+    outcomes: Sequence[Outcome]
+    drafting_s: Sequence[float]
+
+
 def _percentiles(values: Sequence[float]) -> list[float]:
     return [float(value) for value in np.percentile(values, PERCENTILES)] if values else [0.0] * len(PERCENTILES)
 
 
 class _CellAtWork:
-    """Verifiers at work that share one drafter at most; `seed` is of the luck with step times."""
+    """Verifiers at work, one for each profile, that share the drafter of the first profile at most.
 
-    def __init__(self, profile: Profile, cell: PlannedFleet, loop: JumpingLoop, seed: int) -> None:
-        inside = cell.way is Way.COLOCATED
-        self._profile = profile.sharing() if inside else profile
-        drafter = DrafterAtWork(profile, loop, seed) if cell.num_drafters else None
+    Args:
+        profiles: Facts of each verifier.
+        way: How drafts are made.
+        seed: Seed of random step times.
+
+    Attributes:
+        drafter: None: there is none of the tier.
+    """
+
+    def __init__(self, profiles: Sequence[Profile], way: Way, loop: JumpingLoop, seed: int) -> None:
+        inside = way is Way.COLOCATED
+        self._profiles = [each.sharing() if inside else each for each in profiles]
+        self.drafter = DrafterAtWork(profiles[0], loop, seed) if way is Way.TIER else None
         self._verifiers = [
-            VerifierAtWork(self._profile, loop, colocated=inside, drafter=drafter, seed=seed + number)
-            for number in range(cell.num_verifiers)
+            VerifierAtWork(each, loop, colocated=inside, drafter=self.drafter, seed=seed + number)
+            for number, each in enumerate(self._profiles)
         ]
-        at_work = [each.run() for each in (drafter, *self._verifiers) if each is not None]
+        at_work = [each.run() for each in (self.drafter, *self._verifiers) if each is not None]
         self._at_work = [loop.create_task(each) for each in at_work]
 
-    async def serve(self, asked: Request) -> None:
-        """Has the verifier that has the fewest sessions serve a request to its end.
+    async def serve(self, asked: Request, number: int | None = None) -> None:
+        """Has a verifier serve a request to its end; None: the one that has the fewest sessions.
 
         Raises:
-            ConfigError: No verifier could ever hold it.
+            ConfigError: The verifier could never hold it.
             PacelineError: It failed.
         """
-        held = asked.num_prompt_tokens + asked.num_output_tokens + self._profile.most_nodes
-        if held > self._profile.target.kv_tokens:
+        if number is None:
+            number = min(range(len(self._verifiers)), key=lambda each: self._verifiers[each].num_sessions)
+        profile = self._profiles[number]
+        held = asked.num_prompt_tokens + asked.num_output_tokens + profile.most_nodes
+        if held > profile.target.kv_tokens:
             raise ConfigError(
-                f"request {asked.number} of the load has {held} tokens, more than the {self._profile.target.kv_tokens} "
+                f"request {asked.number} of the load has {held} tokens, more than the {profile.target.kv_tokens} "
                 "that the profile's target.kv_tokens allows"
             )
-        await min(self._verifiers, key=lambda each: each.num_sessions).serve(asked)
+        await self._verifiers[number].serve(asked)
 
     async def until(self, load: Iterable[Awaitable[None]], most_s: float | None) -> None:
         """Works until all of a load is served, or for so many seconds."""
@@ -203,7 +230,7 @@ def run_open(
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
 
     async def main(loop: JumpingLoop) -> None:
-        at_work = _CellAtWork(profile, cell, loop, seed)
+        at_work = _CellAtWork([profile] * cell.num_verifiers, cell.way, loop, seed)
 
         async def serve(asked: Request) -> None:
             await asyncio.sleep(asked.at_s)
@@ -239,7 +266,7 @@ def run_closed(
     load, numbered, dry = list[Request](), enumerate(lengths), list[float]()
 
     async def main(loop: JumpingLoop) -> float:
-        at_work = _CellAtWork(profile, cell, loop, seed)
+        at_work = _CellAtWork([profile] * cell.num_verifiers, cell.way, loop, seed)
 
         async def stream() -> None:
             for number, (num_prompt_tokens, num_output_tokens) in numbered:
@@ -252,3 +279,45 @@ def run_closed(
 
     busy_s = simulate(main)
     return Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=busy_s)
+
+
+def run_shared(
+    profiles: Sequence[Profile],
+    way: Way,
+    lengths: Callable[[int], tuple[int, int]],
+    *,
+    streams: Sequence[int],
+    until_s: float,
+    warm_up_s: float = 0.0,
+    seed: int = 0,
+) -> Shared:
+    """Runs verifiers with a closed load each; in a tier all share the drafter of the first profile.
+
+    Args:
+        profiles: Facts of each verifier.
+        lengths: Prompt and output tokens of request `number`.
+        streams: Streams of each verifier, which send one request after the other.
+        until_s: When all of it ends.
+        warm_up_s: Time at the beginning that is not counted.
+        seed: Seed of all random choices.
+
+    Raises:
+        ConfigError: A request is longer than a profile allows.
+    """
+    loads = [list[Request]() for _ in profiles]
+
+    async def main(loop: JumpingLoop) -> Counter[int]:
+        at_work, numbers = _CellAtWork(profiles, way, loop, seed), itertools.count()
+
+        async def stream(verifier: int) -> None:
+            for number in numbers:
+                asked = Request(number, loop.time(), *lengths(number))
+                loads[verifier].append(asked)
+                await at_work.serve(asked, verifier)
+
+        await at_work.until((stream(each) for each, count in enumerate(streams) for _ in range(count)), until_s)
+        return at_work.drafter.device_s if at_work.drafter else Counter()
+
+    device_s = simulate(main)
+    outcomes = [Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=until_s) for load in loads]
+    return Shared(outcomes=outcomes, drafting_s=[device_s[number] for number in range(len(loads))])

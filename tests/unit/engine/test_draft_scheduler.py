@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from paceline.core.messages import CloseSession, CommittedStates, Drafts
+from paceline.core.messages import CloseSession, CommittedStates, Drafts, LaggingSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine import draft_scheduler
@@ -93,6 +93,76 @@ def test_no_session_has_more_rows_of_a_step_than_its_share() -> None:
     drafter = Drafter(width=2, max_rows=16, max_rows_per_session=3)
     drafter.open("s", room=100)
     assert [len(drafter.step().growing) for _ in range(4)] == [0, 2, 3, 3]
+
+
+# Several verifiers
+
+
+def test_a_verifier_with_many_sessions_leaves_another_its_share_of_rows_however_good_its_own_are() -> None:
+
+    def sure(at: np.ndarray) -> np.ndarray:
+        return np.where(at >= 100, 0.9, 0.7)
+
+    drafter = Drafter(max_rows=8, max_num_batched_tokens=2048, num_blocks=128, sure=sure)
+    for index in range(10):
+        drafter.open(f"better{index}", prompt_len=100, room=20)
+    drafter.open("worse", room=20, link=2)
+    drafter.step()
+    grown = [[each.session.link for each in drafter.step().growing] for _ in range(4)]
+    assert [len(each) for each in grown] == [8] * 4, "a share that is not used is others'"
+    assert [each.count(2) for each in grown] == [1] * 4
+
+
+def test_prompts_of_a_burst_take_turns_with_those_of_another_verifier() -> None:
+    drafter = Drafter(max_num_batched_tokens=40, max_num_seqs=16, num_blocks=128)
+    for index in range(10):
+        drafter.open(f"burst{index}", prompt_len=40)
+    drafter.open("other", prompt_len=60, link=2)
+    read = [each.session.session_id for _ in range(4) for each in drafter.step().catching_up]
+    assert read == ["burst0", "other", "burst1", "other", "burst2"]
+
+
+def test_beside_another_verifiers_rounds_a_prompt_is_read_in_steps_that_take_a_part_of_a_round() -> None:
+    drafter = Drafter(max_num_batched_tokens=1000, num_blocks=1000, max_num_seqs=64)
+    rounds(drafter, seconds=0.1, level_s=0.001, links=(1, 2))
+    while drafter.scheduler.has_work:
+        drafter.step(0.001)
+    for index in range(40):
+        drafter.open(f"prompt{index}", prompt_len=100)
+    chunks = []
+    # A row takes 0.1 ms.
+    for seconds in (0.1, 0.015, 0.015):
+        plan = drafter.step(seconds)
+        chunks.append(sum(each.stop - each.start for each in plan.catching_up))
+    assert chunks[0] == 1000, "nothing is known of prompts yet"
+    assert chunks[1:] == [pytest.approx(150, abs=20)] * 2
+
+
+@pytest.mark.parametrize(("held", "kept"), [(1, 2), (2, 2)])
+def test_a_verifier_gets_places_up_to_an_equal_share_from_the_one_with_most(held: int, kept: int) -> None:
+    drafter = Drafter(max_num_seqs=4)
+    for index in range(4):
+        drafter.open(f"busy{index}")
+    for index in range(held + 1):
+        drafter.open(f"late{index}", link=2)
+    counts = [link for link, _ in drafter.scheduler._sessions]
+    assert (counts.count(1), counts.count(2)) == (4 - kept, kept)
+    assert drafter.session("busy0") is not None, "the newest give way"
+    drafter.said.clear()
+    drafter.commit("busy3", WRONG, base_len=5)
+    drafter.run()
+    assert not any(isinstance(each, LaggingSession) for each in drafter.said.get(1, ())), "it is not asked for in vain"
+
+
+def test_a_verifier_gets_pages_up_to_an_equal_share_from_the_one_with_most() -> None:
+    drafter = Drafter(num_blocks=8)
+    for index in range(4):
+        drafter.open(f"busy{index}", prompt_len=2 * BLOCK_SIZE - 4)
+        drafter.run()
+    drafter.open("late", prompt_len=2 * BLOCK_SIZE - 4, link=2)
+    drafter.run()
+    assert drafter.tree("late", link=2)
+    assert [bool(drafter.session(f"busy{index}").pages.blocks) for index in range(4)] == [False, True, True, True]
 
 
 # Levels

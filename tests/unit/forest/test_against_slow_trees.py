@@ -247,7 +247,7 @@ class Drafting:
         """A draft step."""
         limit = self.rng.choice((1, 4, 50))
         nodes = self.growth.frontier(limit, self.context_len)
-        calls = self.forest.frontier(self.row, limit=limit, most=1000, context_len=self.context_len)
+        calls = self.forest.frontier(self.row, limit=limit, context_len=self.context_len)
         row = int(self.row[0])
         assert [node.path() for node in nodes] == [tuple(self.forest.path(row, slot)) for slot in calls.slots]
         for node, slot in zip(nodes, calls.slots, strict=True):
