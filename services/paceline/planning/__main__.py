@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, opening, read_arrivals
-from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
+from paceline.planning.fleets import RATIOS, Goal, Plan, drafters_worth_trying, evaluate, least_fleet
 from paceline.planning.report import LOADS, best_way, figures, promise, steady, table
 from paceline.planning.simulation import PlannedFleet, Way
 from paceline.service.config import parse, setting
@@ -23,8 +23,6 @@ from paceline.simulated.model import find_profile
 from paceline.simulated.profile import COMPUTED, Profile, write_profile
 
 PROG = "paceline plan"
-# Verifiers to a drafter in a given fleet whose number of drafters is not named.
-USUAL_RATIO = 4
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 DESCRIPTION = """Says what a pair of models on its GPUs promises, or how many verifiers and drafters a load needs.
@@ -65,7 +63,10 @@ class PlanConfig:
     slo_itl_ms: float = setting(50.0, help="Goal: p95 of the time between tokens.", unit="ms", low=0.01)
     verifiers: int | None = setting(None, help="Verifiers of a given fleet.", low=1, high=1_000_000)
     drafters: int | None = setting(
-        None, help="Its drafters; without it a quarter as many as verifiers, at least one.", low=1, high=1_000_000
+        None,
+        help="Its drafters; without it one for 1, 2, 4 and 8 verifiers, the cheapest per token first.",
+        low=1,
+        high=1_000_000,
     )
     seed: int = setting(0, help="Of arrivals and of the luck with step times.", low=0, high=2**31 - 1)
     write_profile: Path | None = setting(None, help="Write the profile to this file, and do nothing else.")
@@ -175,10 +176,7 @@ def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load
     if config.verifiers is None:
         plans = _cheapest(pool, profile, load, goal, config.seed)
     else:
-        drafters = config.drafters or max(1, config.verifiers // USUAL_RATIO)
-        fleet = PlannedFleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=drafters)
-        given = {Way.TIER.value: pool.submit(evaluate, profile, fleet, load, goal, seed=config.seed)}
-        plans = _awaited(given, "simulating the fleet")
+        plans = _given(pool, config, profile, load, goal)
     tier = next((plan for plan in plans.values() if plan.fleet.way is Way.TIER), None)
     if tier is None:
         return plans
@@ -190,6 +188,23 @@ def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load
         for way in (Way.PLAIN, Way.COLOCATED)
     }
     return plans | _awaited(equal, "simulating fleets of as many GPUs")
+
+
+def _given(
+    pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load: Sequence[Arrival], goal: Goal
+) -> dict[str, Plan]:
+    """A given number of verifiers with drafters, the best number first: it meets the goals, and is cheap per token."""
+    assert config.verifiers is not None, "a fleet is given"
+    counts = [config.drafters] if config.drafters else drafters_worth_trying(config.verifiers)
+    fleets = [PlannedFleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=count) for count in counts]
+    given = {
+        f"{Way.TIER.value}, {fleet.num_drafters}" if len(fleets) > 1 else Way.TIER.value: pool.submit(
+            evaluate, profile, fleet, load, goal, seed=config.seed
+        )
+        for fleet in fleets
+    }
+    plans = _awaited(given, "simulating the fleet")
+    return dict(sorted(plans.items(), key=lambda entry: (not entry[1].meets, entry[1].price_per_million_tokens)))
 
 
 def _cheapest(

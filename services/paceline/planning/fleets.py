@@ -15,7 +15,7 @@ from paceline.planning.simulation import Outcome, PlannedFleet, Way, run_open
 from paceline.simulated.profile import Profile
 
 # Verifiers to a drafter that a search tries.
-RATIOS = (1, 2, 4)
+RATIOS = (1, 2, 4, 8)
 # Share of the load's time that is left out at its beginning, while cells fill.
 WARM_UP = 0.25
 # A cell that has not answered everything this long after its last request, plus twice the time of the longest answer,
@@ -72,6 +72,12 @@ class Plan:
         able = self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell.num_verifiers
         return self.offered_tokens_per_s if self.meets else min(able, self.offered_tokens_per_s)
 
+    @property
+    def price_per_million_tokens(self) -> float:
+        """Price of a million output tokens; infinite where there are none."""
+        hourly = 3600.0 * self.tokens_per_s
+        return 1e6 * self.fleet.price_per_hour(self.profile) / hourly if hourly else math.inf
+
 
 def evaluate(profile: Profile, fleet: PlannedFleet, load: Sequence[Arrival], goal: Goal, *, seed: int = 0) -> Plan:
     """Simulates one cell of a fleet under its share of the load.
@@ -87,6 +93,11 @@ def evaluate(profile: Profile, fleet: PlannedFleet, load: Sequence[Arrival], goa
     )
     offered = sum(each.num_output_tokens for each in load) / max(last_s, 1e-9)
     return Plan(fleet=fleet, profile=profile, outcome=outcome, offered_tokens_per_s=offered, meets=goal.is_met(outcome))
+
+
+def drafters_worth_trying(num_verifiers: int) -> list[int]:
+    """Numbers of drafters for so many verifiers, by `RATIOS`, fewest first."""
+    return sorted({max(1, num_verifiers // ratio) for ratio in RATIOS})
 
 
 def dealt(load: Sequence[Arrival], share: int, of: int) -> list[Arrival]:

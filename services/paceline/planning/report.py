@@ -98,7 +98,7 @@ def paces(profile: Profile) -> str:
 def figures(plan: Plan) -> dict[str, Any]:
     """Figures of a plan; latencies by percentile."""
     outcome, rate = plan.outcome, plan.tokens_per_s
-    price = plan.fleet.price_per_hour(plan.profile)
+    price, price_per_million = plan.fleet.price_per_hour(plan.profile), plan.price_per_million_tokens
     latencies = {"ttft_ms": outcome.ttft_s(), "itl_ms": outcome.itl_s(), "e2e_ms": outcome.e2e_s()}
     return {
         "way": plan.fleet.way.value,
@@ -106,7 +106,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "drafters": plan.fleet.num_drafters,
         "gpus": plan.fleet.num_gpus(plan.profile),
         "price_per_hour": round(price, 2),
-        "price_per_million_tokens": round(price / (rate * 3600.0) * 1e6, 3) if rate else None,
+        "price_per_million_tokens": round(price_per_million, 3) if rate else None,
         "tokens_per_s": round(rate, 1),
         "gamma": round(outcome.gamma, 2),
         "tokens_per_step": round(outcome.tokens_per_step, 2),

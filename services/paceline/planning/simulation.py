@@ -17,6 +17,9 @@ from paceline.planning.engines import DrafterAtWork, JumpingLoop, Request, Verif
 from paceline.simulated.profile import Profile
 
 PERCENTILES = (50, 95, 99)
+# Verifiers of a cell, if the fleet has as many. Requests go to the one with the fewest, so a verifier by itself would
+# have busier and idler times than one of a fleet; and fleets with more drafters have to be simulated like others.
+LEAST_VERIFIERS = 4
 
 
 class Way(enum.Enum):
@@ -50,10 +53,12 @@ class PlannedFleet:
 
     @property
     def cell(self) -> PlannedFleet:
-        """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone."""
+        """The least fleet that shows what this one does: drafters with their verifiers, or verifiers alone."""
         if self.way is not Way.TIER:
-            return PlannedFleet(way=self.way)
-        return PlannedFleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)
+            return PlannedFleet(way=self.way, num_verifiers=min(LEAST_VERIFIERS, self.num_verifiers))
+        each = -(-self.num_verifiers // self.num_drafters)
+        drafters = min(self.num_drafters, -(-LEAST_VERIFIERS // each))
+        return PlannedFleet(way=self.way, num_verifiers=min(self.num_verifiers, each * drafters), num_drafters=drafters)
 
     def num_gpus(self, profile: Profile) -> int:
         return self.num_verifiers * profile.target.num_devices + self.num_drafters * profile.drafter.num_devices
@@ -149,26 +154,27 @@ def _percentiles(values: Sequence[float]) -> list[float]:
 
 
 class _CellAtWork:
-    """Verifiers at work, one for each profile, that share the drafter of the first profile at most.
+    """Verifiers at work, one for each profile, that take drafters of the first profile by turns.
 
     Args:
         profiles: Facts of each verifier.
-        way: How drafts are made.
+        cell: How many drafters there are, and how drafts are made.
         seed: Seed of random step times.
 
     Attributes:
-        drafter: None: there is none of the tier.
+        drafters: Of the tier.
     """
 
-    def __init__(self, profiles: Sequence[Profile], way: Way, loop: JumpingLoop, seed: int) -> None:
-        inside = way is Way.COLOCATED
+    def __init__(self, profiles: Sequence[Profile], cell: PlannedFleet, loop: JumpingLoop, seed: int) -> None:
+        inside = cell.way is Way.COLOCATED
         self._profiles = [each.sharing() if inside else each for each in profiles]
-        self.drafter = DrafterAtWork(profiles[0], loop, seed) if way is Way.TIER else None
+        self.drafters = [DrafterAtWork(profiles[0], loop, seed + number) for number in range(cell.num_drafters)]
+        drafters = itertools.cycle(self.drafters or [None])
         self._verifiers = [
-            VerifierAtWork(each, loop, colocated=inside, drafter=self.drafter, seed=seed + number)
-            for number, each in enumerate(self._profiles)
+            VerifierAtWork(each, loop, colocated=inside, drafter=drafter, seed=seed + number)
+            for number, (each, drafter) in enumerate(zip(self._profiles, drafters, strict=False))
         ]
-        at_work = [each.run() for each in (self.drafter, *self._verifiers) if each is not None]
+        at_work = [each.run() for each in self.drafters] + [each.run() for each in self._verifiers]
         self._at_work = [loop.create_task(each) for each in at_work]
 
     async def serve(self, asked: Request, number: int | None = None) -> None:
@@ -230,7 +236,7 @@ def run_open(
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
 
     async def main(loop: JumpingLoop) -> None:
-        at_work = _CellAtWork([profile] * cell.num_verifiers, cell.way, loop, seed)
+        at_work = _CellAtWork([profile] * cell.num_verifiers, cell, loop, seed)
 
         async def serve(asked: Request) -> None:
             await asyncio.sleep(asked.at_s)
@@ -266,7 +272,7 @@ def run_closed(
     load, numbered, dry = list[Request](), enumerate(lengths), list[float]()
 
     async def main(loop: JumpingLoop) -> float:
-        at_work = _CellAtWork([profile] * cell.num_verifiers, cell.way, loop, seed)
+        at_work = _CellAtWork([profile] * cell.num_verifiers, cell, loop, seed)
 
         async def stream() -> None:
             for number, (num_prompt_tokens, num_output_tokens) in numbered:
@@ -307,7 +313,8 @@ def run_shared(
     loads = [list[Request]() for _ in profiles]
 
     async def main(loop: JumpingLoop) -> Counter[int]:
-        at_work, numbers = _CellAtWork(profiles, way, loop, seed), itertools.count()
+        cell = PlannedFleet(way=way, num_verifiers=len(profiles), num_drafters=int(way is Way.TIER))
+        at_work, numbers = _CellAtWork(profiles, cell, loop, seed), itertools.count()
 
         async def stream(verifier: int) -> None:
             for number in numbers:
@@ -316,7 +323,7 @@ def run_shared(
                 await at_work.serve(asked, verifier)
 
         await at_work.until((stream(each) for each, count in enumerate(streams) for _ in range(count)), until_s)
-        return at_work.drafter.device_s if at_work.drafter else Counter()
+        return at_work.drafters[0].device_s if at_work.drafters else Counter()
 
     device_s = simulate(main)
     outcomes = [Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=until_s) for load in loads]

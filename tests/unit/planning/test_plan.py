@@ -45,14 +45,34 @@ def test_a_fleet_counts_gpus_of_both_tiers() -> None:
     fleet = PlannedFleet(way=Way.TIER, num_verifiers=8, num_drafters=2)
     assert fleet.num_gpus(two_each) == 18
     assert fleet.price_per_hour(two_each) == 8 * 2 * 4.0 + 2 * 1.0
-    assert (fleet.cell.num_verifiers, fleet.cell.num_drafters) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "fleet", "cell"),
+    [
+        (Way.TIER, (8, 2), (4, 1)),
+        (Way.TIER, (8, 1), (8, 1)),
+        (Way.TIER, (4, 4), (4, 4)),
+        (Way.TIER, (100, 50), (4, 2)),
+        (Way.TIER, (3, 2), (3, 2)),
+        (Way.TIER, (1, 1), (1, 1)),
+        (Way.PLAIN, (9, 0), (4, 0)),
+        (Way.COLOCATED, (2, 0), (2, 0)),
+    ],
+)
+def test_cells_of_all_fleets_have_several_verifiers_if_these_have(
+    way: Way, fleet: tuple[int, int], cell: tuple[int, int]
+) -> None:
+    """Cells of one verifier had a drafter each lose to half as many: a verifier by itself has busier times."""
+    found = PlannedFleet(way=way, num_verifiers=fleet[0], num_drafters=fleet[1]).cell
+    assert (found.num_verifiers, found.num_drafters) == cell
 
 
 def test_all_cells_together_have_the_whole_rate() -> None:
     alone = evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=1), LOAD, LOOSE)
-    four = evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=4), LOAD, LOOSE)
-    assert (len(alone.outcome.requests), len(four.outcome.requests)) == (200, 50)
-    assert four.tokens_per_s == pytest.approx(50 * 20, rel=0.1)
+    eight = evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=8), LOAD, LOOSE)
+    assert (len(alone.outcome.requests), len(eight.outcome.requests)) == (200, 100)
+    assert eight.tokens_per_s == pytest.approx(50 * 20, rel=0.1)
 
 
 def test_the_least_fleet_does_and_a_smaller_one_does_not() -> None:
@@ -75,7 +95,7 @@ def test_an_answer_may_take_as_long_as_the_goal_lets_each_of_its_tokens_take() -
 
 
 def test_a_cell_that_nobody_asks_shows_nothing() -> None:
-    assert not evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=200), LOAD[:100], LOOSE).meets
+    assert not evaluate(profile(), PlannedFleet(way=Way.PLAIN, num_verifiers=200), LOAD[:40], LOOSE).meets
 
 
 def test_the_command_compares_a_fleet_with_as_many_gpus_and_misses_goals_by_its_exit_status(
@@ -97,6 +117,22 @@ def test_the_command_compares_a_fleet_with_as_many_gpus_and_misses_goals_by_its_
     with pytest.raises(SystemExit, match="1"):
         cli.main(["plan", *load, "--verifiers", "1", "--slo-itl-ms", "0.1"])
     assert "the goals are not met" in capsys.readouterr().out
+
+
+def test_the_number_of_drafters_is_found_the_cheapest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(profile(), tmp_path / "p.json")
+    load = ["--profile", str(tmp_path / "p.json"), "--shape", "code", "--rate", "10", "--seconds", "2"]
+    written = tmp_path / "out.json"
+    cli.main(
+        ["plan", *load, "--verifiers", "2", "--slo-ttft-ms", "60000", "--slo-itl-ms", "60000", "--json", str(written)]
+    )
+    tiers = [each for each in json.loads(written.read_text()).values() if each["way"] == "drafter tier"]
+    assert {each["drafters"] for each in tiers} == {1, 2}
+    prices = [each["price_per_million_tokens"] for each in tiers]
+    assert prices == sorted(prices)
+    assert tiers[0]["gpus"] == 3, "both carry the load, so the fewest are the cheapest"
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| drafter tier")]
+    assert [row.split("|")[1].strip() for row in rows] == ["drafter tier, 1", "drafter tier, 2"]
 
 
 def test_without_a_load_the_command_says_what_pays_at_which(
