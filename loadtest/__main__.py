@@ -27,6 +27,7 @@ BENCHES = {
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "product": "the matrix products of a CPU step beside torch's, by each set of instructions of this machine",
     "scale": "the real fleet at simulated devices, 1 to 256 streams, beside what the planner says",
+    "shared": "one drafter for 1, 2 and 4 verifiers on simulated devices, beside what the planner says",
     "step": "a plain step inside the running verifier against its packed linears alone",
     "tenants": "a modest tenant's p99 and errors beside a greedy one, in seven ways, by turns",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",

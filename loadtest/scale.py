@@ -300,7 +300,7 @@ def averaged(rounds: Sequence[Mapping[str, Any]], ideal: Outcome) -> dict[str, A
         "share": statistics.fmean(speeds) / ideal.tokens_per_s,
     }
     busiest = max(cores, key=cores.__getitem__)
-    return {**_rounded(own | mean | {"cores": sum(cores.values())}), "busiest": f"{busiest} {cores[busiest]:.2f}"}
+    return {**rounded(own | mean | {"cores": sum(cores.values())}), "busiest": f"{busiest} {cores[busiest]:.2f}"}
 
 
 def _mean(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -313,10 +313,10 @@ def _mean(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
+def rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of a table, with three digits behind the point, or one where they are large."""
     return {
-        name: _rounded(value) if isinstance(value, Mapping) else round(value, 1 if abs(value) >= 100 else 3)
+        name: rounded(value) if isinstance(value, Mapping) else round(value, 1 if abs(value) >= 100 else 3)
         for name, value in figures.items()
     }
 

@@ -1,0 +1,261 @@
+"""One drafter for several verifiers, by the real services on simulated devices: `make bench NAME=shared`.
+
+Verifiers and drafters are the processes that serve; only their devices are simulated. The client goes straight to each
+verifier, so that each has as many streams as the others, and no gateway is measured. Ways:
+
+* plain, tier: by turns on one fleet, speculation off and on; all verifiers share one drafter
+* inside: each verifier has the drafter inside, on its own devices
+* replica: a verifier more for as many streams, all plain; measured as fewer streams on each verifier of the first fleet
+
+In the table, all of it after the load has found its pace:
+
+* verifier, least: tokens/s of a verifier, the mean of all and the least
+* share: of what a verifier has with a drafter of its own, which is the row of one verifier
+* gpu: tokens per GPU-second of the whole fleet, the drafter's GPU counted; ideal: what `paceline plan`'s simulation
+  gives for the same fleet, where code costs nothing; error: the measured one over it, less 1
+* busy: share of time in which the drafter's device works
+* draft_ms: its time for a token that is committed
+
+With `--stretch K` all devices take K times as long, so that the processes hardly contend for this machine's cores.
+Figures are those of the stretched devices, and so is the ideal. The bench is met when all ways give the same texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from loadtest.bench import Table, bench_parser, report, run
+from loadtest.fleet import bench_fleet
+from loadtest.paced import OFF, ask_of, keep_busy
+from loadtest.scale import IN_VERIFIER, costless, prompt_ids, rounded
+from loadtest.straight import StraightDoor
+from loadtest.streams import Ask
+from paceline.cluster.local import LocalFleet
+from paceline.planning.report import PROMPT_TOKENS, SETTLING, tokens_of
+from paceline.planning.simulation import Shared, Way, run_shared
+from paceline.simulated.model import find_profile
+from paceline.simulated.profile import Profile, write_profile
+from tools.scrape import scrape
+
+PLAIN, TIER, INSIDE, REPLICA = "plain", "tier", "inside", "replica"
+PLANNED = {PLAIN: Way.PLAIN, TIER: Way.TIER, INSIDE: Way.COLOCATED, REPLICA: Way.PLAIN}
+FLEETS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
+    (PLAIN, TIER, REPLICA): {},
+    (INSIDE,): {"speculative_config": IN_VERIFIER},
+}
+COMMITTED, DRAFTED = "vllm:generation_tokens_total", "paceline:draft_seconds_total"
+# Seconds of virtual time that the planner simulates, the first third of which does not count.
+PLANNED_S = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Verifiers, the streams of each, and how they are served."""
+
+    verifiers: int
+    streams: int
+    way: str
+
+    @property
+    def each(self) -> int:
+        """Streams of each verifier that runs here."""
+        if self.way != REPLICA:
+            return self.streams
+        return max(1, round(self.streams * self.verifiers / (self.verifiers + 1)))
+
+    def num_gpus(self, profile: Profile) -> int:
+        """GPUs of the verifiers that run here, and of their drafter."""
+        drafters = profile.drafter.num_devices if self.way == TIER else 0
+        return self.verifiers * profile.target.num_devices + drafters
+
+
+def main() -> None:
+    """Parses the command line and runs the bench."""
+    parser = bench_parser("shared", __doc__)
+    parser.add_argument("--profile", default="70b+1b@4xh100+h100", help="as of paceline up --simulate")
+    parser.add_argument("--verifiers", nargs="+", type=int, default=(1, 2, 4), help="(default 1 2 4)")
+    parser.add_argument("--streams", nargs="+", type=int, default=(8, 32), help="of each verifier (default 8 32)")
+    parser.add_argument("--ways", nargs="+", choices=PLANNED, default=list(PLANNED), help="(default: all)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="mean tokens of a text (default 96)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of a load, until no text begins (default 2.5)")
+    parser.add_argument("--rounds", type=int, default=2, help="of each way at each load (default 2)")
+    parser.add_argument("--acceptance", type=float, help="chance that a first guess is right (default: the profile's)")
+    parser.add_argument(
+        "--stretch", type=float, default=8.0, help="all devices' times are multiplied by it (default 8)"
+    )
+    run(parser, measure)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Measures all loads; True when texts did not depend on the way."""
+    loads = [
+        Load(verifiers=count, streams=streams, way=way)
+        for count in arguments.verifiers
+        for streams in arguments.streams
+        for way in PLANNED
+        if way in arguments.ways
+    ]
+    profile = costless(arguments.profile, arguments)
+    # Before anything is measured, since it takes all cores; in other processes, since it has an event loop.
+    with ProcessPoolExecutor() as pool:
+        futures = [pool.submit(planned, profile, load, arguments) for load in loads]
+        bars = tqdm(zip(loads, futures, strict=True), "planning", len(loads), unit="load")
+        ideals = {load: future.result() for load, future in bars}
+    with tqdm(total=len(loads) * arguments.rounds, desc="measuring", unit="load") as bar:
+        bench = Bench(arguments, bar)
+        for count in arguments.verifiers:
+            await bench.measure_fleets([load for load in loads if load.verifiers == count])
+    table, rows = Table(), list[dict[str, Any]]()
+    for load in loads:
+        own = bench.rounds.get(replace(load, verifiers=1))
+        rows.append(row_of(profile, load, bench.rounds[load], own, ideals[load]))
+        table.add(rows[-1])
+    return report("shared", simulated=True, rows=rows, ok=bench.same_texts)
+
+
+def planned(profile: Profile, load: Load, arguments: argparse.Namespace) -> Shared:
+    """The planner's prediction."""
+    until_s = PLANNED_S * arguments.stretch
+    return run_shared(
+        [profile] * load.verifiers,
+        PLANNED[load.way],
+        lambda number: (PROMPT_TOKENS, tokens_of(number, arguments.max_tokens)),
+        streams=[load.each] * load.verifiers,
+        until_s=until_s,
+        warm_up_s=SETTLING * until_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Figures of a round: tokens/s of each verifier, and seconds that drafters' devices work in a second."""
+
+    tokens_per_s: Sequence[float]
+    drafting: float
+
+
+class Bench:
+    """Measures loads, and keeps what came.
+
+    Args:
+        arguments: Arguments of the command line.
+        bar: Progress bar.
+
+    Attributes:
+        rounds: Figures of each round, by what was measured.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, bar: tqdm[Any]) -> None:
+        self.rounds: defaultdict[Load, list[Round]] = defaultdict(list)
+        self._arguments, self._bar = arguments, bar
+        self._texts: defaultdict[int, set[str]] = defaultdict(set)
+
+    @property
+    def same_texts(self) -> bool:
+        """Whether each request had one text, whichever verifier and way."""
+        return all(len(texts) == 1 for texts in self._texts.values())
+
+    async def measure_fleets(self, loads: Sequence[Load]) -> None:
+        """Measures loads of one number of verifiers, those of one fleet by turns."""
+        for ways, settings in FLEETS.items():
+            mine = [load for load in loads if load.way in ways]
+            if mine:
+                with tempfile.TemporaryDirectory() as folder:
+                    simulated = Path(folder) / "profile.json"
+                    profile = find_profile(self._arguments.profile).stretched(self._arguments.stretch)
+                    write_profile(profile, simulated)
+                    await self._measure_fleet(mine, simulate=str(simulated), **settings)
+
+    async def _measure_fleet(self, loads: Sequence[Load], **settings: Any) -> None:
+        num_verifiers = loads[0].verifiers
+        async with bench_fleet(acceptance=self._arguments.acceptance, num_verifiers=num_verifiers, **settings) as fleet:
+            for streams in dict.fromkeys(load.streams for load in loads):
+                now = [load for load in loads if load.streams == streams]
+                # Verifiers learn what drafting is worth.
+                await self._run(fleet, replace(now[-1], way=TIER), self._arguments.stretch)
+                for number in range(self._arguments.rounds):
+                    for load in now if number % 2 == 0 else now[::-1]:
+                        self.rounds[load].append(await self._measure(fleet, load))
+                        self._bar.update()
+
+    async def _measure(self, fleet: LocalFleet, load: Load) -> Round:
+        self._bar.set_postfix_str(f"{load.verifiers} verifiers, {load.streams} {load.way}")
+        # A stretched device does as much in as many times the seconds.
+        seconds = self._arguments.seconds * self._arguments.stretch
+        running = asyncio.create_task(self._run(fleet, load, seconds))
+        loop = asyncio.get_running_loop()
+        since_s = loop.time()
+        await asyncio.sleep(SETTLING * seconds)
+        before, before_s = await counted(fleet), loop.time()
+        await asyncio.sleep(max(0.0, since_s + seconds - before_s))
+        after, span_s = await counted(fleet), loop.time() - before_s
+        await running
+        grown = [{name: now[name] - old[name] for name in now} for old, now in zip(before, after, strict=True)]
+        return Round(
+            tokens_per_s=[each[COMMITTED] / span_s for each in grown[: load.verifiers]],
+            drafting=sum(each[DRAFTED] for each in grown) / span_s,
+        )
+
+    async def _run(self, fleet: LocalFleet, load: Load, seconds: float) -> None:
+        speculation = OFF if PLANNED[load.way] is Way.PLAIN else None
+
+        def make(number: int) -> Ask:
+            ask = ask_of(number, self._arguments.max_tokens, speculation)
+            return replace(ask, prompt=prompt_ids(number))
+
+        doors = [StraightDoor(each.address) for each in fleet.endpoints_of("verifier")]
+        try:
+            done = await asyncio.gather(*(keep_busy(door, make, load.each, seconds) for door in doors))
+        finally:
+            await asyncio.gather(*(door.close() for door in doors))
+        for number, each in (numbered for completions in done for numbered in enumerate(completions)):
+            self._texts[number].add(each.text)
+
+
+async def counted(fleet: LocalFleet) -> list[dict[str, float]]:
+    """Tokens and drafting time until now of each verifier, then of drafters."""
+    endpoints = [*fleet.endpoints_of("verifier"), *fleet.endpoints_of("drafter")]
+    pages = await asyncio.gather(*(scrape(each.second_address) for each in endpoints))
+    return [{name: page.get(name, 0.0) for name in (COMMITTED, DRAFTED)} for page in pages]
+
+
+def row_of(
+    profile: Profile, load: Load, rounds: Sequence[Round], own: Sequence[Round] | None, ideal: Shared
+) -> dict[str, Any]:
+    """A row of the table.
+
+    Args:
+        own: Rounds of one verifier of the same way and load; None: they were not measured.
+    """
+    fleet = [sum(each.tokens_per_s) for each in rounds]
+    mean, gpus = statistics.fmean(fleet), load.num_gpus(profile)
+    planned_rate = sum(each.tokens_per_s for each in ideal.outcomes)
+    alone = statistics.fmean(sum(each.tokens_per_s) for each in own) if own else None
+    drafting = statistics.fmean(each.drafting for each in rounds)
+    figures = {
+        "verifier": mean / load.verifiers,
+        "least": statistics.fmean(min(each.tokens_per_s) for each in rounds),
+        "gpu": mean / gpus,
+        "ideal": planned_rate / gpus,
+        "error": mean / planned_rate - 1.0,
+        "spread": (max(fleet) - min(fleet)) / mean,
+        "busy": drafting / (load.verifiers if load.way == INSIDE else 1),
+        "draft_ms": 1e3 * drafting / mean,
+    }
+    share = {"share": None if alone is None else round(mean / load.verifiers / alone, 3)}
+    return {"verifiers": load.verifiers, "streams": load.streams, "way": load.way, **share, **rounded(figures)}
+
+
+if __name__ == "__main__":
+    main()
