@@ -310,6 +310,34 @@ def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
     assert min(added[DRAFT_MODEL], added[NGRAM]) > 0
 
 
+def test_tokens_are_counted_by_drafter_and_its_time_by_verifier(tiny_pair):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=3))
+    device_s, step = [], pair.draft.step
+
+    async def watched(*arguments):
+        output = await step(*arguments)
+        device_s.append((output.device_s, output.report))
+        return output
+
+    pair.draft.step = watched
+    pair.submit("drafted", prompts(1)[0], SAMPLINGS["greedy"])
+    pair.run()
+    pair.kill_drafter()
+    pair.submit("plain", prompts(1)[0], SAMPLINGS["greedy"])
+    pair.run()
+    counts = Counter()
+    for report in pair.reports:
+        counts.update(report.counts)
+    mine, nobody = ("", DRAFTER), ("", "")
+    num_tokens = {name: len(session.token_ids) for name, session in pair.sessions.items()}
+    assert counts["paceline:drafter_committed_tokens", *mine] == num_tokens["drafted"]
+    assert counts["paceline:drafter_committed_tokens", *nobody] == num_tokens["plain"]
+    judged = {fate: counts["paceline:draft_nodes", DRAFT_MODEL, fate] for fate in ("accepted", "rejected")}
+    assert counts["paceline:drafter_accepted_tokens", *mine] == judged["accepted"]
+    assert counts["paceline:drafter_verified_tokens", *mine] == sum(judged.values()) > 0
+    assert all(set(each) == ({1} if report.num_rows else set()) for each, report in device_s)
+
+
 def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(tiny_pair):
     pair = EnginePair(*tiny_pair)
     pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"])

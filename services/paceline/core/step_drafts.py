@@ -46,6 +46,8 @@ class StepDrafts:
     def __init__(self, policy: Goodput, forest: Forest) -> None:
         self._policy = policy
         self._forest = forest
+        # Sessions of steps that drafted, each with a drafter and without a guess.
+        self._num_unmet = 0
 
     @property
     def step_s(self) -> float:
@@ -93,6 +95,8 @@ class StepDrafts:
         responded = links.answered(decoding)[drafted[mine] & (most > 0)] if drafts else None
         counts = self._policy.allocate(picked, responded=responded, other_rows=other_rows)
         if drafts:
+            has_guess = (picked.survivals > 0.0).any(axis=1)
+            self._num_unmet += int((drafted[mine] & (most > 0) & ~has_guess).sum())
             links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
         return Choice(counts, decoding.repeat(counts), self._forest.gather(decoding, picked.slots, counts))
 
@@ -107,6 +111,9 @@ class StepDrafts:
         report.price, report.mode, report.reason = policy.price, policy.step_mode, policy.reason
         report.measured = policy.measured
         report.responded = self._policy.responded
+        if self._num_unmet:
+            report.count("paceline:unmet_drafts", by=self._num_unmet)
+            self._num_unmet = 0
 
     def mark_silent(self, rows: Ints, now_s: float, report: StepReport) -> None:
         """Marks drafters whose answers are overdue, so that no step waits for them."""

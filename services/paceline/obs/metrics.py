@@ -304,6 +304,10 @@ class VerifierMetrics:
         self.fallbacks = meter.counters("paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
         self._by_drafter = [meter.counters(*each, *PAIR_LABELS, most=MOST_PAIRS) for each in _BY_DRAFTER]
         self.tell_address("")
+        meter.counter(
+            "paceline:unmet_drafts",
+            "Sessions in steps that drafted whose drafter had sent no guess in time; paceline:gamma_count has all.",
+        )
         meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
         meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
         self._mode: tuple[str, str] | None = None

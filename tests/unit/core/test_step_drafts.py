@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.core.draft_policy import FIRST_STEP_S
+from paceline.core.draft_policy import FIRST_STEP_S, FixedGamma
 from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import METHODS, SamplingParams, SpeculationParams
 from paceline.core.step_drafts import StepDrafts
+from paceline.core.target_events import StepReport
 from paceline.core.tree import DraftTree
-from paceline.forest import Floats, Forest, Ints, rows_of
+from paceline.forest import ROOT, Floats, Forest, Ints, rows_of
 
 
 def linked(name: str, forest: Forest, *, drafted: bool) -> SessionLink:
@@ -70,3 +71,20 @@ def test_nobody_waits_longer_than_a_step_in_all(policy: Watched) -> None:
     assert drafts.worth_waiting(rows_of_all(sessions), np.array([1.0]), idle_s=0.0) == FIRST_STEP_S
     assert drafts.worth_waiting(rows_of_all(sessions), np.array([1.0]), idle_s=FIRST_STEP_S) == 0.0
     assert drafts.worth_waiting(rows_of_all(sessions), np.array([np.nan]), idle_s=0.0) == 0.0
+
+
+def test_a_session_that_drafts_and_has_no_guess_is_an_unmet_draft() -> None:
+    forest = Forest(METHODS)
+    sessions = [
+        linked("a", forest, drafted=True),
+        linked("b", forest, drafted=True),
+        linked("c", forest, drafted=False),
+    ]
+    drafts, rows = StepDrafts(FixedGamma(gamma=2), forest), rows_of_all(sessions)
+    forest.add(sessions[0].tree.row, ROOT, 7, 0.9, 0)
+    told = []
+    for decoding in (rows, rows[:1], rows):
+        drafts.choose(decoding, rows_of(()))
+        drafts.describe(report := StepReport())
+        told.append(report.counts["paceline:unmet_drafts",])
+    assert told == [1, 0, 1], "the one with a guess is met, and the one without a drafter wants none"

@@ -133,15 +133,26 @@ def test_a_pod_has_time_to_drain_and_to_end_its_streams(rendered: Rendered) -> N
 def test_autoscalers_ask_for_what_the_adapter_makes_of_metrics_that_the_tier_has(everything: Rendered) -> None:
     rules = yaml.safe_load((K8S / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
     series_of = {rule["name"]["as"]: rule["seriesQuery"].partition("{")[0] for rule in rules}
-    asked: set[str] = set()
-    for tier, metrics_class in METRICS_OF.items():
-        registry = CollectorRegistry()
-        metrics_class(registry, "m")
-        served = {metric.name for metric in registry.collect()}
-        metrics = [each["pods"]["metric"]["name"] for each in everything.named(SCALER, tier)["spec"]["metrics"]]
-        assert {series_of[name] for name in metrics} <= served
-        asked.update(metrics)
-    assert asked == set(series_of)
+    metrics = [each["pods"]["metric"]["name"] for each in everything.named(SCALER, "verifier")["spec"]["metrics"]]
+    assert set(metrics) == set(series_of)
+    assert set(series_of.values()) <= served_by("verifier")
+
+
+def test_drafters_scale_by_what_the_adapter_makes_of_metrics_of_the_verifiers(everything: Rendered) -> None:
+    (rule,) = yaml.safe_load((K8S / "prometheus-adapter.yaml").read_text())["rules"]["external"]
+    (metric,) = everything.named(SCALER, "drafter")["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == rule["name"]["as"]
+    assert metric["external"]["target"] == {"type": "Value", "value": "200m"}
+    asked = {re.sub("_total$|_count$", "", name) for name in re.findall(r"paceline:\w+", rule["metricsQuery"])}
+    assert len(asked) == 2
+    assert asked <= served_by("verifier")
+
+
+def served_by(tier: str) -> set[str]:
+    """Names of the metrics that a tier has."""
+    registry = CollectorRegistry()
+    METRICS_OF[tier](registry, "m")
+    return {metric.name for metric in registry.collect()}
 
 
 def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(rendered: Rendered) -> None:

@@ -32,8 +32,12 @@ def test_keda_asks_for_the_series_of_the_usual_autoscalers_with_the_same_targets
         assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == usual["behavior"]
         assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (usual["minReplicas"], usual["maxReplicas"])
         for trigger, metric in zip(spec["triggers"], usual["metrics"], strict=True):
-            assert metric["pods"]["metric"]["name"].replace("_", ":", 1) in trigger["metadata"]["query"]
-            assert quantity(metric["pods"]["target"]["averageValue"]) == float(trigger["metadata"]["threshold"])
+            asked = metric.get("pods") or metric["external"]
+            series = asked["metric"]["name"].replace("_", ":", 1).removesuffix("_share")
+            assert series in trigger["metadata"]["query"]
+            assert trigger["metricType"] == asked["target"]["type"]
+            target = asked["target"].get("averageValue") or asked["target"]["value"]
+            assert quantity(target) == float(trigger["metadata"]["threshold"])
 
 
 def test_a_route_leads_to_the_service_or_to_the_pool_of_gateways() -> None:

@@ -32,7 +32,7 @@ def test_settings_may_be_what_the_service_takes(tier: str) -> None:
         ({"verifier": {"settings": {"dtype": "float16"}}}, "/verifier/settings/dtype"),
         ({"drafter": {"settings": {"draft-width": "three"}}}, "/drafter/settings/draft-width"),
         ({"drafter": {"env": {"PACELINE_PORT": "1"}}}, "PACELINE_PORT"),
-        ({"drafter": {"autoscaling": {"targetLagTokens": 0}}}, "/drafter/autoscaling/targetLagTokens"),
+        ({"drafter": {"autoscaling": {"targetUnmetPercent": 0}}}, "/drafter/autoscaling/targetUnmetPercent"),
         ({"drafter": {"disruptionBudget": {"minAvailable": 1}}}, "/drafter/disruptionBudget"),
         ({"gateway": {"settings": {"max-sessions": 1000000}}}, "/gateway/settings/max-sessions"),
         ({"gateway": {"apiKeys": {"lines": ["sk-the-key-itself"]}}}, "/gateway/apiKeys/lines/0"),
