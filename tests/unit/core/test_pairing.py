@@ -84,6 +84,13 @@ def test_a_near_drafter_is_taken_until_its_load_outweighs_the_way_to_another() -
     assert [paired("", far, each) for each in (*near, full)] == ["b", "b", "a"]
 
 
+def test_drafters_get_sessions_in_proportion_to_their_sizes_so_a_canary_is_a_small_one() -> None:
+    known = pairing(drafter("main", max_sessions=270), drafter("canary", max_sessions=30))
+    for _ in range(200):
+        known.count(known.choose(BOTH), +1)
+    assert known.num_own["canary"] == pytest.approx(20, abs=1)
+
+
 def test_zones_that_nobody_names_are_not_near() -> None:
     assert expected_round_trip_s("z1", "z1") == NEAR_S
     assert {expected_round_trip_s(*zones) for zones in (("z1", "z2"), ("", ""), ("z1", ""), ("", "z1"))} == {FAR_S}
