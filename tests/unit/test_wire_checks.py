@@ -272,6 +272,14 @@ def test_an_identity_without_vocabulary_is_refused() -> None:
         wire.draft_request_from_pb(request)
 
 
+def test_a_verifiers_address_is_bounded_and_older_ones_have_none() -> None:
+    longest = "v" * 259
+    assert wire.verifier_from_pb(drafter_pb2.DraftRequest(verifier=longest)) == longest
+    assert wire.verifier_from_pb(drafter_pb2.DraftRequest()) == ""
+    with pytest.raises(RemoteProtocolError, match=r"DraftRequest\.verifier"):
+        wire.verifier_from_pb(drafter_pb2.DraftRequest(verifier=longest + "v"))
+
+
 ASKED = replace(REQUEST, sampling=SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=1))
 
 

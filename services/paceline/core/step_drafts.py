@@ -92,11 +92,12 @@ class StepDrafts:
         mine = slice(len(decoding))
         most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
         picked = self._forest.best(decoding, most, links.takes_chains(decoding))
-        responded = links.answered(decoding)[drafted[mine] & (most > 0)] if drafts else None
+        waiting, answered = drafted[mine] & (most > 0), links.answered(decoding)
+        responded = answered[waiting] if drafts else None
         counts = self._policy.allocate(picked, responded=responded, other_rows=other_rows)
         if drafts:
             has_guess = (picked.survivals > 0.0).any(axis=1)
-            self._num_unmet += int((drafted[mine] & (most > 0) & ~has_guess).sum())
+            self._num_unmet += int((waiting & ~answered & ~has_guess).sum())
             links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
         return Choice(counts, decoding.repeat(counts), self._forest.gather(decoding, picked.slots, counts))
 
@@ -120,6 +121,7 @@ class StepDrafts:
         links = self._forest.links
         if self._policy.drafts and (num_marked := links.mark_silent(rows[links.may_wait(rows)], now_s)):
             report.count("paceline:fallbacks", "drafter_silent", by=num_marked)
+            self._num_unmet += num_marked
 
     def waits(self, rows: Ints, now_s: float) -> Floats:
         """By session the seconds until its next nodes, `[sessions]`; NaN: never."""

@@ -53,8 +53,8 @@ MOST_REFUSED = 4096
 # level in any case. By the planner four verifiers of 8 streams each (70B on 4 H100, 1B on an H100) keep 0.98 of their
 # speed with drafters of their own; with 0.25 they kept 0.94, and with more than that less.
 SHARE_OF_OTHERS = 0.15
-# Least rows of prompts that a step reads.
-LEAST_READ = 16
+# Least rows of prompts that a step reads; steps with no more than a round commits show nothing of prompts.
+LEAST_READ = 2 * MOST_FRESH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,13 @@ class DraftPace:
 
     def most_read(self, links: Collection[int]) -> float:
         """Rows of prompts in one step that the commits of these verifiers may wait for."""
+        if self._read is None:
+            return math.inf
         shortest_s = min((self._rounds[link].value for link in links if link in self._rounds), default=math.inf)
-        return math.inf if self._read is None else max(LEAST_READ, SHARE_OF_OTHERS * shortest_s / self._read.value)
+        # A row's time has its part of the step's fixed time, which is about a level: prompts may double that at least,
+        # or they would get fewer rows with every step.
+        bound_s = max(SHARE_OF_OTHERS * shortest_s, 2.0 * self._level.value)
+        return max(LEAST_READ, bound_s / max(self._read.value, 1e-9))
 
     def committed(self, link: int, now_s: float) -> None:
         """A verifier has committed; after a pause that says nothing of its rounds."""
@@ -142,7 +147,7 @@ class DraftPace:
         self._committed_s.pop(link, None)
         if not self._rounds:
             # The steps of a warm-up compile.
-            self._level = MovingAverage(FIRST_LEVEL_S)
+            self._level, self._read = MovingAverage(FIRST_LEVEL_S), None
 
     def costs(self, links: Sequence[int]) -> Floats:
         """Time of a level as a share of that between two commits of verifiers, float64 `[links]`."""
@@ -182,6 +187,8 @@ class DraftScheduler:
         self._limits = limits
         self._identity, self._feature_width = identity, feature_width
         self._sessions: dict[Key, DraftSession] = {}
+        # How many of these each verifier has.
+        self._held = Counter[int]()
         # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew. The
         # last refused are at the end.
         self._refused: dict[Key, None] = {}
@@ -240,6 +247,9 @@ class DraftScheduler:
         """Frees a session; those that waited for its place may try again."""
         self._follow()
         session = self._sessions.pop(key)
+        self._held[key[0]] -= 1
+        if not self._held[key[0]]:
+            del self._held[key[0]]
         session.pages.release()
         self.trees.remove(session)
         for each in (behind := self.trees.behind):
@@ -289,16 +299,16 @@ class DraftScheduler:
             return
         session.link, session.touched_s = key[0], now_s
         self._sessions[key] = session
+        self._held[key[0]] += 1
         self.trees.add(session)
 
     def _make_place(self, link: int) -> bool:
         """Whether a verifier gets a place; up to an equal share it takes the newest one of the verifier with most."""
         if self.num_sessions < self._limits.max_num_seqs:
             return True
-        held = Counter(number for number, _ in self._sessions)
-        [(largest, most)] = held.most_common(1)
-        share = self._limits.max_num_seqs // len({*held, link})
-        if held[link] >= min(share, most):
+        [(largest, most)] = self._held.most_common(1)
+        share = self._limits.max_num_seqs // len({*self._held, link})
+        if self._held[link] >= min(share, most):
             return False
         self._close(next(key for key in reversed(self._sessions) if key[0] == largest))
         return True
@@ -463,8 +473,9 @@ class DraftScheduler:
     def _beyond_share(self, session: DraftSession, others: Sequence[DraftSession]) -> list[DraftSession]:
         """Sessions of the verifier with most pages, where a session's own verifier stays within an equal share."""
         held = Counter({session.link: -(-len(session.pages.tokens) // BLOCK_SIZE)})
-        for each in others:
-            held[each.link] += len(each.pages.blocks)
+        for each in self._sessions.values():
+            if each is not session and each.pages.blocks:
+                held[each.link] += len(each.pages.blocks)
         [(largest, most)] = held.most_common(1)
         share = self.pool.num_blocks // len(held)
         return [each for each in others if each.link == largest] if held[session.link] <= share < most else []

@@ -59,7 +59,8 @@ class DraftedTrees:
         self._sessions: dict[int, DraftSession] = {}
         self._rows = rows_of(())
         # By row, the stream of its verifier.
-        self._link_of = np.zeros(0, np.int64)
+        # By rows of the forest, which grows now and then.
+        self._link_of = np.zeros(1, np.int64)
         # By row, those whose trees cannot grow before some committed tokens are computed.
         self._behind: dict[int, DraftSession] = {}
 
@@ -81,8 +82,9 @@ class DraftedTrees:
         row = session.row = self.forest.take_row()
         self._sessions[row] = session
         self._rows = rows_of(self._sessions)
-        self._link_of = np.zeros(len(self.forest.arrays.trees), np.int64)
-        self._link_of[self._rows] = [each.link for each in self._sessions.values()]
+        if len(self._link_of) < len(self.forest.arrays.trees):
+            self._link_of = np.resize(self._link_of, len(self.forest.arrays.trees))
+        self._link_of[row] = session.link
         self.forest.open(
             row,
             session.tokens,

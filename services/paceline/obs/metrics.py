@@ -273,8 +273,9 @@ def rows_label(num_rows: int) -> str:
 
 
 # Labels by which the time of drafters is divided by tokens: addresses of both, and the drafter's model. A fleet whose
-# drafters are replaced all the time would have ever more of them.
-PAIR_LABELS, MOST_PAIRS = ("verifier", "draft_model", "drafter"), 32
+# drafters are replaced all the time would have ever more of them; more than this are hardly in use at once, since a
+# counter that is forgotten begins at 0 again.
+PAIR_LABELS, MOST_PAIRS = ("verifier", "draft_model", "drafter"), 512
 
 
 class VerifierMetrics:

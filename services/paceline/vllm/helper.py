@@ -86,8 +86,8 @@ class Helper:
             zone=job.settings.zone,
             tls=tls,
         )
-        self._drafters.verifier = job.settings.metrics_address
-        self._metrics.tell_address(job.settings.metrics_address)
+        self._drafters.verifier = metrics_address_of(job)
+        self._metrics.tell_address(self._drafters.verifier)
         policy = Goodput(max_nodes=job.max_chain, max_eager_batch=max_eager_batch(job.settings.drafters))
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
@@ -250,8 +250,8 @@ async def serve(job: HelperJob, to_proposer: ToProposer, board: SharedTrees) -> 
         if store is not None:
             await stack.enter_async_context(store)
         if job.settings.metrics_address:
-            host, _, port = job.settings.metrics_address.rpartition(":")
-            stack.enter_context(metrics_server(registry, host.strip("[]"), int(port) + job.engine))
+            host, _, port = metrics_address_of(job).rpartition(":")
+            stack.enter_context(metrics_server(registry, host.strip("[]"), int(port)))
         await stack.enter_async_context(_told_the_mode(job.mode_socket, helper.rehearsal))
         stack.push_async_callback(helper.close)
         await stack.enter_async_context(TaskSupervisor(registry).kept(helper.background(store)))
@@ -259,6 +259,12 @@ async def serve(job: HelperJob, to_proposer: ToProposer, board: SharedTrees) -> 
         helper.begin()
         logger.info("the helper is ready", extra={"model": str(job.model), "drafters": ",".join(job.settings.drafters)})
         await helper.ended.wait()
+
+
+def metrics_address_of(job: HelperJob) -> str:
+    """Where a helper shows its metrics, a port for each engine; its drafters know it by this. Empty: nowhere."""
+    host, _, port = job.settings.metrics_address.rpartition(":")
+    return f"{host}:{int(port) + job.engine}" if port else ""
 
 
 @contextlib.asynccontextmanager

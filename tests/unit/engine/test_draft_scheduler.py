@@ -12,7 +12,8 @@ from paceline.core.messages import CloseSession, CommittedStates, Drafts, Laggin
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine import draft_scheduler
-from paceline.engine.draft_scheduler import QUIET_S
+from paceline.engine.draft_plan import MOST_FRESH
+from paceline.engine.draft_scheduler import LEAST_READ, QUIET_S, SHARE_OF_OTHERS, DraftPace
 from paceline.engine.draft_session import Offer
 from paceline.engine.pending import HostPending
 from paceline.forest import NONE, ROOT
@@ -707,3 +708,36 @@ def test_after_a_slow_step_a_drafter_reads_less_of_a_prompt_at_once() -> None:
     drafter.open("s", prompt_len=200)
     read = [drafter.step(seconds).catching_up[0] for seconds in (4.0, 0.5, 0.2)]
     assert [each.stop - each.start for each in read] == [64, 16, 32]
+
+
+@pytest.mark.parametrize("fixed_s", [1e-4, 2e-3, 4e-3, 8e-3])
+def test_beside_other_verifiers_prompts_are_read_on_where_a_level_has_a_fixed_time(fixed_s: float) -> None:
+    row_s, pace, now_s = 1e-4, DraftPace(), 0.0
+    for _ in range(8):
+        now_s += 0.02
+        for link in (1, 2):
+            pace.committed(link, now_s)
+    for _ in range(100):
+        pace.took(fixed_s, 1)
+    rows = 256.0
+    for _ in range(400):
+        pace.read(int(rows), fixed_s + rows * row_s)
+        rows = min(256.0, pace.most_read([1, 2]))
+    step_s = fixed_s + rows * row_s
+    # A step takes its share of a round, or twice as long as a level, whichever is more.
+    assert step_s == pytest.approx(max(SHARE_OF_OTHERS * 0.02, 2.0 * fixed_s), rel=0.3)
+
+
+def test_reading_recovers_from_a_slow_step() -> None:
+    pace = DraftPace()
+    for now_s in (0.02, 0.04):
+        for link in (1, 2):
+            pace.committed(link, now_s)
+    pace.took(1e-3, 1)
+    pace.read(256, 10.0)
+    rows = pace.most_read([1, 2])
+    assert rows == LEAST_READ > MOST_FRESH
+    for _ in range(400):
+        pace.read(int(rows), 1e-3 + rows * 1e-5)
+        rows = min(256.0, pace.most_read([1, 2]))
+    assert rows > 100
