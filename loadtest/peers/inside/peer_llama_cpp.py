@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,10 @@ class LlamaCpp:
                 ask.result()
         return clock.wave([ids[:max_new_tokens] for ids in token_ids])
 
-    def _ask(self, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    def _ask(self, prompt: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         job = self._job
         return {
-            "prompt": prompt,
+            "prompt": [*prompt],
             "n_predict": max_new_tokens,
             "ignore_eos": True,
             "stream": True,

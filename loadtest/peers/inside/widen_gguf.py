@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import gguf  # type: ignore[import-not-found]
+import gguf
 import numpy as np
 
 KEPT = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
