@@ -55,6 +55,8 @@ FLEETS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     (INSIDE,): {"speculative_config": IN_VERIFIER},
 }
 COMMITTED, DRAFTED = "vllm:generation_tokens_total", "paceline:draft_seconds_total"
+# Seconds at the devices' own pace in which verifiers learn; in 31 steps of a load none drafted.
+LEARNING_S = 2.5
 # Seconds of virtual time that the planner simulates, the first third of which does not count.
 PLANNED_S = 4.0
 
@@ -182,8 +184,8 @@ class Bench:
         async with bench_fleet(acceptance=self._arguments.acceptance, num_verifiers=num_verifiers, **settings) as fleet:
             for streams in dict.fromkeys(load.streams for load in loads):
                 now = [load for load in loads if load.streams == streams]
-                # Verifiers learn what drafting is worth.
-                await self._run(fleet, replace(now[-1], way=TIER), self._arguments.stretch)
+                # Verifiers learn what drafting is worth at this load, which takes them some hundred steps.
+                await self._run(fleet, replace(now[-1], way=TIER), LEARNING_S * self._arguments.stretch)
                 for number in range(self._arguments.rounds):
                     for load in now if number % 2 == 0 else now[::-1]:
                         self.rounds[load].append(await self._measure(fleet, load))
