@@ -295,10 +295,14 @@ class DraftingMode:
 
     @property
     def measured(self) -> tuple[int, dict[Mode, float]]:
-        """About how many sessions the present load has, and the known rates there; 0 and none before the first step."""
+        """About how many sessions the present load has, and the rates there of some steps; 0 and none at first.
+
+        A first step or two, such as the last ones of a prompt, may seem a hundred times as fast as all others.
+        """
         if self._load is None:
             return 0, {}
-        return 2**self._at, {mode: rate.value for mode, rate in self._load.rates.items() if rate.is_known}
+        rates = self._load.rates.items()
+        return 2**self._at, {mode: rate.value for mode, rate in rates if rate.steps >= LEAST_STEPS}
 
     @property
     def reason(self) -> Reason:

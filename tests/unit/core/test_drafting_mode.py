@@ -407,3 +407,13 @@ def test_a_pause_of_the_machine_within_a_trial_costs_ten_steps_at_most() -> None
     assert modes_of(switch, 1, 1, RATES) == [DRAFTING]
     switch.observe(num_sessions=1, tokens=1, seconds=500 * PLAIN_S, plain_s=PLAIN_S, has_prefill=False, responded=True)
     assert switch.loads[0].allowance > -10.0
+
+
+def test_rates_are_shown_after_some_steps() -> None:
+    verifier = always(2.0)
+    verifier.steps(LEAST_STEPS - 1, 8)
+    assert verifier.switch.measured == (8, {})
+    verifier.steps(20 * MOST_STEPS, 8)
+    _, rates = verifier.switch.measured
+    assert set(rates) >= {PLAIN, DRAFTING}
+    assert rates[DRAFTING] > 1.5 * rates[PLAIN]
