@@ -28,6 +28,9 @@ class Engine:
 class Loading:
     engine = Engine()
 
+    def announced_at(self, address):
+        pass
+
     async def close(self):
         pass
 
