@@ -31,7 +31,7 @@ LIVENESS = "liveness"
 # Objects until the first generation is collected, and collections of each until the next one is. Freeing 20,000 objects
 # of ended calls takes some 30 ms of an event loop. In an engine, steps make and drop thousands of objects: by the
 # interpreter's own thresholds collections double the time of a step's bookkeeping.
-GARBAGE_OF_REQUESTS, GARBAGE_OF_STEPS = (700, 10, 3), (10_000, 10, 10)
+GARBAGE_OF_REQUESTS, GARBAGE_OF_STEPS = (700, 10, 3), (2_000, 3, 2)
 # Time for ended calls to send their status.
 LAST_CALLS_S = 1.0
 
