@@ -112,14 +112,19 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="+", default=PROFILES, help="as of paceline up --simulate")
     parser.add_argument("--streams", nargs="+", type=int, default=LOADS, help="loads (default 1 to 256)")
     parser.add_argument("--ways", nargs="+", choices=names, default=names, help="(default: all)")
+    add_load_flags(parser, stretch=1.0)
+    run(parser, measure)
+
+
+def add_load_flags(parser: argparse.ArgumentParser, *, stretch: float) -> None:
+    """Adds the flags of a load at simulated devices."""
     parser.add_argument("--max-tokens", type=int, default=96, help="mean tokens of a text (default 96)")
     parser.add_argument("--seconds", type=float, default=2.5, help="of a load, until no text begins (default 2.5)")
     parser.add_argument("--rounds", type=int, default=2, help="of each way at each load (default 2)")
     parser.add_argument("--acceptance", type=float, help="chance that a first guess is right (default: the profile's)")
     parser.add_argument(
-        "--stretch", type=float, default=1.0, help="all devices' times are multiplied by it (default 1)"
+        "--stretch", type=float, default=stretch, help=f"all devices' times are multiplied by it (default {stretch:g})"
     )
-    run(parser, measure)
 
 
 async def measure(arguments: argparse.Namespace) -> bool:

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from loadtest.bench import Table, bench_parser, report, run
 from loadtest.fleet import bench_fleet
 from loadtest.paced import OFF, ask_of, keep_busy
-from loadtest.scale import IN_VERIFIER, costless, prompt_ids, rounded
+from loadtest.scale import IN_VERIFIER, add_load_flags, costless, prompt_ids, rounded
 from loadtest.straight import StraightDoor
 from loadtest.streams import Ask
 from paceline.cluster.local import LocalFleet
@@ -89,13 +89,7 @@ def main() -> None:
     parser.add_argument("--verifiers", nargs="+", type=int, default=(1, 2, 4), help="(default 1 2 4)")
     parser.add_argument("--streams", nargs="+", type=int, default=(8, 32), help="of each verifier (default 8 32)")
     parser.add_argument("--ways", nargs="+", choices=PLANNED, default=list(PLANNED), help="(default: all)")
-    parser.add_argument("--max-tokens", type=int, default=96, help="mean tokens of a text (default 96)")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of a load, until no text begins (default 2.5)")
-    parser.add_argument("--rounds", type=int, default=2, help="of each way at each load (default 2)")
-    parser.add_argument("--acceptance", type=float, help="chance that a first guess is right (default: the profile's)")
-    parser.add_argument(
-        "--stretch", type=float, default=8.0, help="all devices' times are multiplied by it (default 8)"
-    )
+    add_load_flags(parser, stretch=8.0)
     run(parser, measure)
 
 

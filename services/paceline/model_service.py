@@ -227,10 +227,7 @@ async def serve_model(
                 health_port=config.health_port,
             ) as server:
                 host.announced_at(config.announce or server.address)
-                logger.info("loads the model")
-                await host.engine.start()
-                logger.info("has loaded the model")
-                settle_heap(GARBAGE_OF_STEPS)
+                await _load(host)
                 supervisor = TaskSupervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
@@ -242,6 +239,13 @@ async def serve_model(
                         await _unless_it_hangs(serving, host, role, server, bound_s)
                 finally:
                     await host.close()
+
+
+async def _load(host: ModelHost) -> None:
+    logger.info("loads the model")
+    await host.engine.start()
+    logger.info("has loaded the model")
+    settle_heap(GARBAGE_OF_STEPS)
 
 
 async def engine_ended(host: ModelHost, role: str) -> None:

@@ -1,6 +1,6 @@
 """Large fleets by one of their cells, and the least fleet that meets a goal.
 
-A cell is a drafter with the verifiers it has to serve, or a verifier alone. Sessions never leave the verifier they are
+A cell has at least four verifiers if the fleet has, and their drafters. Sessions never leave the verifier they are
 routed to, and requests are dealt out evenly, so all cells are alike: one of them stands for the fleet.
 """
 

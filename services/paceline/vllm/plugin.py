@@ -123,7 +123,7 @@ def _serves_requests(theirs: Callable[..., None], processor: Any, vllm_config: A
 def _checked(theirs: Callable[..., None], sampling: Any, speculative_config: Any) -> None:
     """Checks what a request says of speculation; a sampling parameter that forbids guesses is served without.
 
-    One is refused: in a step that verifies guesses, of whichever request, it ends vLLM's engine.
+    `logprob_token_ids` is refused: in a step that verifies guesses of any request it ends vLLM's engine.
     """
     if speculative_config is None or speculative_config.method != METHOD:
         theirs(sampling, speculative_config)
