@@ -59,20 +59,12 @@ class Goodput:
         self.least_survival = 0.0
         self._max_eager_batch = max_eager_batch
         self.step_s, self.responded = FIRST_STEP_S, True
+        self.mode, self.rehearsed = DraftingMode(max_eager_batch), ""
         self.start_from(cost)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.mode = DraftingMode(self._max_eager_batch)
-        self._price: MovingAverage | None = None
-        self._between_s = MovingAverage(0.0)
-        self.rehearsed = ""
 
     def forget(self) -> None:
         """Begins anew with the step times of the profile: what was learned since has proved to be unusable."""
-        rehearsing = self.mode.rehearsing
-        self._reset()
-        self.mode.rehearsing = rehearsing
+        self.rehearsed = ""
         self.start_from(self._cost, self.times.plain)
 
     @property
@@ -120,13 +112,17 @@ class Goodput:
         self.rehearsed = over or self.rehearsed
 
     def start_from(self, cost: StepCost, plain: StepCost | None = None) -> None:
-        """Begins anew with the step times of a profile.
+        """Begins anew with the step times of a profile. Rates count in these: those of earlier steps are dropped.
 
         Args:
             cost: By rows, while drafters work.
             plain: While they idle; None: the same.
         """
         self._cost, self.times = cost, StepTimes(cost, plain)
+        self._price: MovingAverage | None = None
+        self._between_s = MovingAverage(0.0)
+        rehearsing, self.mode = self.mode.rehearsing, DraftingMode(self._max_eager_batch)
+        self.mode.rehearsing = rehearsing
 
     def learned(self) -> dict[str, list[Any]]:
         """State that a successor may begin with: step times, rates, and the draft model they were rehearsed with."""

@@ -310,6 +310,17 @@ def test_a_successor_knows_what_sources_are_worth():
     assert after.guesses
 
 
+def test_rates_of_steps_before_the_profile_are_no_rates_of_it():
+    gentle = StepCost(rows=(1, 512), seconds=(0.010, 0.020))
+    policy = Goodput()
+    for _ in range(8):
+        policy.enter(4, drafters=False)
+        policy.observe(roots=4, guesses=0, tokens=4, step_s=0.01, cycle_s=0.01)
+    policy.start_from(gentle)
+    assert not policy.mode.learned()
+    assert measured(policy, gentle)[-1]
+
+
 def test_steps_show_nothing_of_drafting_before_drafters_have_answered():
     gentle = StepCost(rows=(1, 512), seconds=(0.010, 0.020))
     policy = Goodput(gentle)

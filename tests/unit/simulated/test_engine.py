@@ -22,7 +22,7 @@ from paceline.engine.loop import run_sync
 from paceline.simulated.profile import write_profile
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.served import ServedEngine, TargetStepper
-from paceline.verifier.simulated_engine import simulated_engine
+from paceline.verifier.simulated_engine import SimulatedEngine, simulated_engine
 from tests.unit.planning.facts import profile
 
 NUM_TOKENS = 60
@@ -98,6 +98,12 @@ def test_a_drafter_inside_the_verifier_guesses_and_changes_no_text(tmp_path: Pat
     assert (len(plain), none_accepted) == (NUM_TOKENS, 0)
     assert drafted == plain
     assert accepted > NUM_TOKENS / 2
+
+
+def test_a_first_session_finds_no_rates_of_the_warm_up(tmp_path: Path) -> None:
+    engine = served(tmp_path).make()
+    assert isinstance(engine, SimulatedEngine)
+    assert engine.learned()["policy"]["mode_rates"] == []
 
 
 def test_the_drafter_inside_leaves_the_target_less_room(tmp_path: Path) -> None:
