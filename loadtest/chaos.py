@@ -10,6 +10,7 @@ They are `ResumingClient`s, over gRPC and over HTTP, know all gateways, and go o
 off. Some prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was taken
 gets its answer, a poisonous request is refused before it has ended a third engine, and a key that is withdrawn in a
 change that breaks the file of keys is gone, while that of the streams stays. The same seed gives the same faults.
+With --targets 2 every other verifier has another target, half of the streams ask for it, and all share the drafters.
 Printed are the faults, what became of the streams, and how long they paused around kills.
 """
 
@@ -34,7 +35,7 @@ from tqdm import tqdm
 
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.faults import FAULTS, KEY_FILE, KILL, POISONER, VALKEY, Disturbance, Fault, Poisoned, Site, planned
-from loadtest.faulty.orders import FOLDER_VARIABLE
+from loadtest.faulty.orders import FOLDER_VARIABLE, SECOND_TARGET
 from loadtest.fleet import DEMO_PAIR, bench_fleet
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.key_faults import KeyFile, Withdrawn
@@ -42,6 +43,7 @@ from loadtest.resuming_http import ResumingHttpClient
 from loadtest.steadfast import Answer, Request, keep_running, long_request, mixed_requests, over, run_each
 from loadtest.store_faults import UNWRITABLE_S
 from paceline.client.resuming import ResumingClient
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import ServicePort
 from paceline.cluster.supervisor import BackOff
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=24, help="streams side by side (default 24)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens a stream (default 160)")
     parser.add_argument("--verifiers", type=int, default=3, help="verifiers, which take long to start (default 3)")
+    parser.add_argument("--targets", type=int, choices=(1, 2), default=1, help="models of the verifiers (default 1)")
     parser.add_argument("--replicas", type=int, default=2, help="of drafters and of gateways (default 2)")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="kinds (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of the course of events (default 1)")
@@ -114,7 +117,14 @@ async def disturb(options: argparse.Namespace) -> Outcome:
     for index in range(STREAMS_A_LONG_ONE - 1, options.streams, STREAMS_A_LONG_ONE):
         requests[index] = long_request(index, options.max_tokens, CONTEXT_LEN)
     places = max(1, math.ceil(PLACES_A_STREAM * options.streams / options.replicas))
-    settings: dict[str, Any] = {"num_verifiers": options.verifiers, "gateway_arg": (f"--max-sessions={places}",)}
+    gateway_arg, environ = (f"--max-sessions={places}",), dict[str, str]()
+    if options.targets == 2:
+        # The draft model as a target: smaller, with other texts.
+        gateway_arg, environ = (*gateway_arg, f"--model={DEMO_DRAFTER}"), {SECOND_TARGET: str(DEMO_DRAFTER)}
+        for index, request in enumerate(requests):
+            # Pairs of requests, as one of each pair is sampled.
+            request.model = (DEMO_TARGET if index // 2 % 2 else DEMO_DRAFTER).name
+    settings: dict[str, Any] = {"num_verifiers": options.verifiers, "gateway_arg": gateway_arg, "environ": environ}
     async with (
         disturbed_fleet(options.replicas, chance, options.logs, **settings) as site,
         _clients(site.fleet, site.keys.stays) as clients,
@@ -181,7 +191,7 @@ async def disturbed_fleet(
         keys = KeyFile(Path(folder) / "keys")
         gateway_arg = (*settings.pop("gateway_arg", ()), f"--api-keys-file={keys.path}")
         fleet = bench_fleet(
-            environ={FOLDER_VARIABLE: folder},
+            environ={FOLDER_VARIABLE: folder, **settings.pop("environ", {})},
             launcher={"back_off": BACK_OFF, "announce": through_a_proxy, "modules": FAULTY},
             gateway_arg=gateway_arg,
             **{**_defaults(num_replicas, Path(folder) if logs is None else logs), **settings},

@@ -219,7 +219,9 @@ async def _poison(kind: str, site: Site, name: str) -> None:
     del name
     ids = [*orders.POISON[kind], *(site.chance.randrange(10, 4000) for _ in range(20))]
     request = gateway_pb2.GatewayGenerateRequest(
-        prompt_token_ids=gateway_pb2.TokenIds(ids=ids), sampling=common_pb2.SamplingParams(max_tokens=8, seed=1)
+        model=site.fleet.model_name,
+        prompt_token_ids=gateway_pb2.TokenIds(ids=ids),
+        sampling=common_pb2.SamplingParams(max_tokens=8, seed=1),
     )
     deaths_before = orders.num_deaths(site.orders)
     gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]

@@ -73,6 +73,8 @@ def http_body(request: gateway_pb2.GatewayGenerateRequest) -> dict[str, Any]:
     body["speculation"] = {"acceptance": speculation.acceptance}
     if speculation.method:
         body["speculation"]["method"] = speculation.method
+    if request.model:
+        body["model"] = request.model
     return {**body, "prompt": list(request.prompt_token_ids.ids) or request.prompt, **STREAMED}
 
 

@@ -23,6 +23,7 @@ def test_nothing_is_lost_doubled_changed_or_left_without_an_answer_while_things_
         streams=16,
         max_tokens=64,
         verifiers=2,
+        targets=1,
         replicas=2,
         faults=KINDS,
         logs=None,
