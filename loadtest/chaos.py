@@ -33,9 +33,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from loadtest.alternating import environ_of
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.faults import FAULTS, KEY_FILE, KILL, POISONER, VALKEY, Disturbance, Fault, Poisoned, Site, planned
-from loadtest.faulty.orders import FOLDER_VARIABLE, SECOND_TARGET
+from loadtest.faulty.orders import FOLDER_VARIABLE
 from loadtest.fleet import DEMO_PAIR, bench_fleet
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.key_faults import KeyFile, Withdrawn
@@ -117,10 +118,11 @@ async def disturb(options: argparse.Namespace) -> Outcome:
     for index in range(STREAMS_A_LONG_ONE - 1, options.streams, STREAMS_A_LONG_ONE):
         requests[index] = long_request(index, options.max_tokens, CONTEXT_LEN)
     places = max(1, math.ceil(PLACES_A_STREAM * options.streams / options.replicas))
-    gateway_arg, environ = (f"--max-sessions={places}",), dict[str, str]()
+    gateway_arg, environ = [f"--max-sessions={places}"], dict[str, str]()
     if options.targets == 2:
         # The draft model as a target: smaller, with other texts.
-        gateway_arg, environ = (*gateway_arg, f"--model={DEMO_DRAFTER}"), {SECOND_TARGET: str(DEMO_DRAFTER)}
+        gateway_arg.append(f"--model={DEMO_DRAFTER}")
+        environ = environ_of({"--model": DEMO_DRAFTER})
         for index, request in enumerate(requests):
             # Pairs of requests, as one of each pair is sampled.
             request.model = (DEMO_TARGET if index // 2 % 2 else DEMO_DRAFTER).name

@@ -17,7 +17,9 @@ In the table, all of it after the load has found its pace:
 * draft_ms: its time for a token that is committed
 
 With `--stretch K` all devices take K times as long, so that the processes hardly contend for this machine's cores.
-Figures are those of the stretched devices, and so is the ideal. The bench is met when all ways give the same texts.
+Figures are those of the stretched devices, and so is the ideal. With --second-profile every other verifier has another
+target, at the drafter of --profile: `each` has tokens/s by verifier, and shares are left out. The bench is met when all
+ways give the same texts.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from loadtest.alternating import environ_of
 from loadtest.bench import Table, bench_parser, report, run
 from loadtest.fleet import bench_fleet
 from loadtest.paced import OFF, ask_of, keep_busy
@@ -76,16 +79,22 @@ class Load:
             return self.streams
         return max(1, round(self.streams * self.verifiers / (self.verifiers + 1)))
 
-    def num_gpus(self, profile: Profile) -> int:
-        """GPUs of the verifiers that run here, and of their drafter."""
-        drafters = profile.drafter.num_devices if self.way == TIER else 0
-        return self.verifiers * profile.target.num_devices + drafters
+    def num_gpus(self, profiles: Sequence[Profile]) -> int:
+        """GPUs of the verifiers that run here, and of their drafter, the first one's."""
+        drafters = profiles[0].drafter.num_devices if self.way == TIER else 0
+        return drafters + sum(each.target.num_devices for each in profiles)
+
+    def profiles(self, arguments: argparse.Namespace) -> list[Profile]:
+        """Devices of each verifier."""
+        names = (arguments.profile, arguments.second_profile or arguments.profile)
+        return [costless(names[number % 2], arguments) for number in range(self.verifiers)]
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
     parser = bench_parser("shared", __doc__)
     parser.add_argument("--profile", default="70b+1b@4xh100+h100", help="as of paceline up --simulate")
+    parser.add_argument("--second-profile", default="", help="of every other verifier (default: the same)")
     parser.add_argument("--verifiers", nargs="+", type=int, default=(1, 2, 4), help="(default 1 2 4)")
     parser.add_argument("--streams", nargs="+", type=int, default=(8, 32), help="of each verifier (default 8 32)")
     parser.add_argument("--ways", nargs="+", choices=PLANNED, default=list(PLANNED), help="(default: all)")
@@ -102,10 +111,9 @@ async def measure(arguments: argparse.Namespace) -> bool:
         for way in PLANNED
         if way in arguments.ways
     ]
-    profile = costless(arguments.profile, arguments)
     # Before anything is measured, since it takes all cores; in other processes, since it has an event loop.
     with ProcessPoolExecutor() as pool:
-        futures = [pool.submit(planned, profile, load, arguments) for load in loads]
+        futures = [pool.submit(planned, load, arguments) for load in loads]
         bars = tqdm(zip(loads, futures, strict=True), "planning", len(loads), unit="load")
         ideals = {load: future.result() for load, future in bars}
     with tqdm(total=len(loads) * arguments.rounds, desc="measuring", unit="load") as bar:
@@ -115,16 +123,18 @@ async def measure(arguments: argparse.Namespace) -> bool:
     table, rows = Table(), list[dict[str, Any]]()
     for load in loads:
         own = bench.rounds.get(replace(load, verifiers=1))
-        rows.append(row_of(profile, load, bench.rounds[load], own, ideals[load]))
+        rows.append(row_of(load, load.profiles(arguments), bench.rounds[load], own, ideals[load]))
+        if arguments.second_profile:
+            rows[-1] |= {"share": None, "each": each_of(bench.rounds[load])}
         table.add(rows[-1])
     return report("shared", simulated=True, rows=rows, ok=bench.same_texts)
 
 
-def planned(profile: Profile, load: Load, arguments: argparse.Namespace) -> Shared:
+def planned(load: Load, arguments: argparse.Namespace) -> Shared:
     """The planner's prediction."""
     until_s = PLANNED_S * arguments.stretch
     return run_shared(
-        [profile] * load.verifiers,
+        load.profiles(arguments),
         PLANNED[load.way],
         lambda number: (PROMPT_TOKENS, tokens_of(number, arguments.max_tokens)),
         streams=[load.each] * load.verifiers,
@@ -155,7 +165,8 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, bar: tqdm[Any]) -> None:
         self.rounds: defaultdict[Load, list[Round]] = defaultdict(list)
         self._arguments, self._bar = arguments, bar
-        self._texts: defaultdict[int, set[str]] = defaultdict(set)
+        # By target and number.
+        self._texts: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
 
     @property
     def same_texts(self) -> bool:
@@ -168,10 +179,13 @@ class Bench:
             mine = [load for load in loads if load.way in ways]
             if mine:
                 with tempfile.TemporaryDirectory() as folder:
-                    simulated = Path(folder) / "profile.json"
-                    profile = find_profile(self._arguments.profile).stretched(self._arguments.stretch)
-                    write_profile(profile, simulated)
-                    await self._measure_fleet(mine, simulate=str(simulated), **settings)
+                    first, second = (Path(folder) / name for name in ("first.json", "second.json"))
+                    named = self._arguments.profile, self._arguments.second_profile or self._arguments.profile
+                    for path, name in zip((first, second), named, strict=True):
+                        write_profile(find_profile(name).stretched(self._arguments.stretch), path)
+                    others = {"environ": environ_of({"--profile": second})}
+                    launcher = {"modules": {"verifier": "loadtest.alternating"}}
+                    await self._measure_fleet(mine, simulate=str(first), launcher=launcher, **others, **settings)
 
     async def _measure_fleet(self, loads: Sequence[Load], **settings: Any) -> None:
         num_verifiers = loads[0].verifiers
@@ -215,8 +229,10 @@ class Bench:
             done = await asyncio.gather(*(keep_busy(door, make, load.each, seconds) for door in doors))
         finally:
             await asyncio.gather(*(door.close() for door in doors))
-        for number, each in (numbered for completions in done for numbered in enumerate(completions)):
-            self._texts[number].add(each.text)
+        for place, completions in enumerate(done):
+            target = place % 2 if self._arguments.second_profile else 0
+            for number, each in enumerate(completions):
+                self._texts[target, number].add(each.text)
 
 
 async def counted(fleet: LocalFleet) -> list[dict[str, float]]:
@@ -226,16 +242,22 @@ async def counted(fleet: LocalFleet) -> list[dict[str, float]]:
     return [{name: page.get(name, 0.0) for name in (COMMITTED, DRAFTED)} for page in pages]
 
 
+def each_of(rounds: Sequence[Round]) -> list[float]:
+    """Tokens/s of each verifier, the mean of all rounds."""
+    return [round(statistics.fmean(each), 1) for each in zip(*(one.tokens_per_s for one in rounds), strict=True)]
+
+
 def row_of(
-    profile: Profile, load: Load, rounds: Sequence[Round], own: Sequence[Round] | None, ideal: Shared
+    load: Load, profiles: Sequence[Profile], rounds: Sequence[Round], own: Sequence[Round] | None, ideal: Shared
 ) -> dict[str, Any]:
     """A row of the table.
 
     Args:
+        profiles: Devices of each verifier.
         own: Rounds of one verifier of the same way and load; None: they were not measured.
     """
     fleet = [sum(each.tokens_per_s) for each in rounds]
-    mean, gpus = statistics.fmean(fleet), load.num_gpus(profile)
+    mean, gpus = statistics.fmean(fleet), load.num_gpus(profiles)
     planned_rate = sum(each.tokens_per_s for each in ideal.outcomes)
     alone = statistics.fmean(sum(each.tokens_per_s) for each in own) if own else None
     drafting = statistics.fmean(each.drafting for each in rounds)

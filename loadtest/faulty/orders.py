@@ -17,8 +17,6 @@ from pathlib import Path
 
 # Names the folder of the sockets and of the file of deaths.
 FOLDER_VARIABLE = "LOADTEST_ORDERS"
-# Names the folder of a second target, which every other verifier serves.
-SECOND_TARGET = "LOADTEST_SECOND_TARGET"
 DEATHS_FILE = "deaths"
 MAX_ORDER_BYTES = 1024
 

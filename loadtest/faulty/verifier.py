@@ -12,19 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from loadtest.faulty.orders import (
-    GAP,
-    GARBAGE,
-    HALF,
-    HANG,
-    INTERNAL,
-    NONSENSE,
-    POISON,
-    SECOND_TARGET,
-    Orders,
-    note_death,
-    obey,
-)
+from loadtest.alternating import alternate
+from loadtest.faulty.orders import GAP, GARBAGE, HALF, HANG, INTERNAL, NONSENSE, POISON, Orders, note_death, obey
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.loading import load_decoder
@@ -44,9 +33,7 @@ class PoisonedError(Exception):
 def main() -> None:
     """Runs the verifier of the command line."""
     orders = obey(sys.argv)
-    second = os.environ.get(SECOND_TARGET, "")
-    if second and int(sys.argv[sys.argv.index("--replica-id") + 1].rpartition("-")[2]) % 2:
-        sys.argv[sys.argv.index("--model") + 1] = second
+    alternate(sys.argv)
 
     def load_faulty(*args: Any, **kwargs: Any) -> Decoder:
         decoder = load_decoder(*args, **kwargs)
