@@ -125,7 +125,7 @@ def draft_request(**columns: bytes) -> drafter_pb2.DraftRequest:
     ("field", "columns"),
     [
         ("sessions", {"sessions": b"\x01"}),
-        ("sessions", {"sessions": word(1, 1), "ends": word(0, 1)}),
+        ("sessions", {name: word(1, 1) for name in ("sessions", "base_lens", "rooms")} | {"ends": word(0, 1)}),
         ("base_lens", {"base_lens": b""}),
         ("ends", {"ends": word(2)}),
         ("ends", {"ends": b""}),

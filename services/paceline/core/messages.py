@@ -6,7 +6,7 @@ import enum
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, zip_longest
+from itertools import accumulate, compress, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -201,22 +201,13 @@ class Commits:
             yield Commit(number, base_len, tokens[start:end], price, room)
             start = end
 
-    def halves(self) -> tuple[Commits, Commits]:
-        """The first half of the sessions, and the others."""
-        middle = self.num_sessions // 2
-        split = int(self.ends[middle - 1]) if middle else 0
-        first, second = slice(None, middle), slice(middle, None)
-        return (
-            self._part(first, self.ends[first], self.tokens[:split]),
-            self._part(second, self.ends[second] - split, self.tokens[split:]),
-        )
-
-    def _part(self, sessions: slice, ends: Ints, tokens: Ints) -> Commits:
+    def only(self, sessions: Bools) -> Commits:
+        """Keeps the commits of some sessions, bool `[sessions]`."""
         return Commits(
             numbers=self.numbers[sessions],
             base_lens=self.base_lens[sessions],
-            ends=ends,
-            tokens=tokens,
+            ends=np.cumsum(sizes_of(self.ends)[sessions], dtype=np.int32),
+            tokens=self.tokens[sessions.repeat(sizes_of(self.ends))],
             prices=self.prices[sessions],
             rooms=self.rooms[sessions],
         )
@@ -259,10 +250,24 @@ class Drafts:
         """Nodes of each session, int32 `[sessions]`."""
         return sizes_of(self.ends)
 
-    def halves(self) -> tuple[Drafts, Drafts]:
-        """The first half of the sessions, and the others."""
-        first = np.arange(self.num_sessions) < self.num_sessions // 2
-        return self.only(first), self.only(~first)
+    @classmethod
+    def joined(cls, parts: Sequence[Drafts]) -> Drafts:
+        """All of some messages, without distributions where there are several; a session may be in more than one."""
+        if len(parts) == 1:
+            return parts[0]
+        before = accumulate((each.num_nodes for each in parts), initial=0)
+        ends = np.concatenate([each.ends + count for each, count in zip(parts, before, strict=False)])
+        each_has = [(each.numbers, each.base_lens, each.ids, each.parent_ids, each.tokens) for each in parts]
+        numbers, base_lens, ids, parent_ids, tokens = map(np.concatenate, zip(*each_has, strict=True))
+        return cls(
+            numbers=numbers,
+            base_lens=base_lens,
+            ends=ends,
+            ids=ids,
+            parent_ids=parent_ids,
+            tokens=tokens,
+            confidences=np.concatenate([each.confidences for each in parts]),
+        )
 
     def only(self, sessions: Bools, nodes: Bools | None = None) -> Drafts:
         """Keeps the drafts of some sessions.

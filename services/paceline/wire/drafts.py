@@ -31,8 +31,7 @@ from paceline.wire.columns import (
     WORD,
     check_count,
     check_size,
-    read,
-    read_sessions,
+    read_columns,
     read_shares,
     to_bytes,
 )
@@ -70,6 +69,7 @@ REST_BYTES = 64
 # some microseconds for each; 800,000 in a message kept an event loop busy for seconds.
 SESSION_BYTES, NODE_BYTES = 5 * WORD.itemsize, 3 * WORD.itemsize + 1
 DISTRIBUTION_BYTES = PART_BYTES // MAX_NODES
+NODE_COLUMNS = ("node_ids", "parent_ids", "token_ids")
 _MessageT = TypeVar("_MessageT", ToDrafter, ToVerifier)
 TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 
@@ -96,8 +96,9 @@ def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
 def _pieces(message: _MessageT) -> Iterator[_MessageT]:
     """Halves a message too large for a part, as long as it is about several sessions."""
     if isinstance(message, Commits | Drafts) and message.num_sessions > 1 and size_of(message) > PART_BYTES:
-        for half in message.halves():
-            yield from _pieces(half)
+        first = np.arange(message.num_sessions) < message.num_sessions // 2
+        for half in (first, ~first):
+            yield from _pieces(message.only(half))
     else:
         yield message
 
@@ -256,15 +257,9 @@ def _commits_to_pb(message: Commits) -> drafter_pb2.Commits:
 
 
 def _commits_from_pb(entry: drafter_pb2.Commits) -> Commits:
-    numbers, ends, tokens = read_sessions(entry, "token_ids")
-    return Commits(
-        numbers=numbers,
-        base_lens=read(entry, "base_lens", len(numbers)),
-        ends=ends,
-        tokens=tokens,
-        prices=read_shares(entry, "prices", len(numbers)),
-        rooms=read(entry, "rooms", len(numbers)),
-    )
+    numbers, ends, base_lens, rooms, tokens = read_columns(entry, ("base_lens", "rooms"), ("token_ids",))
+    prices = read_shares("Commits.prices", entry.prices, len(numbers))
+    return Commits(numbers=numbers, base_lens=base_lens, ends=ends, tokens=tokens, prices=prices, rooms=rooms)
 
 
 def _states_from_pb(entry: drafter_pb2.CommittedStates) -> CommittedStates:
@@ -294,19 +289,20 @@ def _drafts_to_pb(message: Drafts) -> drafter_pb2.Drafts:
 
 
 def _drafts_from_pb(entry: drafter_pb2.Drafts, last_number: int) -> Drafts:
-    numbers, ends, ids = read_sessions(entry, "node_ids", low=1, last_number=last_number, most_entries=MAX_NODES)
-    tokens = read(entry, "token_ids", len(ids))
+    numbers, ends, base_lens, ids, parent_ids, tokens = read_columns(
+        entry, ("base_lens",), NODE_COLUMNS, low=1, last_number=last_number, most_entries=MAX_NODES
+    )
     check_size("Drafts.confidences", len(entry.confidences), len(ids))
     check_size("Drafts.distributions", len(entry.distributions) or len(ids), len(ids))
     return Drafts(
         numbers=numbers,
-        base_lens=read(entry, "base_lens", len(numbers)),
+        base_lens=base_lens,
         ends=ends,
         ids=ids,
-        parent_ids=read(entry, "parent_ids", len(ids)),
+        parent_ids=parent_ids,
         tokens=tokens,
         confidences=np.frombuffer(entry.confidences, np.uint8) / MAX_CONFIDENCE,
-        distributions=[*map(_draft_from_pb, entry.distributions, tokens.tolist())],
+        distributions=[*map(_draft_from_pb, entry.distributions, tokens.tolist())] if entry.distributions else (),
     )
 
 

@@ -28,7 +28,7 @@ from paceline.core.messages import (
     TokenOrigin,
 )
 from paceline.rpc.v1 import common_pb2, verifier_pb2
-from paceline.wire.columns import MAX_SESSIONS, WORD, check_count, check_size, read, read_sessions
+from paceline.wire.columns import MAX_SESSIONS, WORD, check_count, check_size, read_columns
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     MAX_UINT32,
@@ -303,8 +303,7 @@ def log_from_pb(
     Raises:
         RemoteProtocolError: Columns differ in length, or name sessions that nobody started.
     """
-    numbers, ends, tokens = read_sessions(message, "token_ids", last_number=last_number)
-    offsets = read(message, "offsets", len(numbers)).tolist()
+    numbers, ends, offsets, tokens = read_columns(message, ("offsets",), ("token_ids",), last_number=last_number)
     check_size("VerifyResponse.origins", len(message.origins), len(tokens))
     for each in ("errors", "taken", "running", "lossy"):
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
@@ -315,7 +314,7 @@ def log_from_pb(
 
     def outcomes() -> Iterator[Outcome]:
         start = 0
-        for number, offset, end in zip(listed, offsets, ends.tolist(), strict=True):
+        for number, offset, end in zip(listed, offsets.tolist(), ends.tolist(), strict=True):
             asked = sessions.get(number)
             if asked is not None:
                 try:
