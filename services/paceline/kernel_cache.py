@@ -282,14 +282,16 @@ def _complain(folder: Path, reason: str) -> None:
 
 
 def compiled(function: FunctionT, sources: tuple[str, ...], **options: Any) -> FunctionT:
-    """Compiles a loop on its first call, to run without the GIL; with NUMBA_DISABLE_JIT=1 it runs as Python.
+    """Compiles a loop on its first call, to run without the GIL unless `options` say else.
+
+    With NUMBA_DISABLE_JIT=1 it runs as Python.
 
     Args:
         function: Lies in the package.
         sources: Whose compiled code is kept together.
         options: Of numba's decorator.
     """
-    dispatcher = numba.njit(nogil=True, **options)(function)
+    dispatcher = numba.njit(**{"nogil": True, **options})(function)
     folder = _FOLDERS[sources]
     if dispatcher is not function and folder is not None:
         dispatcher._cache = KernelCache(function, folder)  # noqa: SLF001 - there is no other way

@@ -237,7 +237,7 @@ class ToyFleet:
                 base_len = int(message.base_lens[0])
                 self.session.check(base_len, has_distributions=False)
                 merged = merge(self.session.tree.forest, DRAFT_MODEL, rows_of([self.session.tree.row]), message)
-                self._links.drafts_arrived(self._rows, message.base_lens, message.sizes, merged.firsts, 0.0)
+                self._links.drafts_arrived(self._rows, message.base_lens, message.sizes, merged.firsts, np.zeros(1))
             case LaggingSession() if message.number == self.session.number:
                 opened = self.session.catch_up(message)
                 if opened is not None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import ConnectedDrafter, SessionLink, merge
-from paceline.core.messages import Commits, Drafts, LaggingSession, ToDrafter
+from paceline.core.messages import Commits, Drafts, LaggingSession, ToDrafter, sizes_of
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 from paceline.core.tree import DraftTree
 from paceline.forest import NONE, Committed, Forest, Ints, rows_of
@@ -103,21 +103,33 @@ class DrafterTier:
         if drafter is not None:
             drafter.drop()
 
-    def receive(self, event: DraftsArrived, report: StepReport) -> None:
-        """Handles a drafter's messages; the link to one that breaks the protocol is reset."""
-        drafter = self._drafters.get(event.address)
-        if drafter is None:
-            return
-        drafter.speaks()
-        try:
-            for message in event.messages:
-                if isinstance(message, Drafts):
-                    self._merge(message, drafter, event.arrived_s, report)
-                else:
-                    self._answer(message, drafter)
-        except RemoteProtocolError as error:
-            self._broken[event.address] = error
-            self._lose(event.address)
+    def receive(self, events: Sequence[DraftsArrived], report: StepReport) -> None:
+        """Handles drafters' messages in order; the link to one that breaks the protocol is reset."""
+        for address in dict.fromkeys([each.address for each in events]):
+            drafter = self._drafters.get(address)
+            if drafter is None:
+                continue
+            drafter.speaks()
+            mine = [each for each in events if each.address == address]
+            try:
+                self._take_in(mine, drafter, report)
+            except RemoteProtocolError as error:
+                self._broken[address] = error
+                self._lose(address)
+
+    def _take_in(self, events: Sequence[DraftsArrived], drafter: ConnectedDrafter, report: StepReport) -> None:
+        """Handles a drafter's messages; guesses that wait are merged in one call."""
+        waiting: list[tuple[Drafts, float]] = []
+        for message, arrived_s in [(message, each.arrived_s) for each in events for message in each.messages]:
+            if isinstance(message, Drafts):
+                waiting.append((message, arrived_s))
+            # Trees that filter look at the guesses of a message before the next ones hang below them.
+            if self._filtered or isinstance(message, LaggingSession):
+                self._merge(waiting, drafter, report)
+                waiting.clear()
+            if isinstance(message, LaggingSession):
+                self._answer(message, drafter)
+        self._merge(waiting, drafter, report)
 
     def _answer(self, message: LaggingSession, drafter: ConnectedDrafter) -> None:
         """Sends what a drafter lacks; once a step, and bounded, so that it cannot make us work by asking more often."""
@@ -132,21 +144,18 @@ class DrafterTier:
         self.queue(address, link.catch_up(message))
         self._told.append(rows_of([link.tree.row]))
 
-    def _merge(self, drafts: Drafts, drafter: ConnectedDrafter, arrived_s: float, report: StepReport) -> None:
+    def _merge(self, waiting: Sequence[tuple[Drafts, float]], drafter: ConnectedDrafter, report: StepReport) -> None:
         """Merges guesses of sessions that the drafter still drafts for; of others it has not heard yet."""
+        if not waiting:
+            return
+        drafts = self._within_vocabulary(all_sent := Drafts.joined([each for each, _ in waiting]))
+        arrived_s = np.repeat([at_s for _, at_s in waiting], [each.num_sessions for each, _ in waiting])
         rows = self._rows_of(drafts.numbers)
-        served = self._links.drafted_by(rows, drafter.number)
-        if not served.all():
-            rows, drafts = rows[served], drafts.only(served)
-        self._check(rows, drafts)
-        num_nodes = drafts.num_nodes
-        drafts = self._within_vocabulary(drafts)
-        num_lost = num_nodes - drafts.num_nodes
-        merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers))
-        report.samples["paceline:draft_round_trip_seconds"].extend(
-            self._links.drafts_arrived(rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s)
-        )
-        num_lost += int(merged.counts[:, 1:].sum())
+        self._check(rows, drafts, drafter)
+        merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers, rows))
+        taken_s = self._links.drafts_arrived(rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s)
+        report.sample("paceline:draft_round_trip_seconds", *taken_s)
+        num_lost = all_sent.num_nodes - drafts.num_nodes + int(merged.counts[:, 1:].sum())
         if num_lost:
             report.count("paceline:draft_nodes", drafter.source, "late", by=num_lost)
 
@@ -162,28 +171,29 @@ class DrafterTier:
         places = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
         return np.where(known[places] == numbers, rows[places], np.int32(NONE))
 
-    def _filtered_among(self, numbers: Ints) -> dict[int, DraftTree]:
+    def _filtered_among(self, numbers: Ints, rows: Ints) -> dict[int, DraftTree]:
         """Trees that filter their guesses, by the places of their sessions' numbers."""
         if not self._filtered:
             return {}
-        places = np.flatnonzero(np.isin(numbers, [*self._filtered])).tolist()
+        places = np.flatnonzero(np.isin(numbers, [*self._filtered]) & (rows != NONE)).tolist()
         return {place: self._by_number[int(numbers[place])].tree for place in places}
 
-    def _check(self, rows: Ints, drafts: Drafts) -> None:
-        """Checks what the drafter says of itself with its guesses; see `SessionLink.check`."""
+    def _check(self, rows: Ints, drafts: Drafts, drafter: ConnectedDrafter) -> None:
+        """Leaves out rows that the drafter does not draft for, and checks what it says of the others."""
         has = bool(drafts.distributions)
-        doubtful = self._links.first_doubtful(rows, drafts.base_lens, has_distributions=has)
+        doubtful = self._links.serve(rows, drafts.base_lens, drafter.number, has_distributions=has)
         if doubtful != NONE:
             link = self._by_number[int(drafts.numbers[doubtful])]
             link.check(int(drafts.base_lens[doubtful]), has_distributions=has)
 
     def _within_vocabulary(self, drafts: Drafts) -> Drafts:
         """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""
-        highest = drafts.tokens
+        highest: npt.NDArray[Any] = drafts.tokens
         if drafts.distributions:
             highest = np.array([max(each.token_ids) for each in drafts.distributions], np.int64)
-        within = highest < self._vocab_size
-        return drafts if within.all() else drafts.only(np.ones(drafts.num_sessions, np.bool_), within)
+        if np.maximum.reduce(highest, initial=0) < self._vocab_size:
+            return drafts
+        return drafts.only(np.ones(drafts.num_sessions, np.bool_), highest < self._vocab_size)
 
     def count_commits(self, links: Sequence[SessionLink], ends: Sequence[int], done: Committed) -> None:
         """Notes tokens that sessions have committed, and what became of their drafters' guesses, for `report_commits`.
@@ -193,7 +203,7 @@ class DrafterTier:
             ends: Where the tokens of each end.
             done: Outcome of the commit.
         """
-        self._commits.append(([each.drafter for each in links], np.diff(ends, prepend=0), done.counts))
+        self._commits.append(([each.drafter for each in links], sizes_of(rows_of(ends)), done.counts))
 
     def report_commits(self, report: StepReport) -> None:
         """Counts what was noted, by drafter."""
@@ -211,11 +221,11 @@ class DrafterTier:
 
     def update(self, links: Sequence[SessionLink], now_s: float) -> None:
         """Queues what the drafters of sessions do not know yet."""
-        rows = rows_of(each.tree.row for each in links)
+        rows = rows_of([each.tree.row for each in links])
         opens, num_told = self._links.due(rows, now_s)
         if num_told:
             self._told.append(rows)
-        for place in np.flatnonzero(opens).tolist():
+        for place in opens.nonzero()[0].tolist():
             self.queue(links[place].address, links[place].open())
 
     def queue(self, address: str, message: ToDrafter | None) -> None:

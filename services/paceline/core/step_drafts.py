@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.target_events import StepReport
-from paceline.forest import Floats, Forest, Gathered, Ints, rows_of
+from paceline.forest import Floats, Forest, Gathered, Ints, Standing, rows_of
 
 # No step waits for less, or rounding could keep simulated time from going on.
 LEAST_WAIT_S = 1e-6
@@ -54,14 +54,12 @@ class StepDrafts:
         """Seconds that a step usually takes."""
         return self._policy.step_s
 
-    def caps(self, rows: Ints) -> Ints:
-        """Most nodes of sessions in a step, `[sessions]`."""
-        return self._forest.links.caps(rows, self._policy.max_nodes)
+    def _standing(self, rows: Ints) -> Standing:
+        return self._forest.links.standing(rows, self._policy.max_nodes)
 
     def drafters_work(self, rows: Ints) -> bool:
         """Whether drafters are at work for any of the sessions."""
-        at_work = self._forest.links.at_work(rows)
-        return bool(at_work.any() and self.caps(rows[at_work]).any())
+        return bool(self._standing(rows).works.any())
 
     def choose(
         self,
@@ -82,17 +80,18 @@ class StepDrafts:
         rows, links = np.concatenate((decoding, joining)), self._forest.links
         if not len(rows):
             return Choice(rows, *_NOTHING)
-        caps = self.caps(rows)
-        drafted, sourced = (each & (caps > 0) for each in (links.drafted(rows), links.has_sources(rows)))
-        drafts = self._policy.enter(len(rows), drafters=bool(drafted.any()), sources=bool(sourced.any()))
+        at = self._standing(rows)
+        may_have = at.caps > 0
+        drafters, sources = (bool((each & may_have).any()) for each in (at.drafted, at.sourced))
+        drafts = self._policy.enter(len(rows), drafters=drafters, sources=sources)
         if not drafts:
             links.idle(rows)
-        if not (drafts or (sourced.any() and self._policy.guesses)):
+        if not (drafts or (sources and self._policy.guesses)):
             return Choice(np.zeros(len(decoding), np.int32), *_NOTHING)
-        mine = slice(len(decoding))
-        most = caps[mine] if most_each is None else np.minimum(caps[mine], most_each)
-        picked = self._forest.best(decoding, most, links.takes_chains(decoding))
-        waiting, answered = drafted[mine] & (most > 0), links.answered(decoding)
+        caps, mine = at.caps, at.first(len(decoding))
+        most = mine.caps if most_each is None else np.minimum(mine.caps, most_each)
+        picked = self._forest.best(decoding, most, mine.chains)
+        waiting, answered = mine.drafted & (most > 0), mine.answered
         responded = answered[waiting] if drafts else None
         counts = self._policy.allocate(picked, responded=responded, other_rows=other_rows)
         if drafts:
@@ -104,7 +103,8 @@ class StepDrafts:
     def call(self, fresh: Ints) -> None:
         """Gives new sessions a price and room before they are opened: without, a drafter reads the prompt and stops."""
         if self._policy.drafts:
-            self._forest.links.look_ahead(fresh, self.caps(fresh), price=self._policy.price, step_s=self.step_s)
+            caps = self._standing(fresh).caps
+            self._forest.links.look_ahead(fresh, caps, price=self._policy.price, step_s=self.step_s)
 
     def describe(self, report: StepReport) -> None:
         """Adds to a report the mode of its step, at which price, why, and the rates of all modes."""
@@ -119,19 +119,17 @@ class StepDrafts:
     def mark_silent(self, rows: Ints, now_s: float, report: StepReport) -> None:
         """Marks drafters whose answers are overdue, so that no step waits for them."""
         links = self._forest.links
-        if self._policy.drafts and (num_marked := links.mark_silent(rows[links.may_wait(rows)], now_s)):
+        if self._policy.drafts and (num_marked := links.mark_silent(rows, now_s)):
             report.count("paceline:fallbacks", "drafter_silent", by=num_marked)
             self._num_unmet += num_marked
 
     def waits(self, rows: Ints, now_s: float) -> Floats:
         """By session the seconds until its next nodes, `[sessions]`; NaN: never."""
-        links = self._forest.links
-        return np.where(links.may_wait(rows), links.waits(rows, now_s), np.nan)
+        return self._forest.links.waits(rows, now_s)
 
     def pays(self, rows: Ints, draft_s: float, *, idle_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds a level for all sessions is worth waiting for."""
-        links = self._forest.links
-        waits = np.where(links.drafted(rows) & links.may_wait(rows), draft_s, np.nan)
+        waits = np.where(self._standing(rows).drafted & self._forest.links.may_wait(rows), draft_s, np.nan)
         return self.worth_waiting(rows, waits, idle_s=idle_s) > 0.0
 
     def show_lag(self, rows: Ints, report: StepReport) -> None:
@@ -150,14 +148,9 @@ class StepDrafts:
         never = np.isnan(waits)
         if left_s <= LEAST_WAIT_S or never.all():
             return 0.0
-        links = self._forest.links
-        expected, gains = self._forest.expected_gains(
-            rows,
-            self.caps(rows),
-            np.where(never, 1.0, links.prices(rows)),
-            links.child_shares(rows),
-            links.takes_chains(rows),
-        )
+        at = self._standing(rows)
+        prices = np.where(never, 1.0, at.prices)
+        expected, gains = self._forest.expected_gains(rows, at.caps, prices, at.shares, at.chains)
         gainful = waits[~never & (gains != 0.0)]
         if not len(gainful) or not self._policy.waits(expected, gains, wait_s=float(gainful.min()), step_s=self.step_s):
             return 0.0

@@ -240,12 +240,12 @@ class Reason(enum.StrEnum):
 
 @dataclass(slots=True)
 class StepReport:
-    """A report on a step of a target or draft model, for metrics and traces.
+    """A report on a step of a target or draft model, for metrics and traces; or on some steps, see `add`.
 
     Attributes:
         counts: Amounts for counters, by the name of the metric in `paceline.obs.metrics` and its labels.
         levels: States of gauges after the step, by name.
-        samples: Values for histograms, by name.
+        samples: Values for histograms, by the name of the metric and its labels.
         mode: Origin of its guesses, a `drafting_mode.Mode`.
         reason: Why; None: that is decided elsewhere.
         measured: Mode, about how many sessions, and tokens a second of all of them, at the present load.
@@ -255,7 +255,7 @@ class StepReport:
 
     counts: dict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
     levels: dict[str, float] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
     num_rows: int = 0
     num_prefill_rows: int = 0
@@ -274,6 +274,24 @@ class StepReport:
     def count(self, metric: str, *labels: str, by: float = 1) -> None:
         """Adds to a counter."""
         self.counts[metric, *labels] += by
+
+    def sample(self, metric: str, *values: float) -> None:
+        """Adds values to a histogram without labels."""
+        self.samples[metric,] += values
+
+    def add(self, step: StepReport) -> None:
+        """Adds the report of the next step; mode and price are those of the last step that had any."""
+        for counted, amount in step.counts.items():
+            self.counts[counted] += amount
+        for sampled, values in step.samples.items():
+            self.samples[sampled] += values
+        self.levels |= step.levels
+        self.gammas += step.gammas
+        self.accepted += step.accepted
+        self.num_running, self.num_waiting = step.num_running, step.num_waiting
+        if step.num_rows:
+            self.num_rows, self.price, self.mode = step.num_rows, step.price, step.mode
+            self.reason, self.measured = step.reason, step.measured
 
     def count_pages(self, pool: BlockPool) -> None:
         """Adds the pool's look-ups since the last call, and its state."""

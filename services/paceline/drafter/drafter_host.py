@@ -14,7 +14,7 @@ from paceline.drafter.tracing import DraftTraces
 from paceline.engine.draft_scheduler import DraftEvent, VerifierLeft, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop
-from paceline.obs.metrics import DrafterMetrics, rows_label
+from paceline.obs.metrics import DrafterMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.service.outbox import Outbox
 from paceline.wire import in_parts, size_of
@@ -143,8 +143,6 @@ class DraftHost:
     def _record(self, output: DraftOutput) -> None:
         report = output.report
         self.num_sessions = report.num_running
-        self._metrics.meter.record(report)
+        self._metrics.steps.add(report)
         for link, seconds in output.device_s.items():
             self._metrics.took(self._verifiers.get(link, ""), seconds)
-        if report.num_rows:
-            self._metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)

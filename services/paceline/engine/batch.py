@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_KINDS: Final = (
-    ("token_ids", np.dtype(np.int64)),
-    ("positions", np.dtype(np.int64)),
-    ("slots", np.dtype(np.int64)),
-    ("sequences", np.dtype(np.int32)),
-    ("context_lens", np.dtype(np.int32)),
-    ("ancestors", np.dtype(np.int32)),
-    ("num_ancestors", np.dtype(np.int32)),
-    ("block_tables", np.dtype(np.int32)),
-    ("logit_rows", np.dtype(np.int64)),
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows of one step, in any order; all arrays are C-contiguous.
+    """Rows of one step, in any order; all arrays are C-contiguous, and of these kinds alone: others compile loops anew.
 
     A row attends the first `context_lens` positions of its sequence's blocks, then `num_ancestors` slots of
     `ancestors` in order. A row that is not a tree node writes its KV into its block and counts itself in
@@ -55,13 +43,6 @@ class Batch:
     logit_rows: npt.NDArray[np.int64]
     features: npt.NDArray[np.float32] | None = None
     above: object | None = None
-
-    def __post_init__(self) -> None:
-        """Checks kinds: another one would make the compiled loops compile again, in the middle of a step."""
-        for name, kind in _KINDS:
-            array = getattr(self, name)
-            assert array.dtype == kind, f"{name} must be {kind}, is {array.dtype}"
-            assert array.flags.c_contiguous, f"{name} must be C-contiguous"
 
     @property
     def num_rows(self) -> int:

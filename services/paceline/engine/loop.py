@@ -286,12 +286,14 @@ class EngineLoop(Generic[_Event, _Output]):
             await asyncio.sleep(0)
             return
         self.device.rest()
-        try:
-            # Timers of uvloop count whole milliseconds, and one of none would keep the loop spinning.
-            async with asyncio.timeout(None if patience_s is None else math.ceil(1e3 * patience_s) / 1e3):
-                await self._arrived.wait()
-        except TimeoutError:
+        if patience_s is None:
+            await self._arrived.wait()
             return
+        # Timers of uvloop count whole milliseconds, and one of none would keep the loop spinning.
+        wait_s = math.ceil(1e3 * patience_s) / 1e3
+        timer = asyncio.get_running_loop().call_later(wait_s, self._arrived.set)
+        await self._arrived.wait()
+        timer.cancel()
 
     def _take(self) -> list[_Event]:
         """Returns all arrived events; senders that wait to hand over more go on."""

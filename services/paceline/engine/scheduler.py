@@ -20,8 +20,6 @@ from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.step_time import PromptRows
 from paceline.core.target_events import (
-    DraftsArrived,
-    LinkChanged,
     Outcome,
     StepCommit,
     StepReport,
@@ -81,8 +79,9 @@ class Scheduler:
         # By tenant, in their order; a tenant that waits for nothing is left out.
         self._waiting: dict[str, list[TargetSession]] = {}
         self._running: list[TargetSession] = []
-        # Rows of these; None: there are others now.
+        # Rows of these, and whether all decode; None: they have changed.
         self._running_rows: Ints | None = None
+        self._all_decode: bool | None = None
         # By number: the id of one that is cancelled may come back before that is known.
         self._sessions: dict[int, TargetSession] = {}
         self._drafts = StepDrafts(policy, tier.forest)
@@ -134,26 +133,18 @@ class Scheduler:
         session.close()
         if session in self._running:
             self._running.remove(session)
-            self._running_rows = None
+            self._running_rows = self._all_decode = None
         else:
             self._leave_queue(session)
-
-    def receive(self, event: DraftsArrived) -> None:
-        """Handles a drafter's messages."""
-        self.tier.receive(event, self.report)
-
-    def change_link(self, event: LinkChanged, now_s: float) -> None:
-        """A drafter was reached or lost."""
-        self.tier.change(event, now_s)
-
-    def mark_silent_drafters(self, now_s: float) -> None:
-        """Marks drafters whose answers are overdue: no step waits for them until they send nodes again."""
-        self._drafts.mark_silent(self._rows, now_s, self.report)
 
     # Waiting
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which the next drafts are worth waiting for; 0: step now."""
+        """Seconds for which the next drafts are worth waiting for; 0: step now.
+
+        No step waits for a drafter whose answer is overdue until it sends nodes again.
+        """
+        self._drafts.mark_silent(self._rows, now_s, self.report)
         rows = self._delayable()
         return self._drafts.worth_waiting(rows, self._drafts.waits(rows, now_s), idle_s=self._idle_s(now_s))
 
@@ -175,7 +166,9 @@ class Scheduler:
         rows = self._rows
         if self.tier.has_work or self._waiting or not self._drafts.drafters_work(rows):
             return NO_ROWS
-        return rows if all(session.is_decoding for session in self._running) else NO_ROWS
+        if self._all_decode is None:
+            self._all_decode = all(session.is_decoding for session in self._running)
+        return rows if self._all_decode else NO_ROWS
 
     # Planning
 
@@ -222,11 +215,12 @@ class Scheduler:
 
     def _may_guess(self) -> bool:
         """Whether a drafter, or a source inside the verifier, may come up with guesses."""
-        links, rows = self.forest.links, self._rows
-        return self._policy.guesses and bool((links.drafted(rows) | links.has_sources(rows)).any())
+        at = self.forest.links.standing(self._rows, 1)
+        return self._policy.guesses and bool((at.drafted | at.sourced).any())
 
     def _announce(self, plan: StepPlan) -> None:
-        fresh = [part.session for part in plan.parts if not part.session.announced]
+        # A session begins with rows of its prompt.
+        fresh = [part.session for part in plan.reading if not part.session.announced]
         self.outcomes += [(session.number, session.announce()) for session in fresh]
 
     def _admit(self, now_s: float) -> None:
@@ -243,7 +237,7 @@ class Scheduler:
                 held[other.tenant] -= 1
             self._leave_queue(session)
             self._running.append(session)
-            self._running_rows = None
+            self._running_rows = self._all_decode = None
             num_tokens += session.committed_len
 
     def _with_pages(self, sessions: Sequence[TargetSession]) -> tuple[list[TargetSession], list[TargetSession]]:
@@ -267,7 +261,7 @@ class Scheduler:
     def _preempt(self, session: TargetSession) -> None:
         """Takes a session's pages; it will be computed anew when there is room."""
         self._running.remove(session)
-        self._running_rows = None
+        self._running_rows = self._all_decode = None
         session.pages.release()
         self._wait(session)
         self.report.count("vllm:num_preemptions")
@@ -289,10 +283,13 @@ class Scheduler:
         other_rows = min(backlog, self.prompt_rows.most(max(0, budget - len(decoding))))
         # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        rows, joining_rows = (rows_of(each.tree.row for each in part) for part in (decoding, joining))
+        rows, joining_rows = self._rows, NO_ROWS
+        if len(decoding) < len(self._running):
+            rows, joining_rows = (rows_of([each.tree.row for each in part]) for part in (decoding, joining))
         choice = self._drafts.choose(rows, joining_rows, other_rows=other_rows, most_each=share)
         self._drafts.describe(self.report)
-        self.tier.update([each.link for each in joining if not each.link.sent_len], now_s)
+        if joining:
+            self.tier.update([each.link for each in joining if not each.link.sent_len], now_s)
         return self._with_kv(decoding, choice)
 
     def _with_kv(self, sessions: Sequence[TargetSession], choice: Choice) -> Guesses:
@@ -313,6 +310,8 @@ class Scheduler:
     def _plan_reading(self, sessions: Sequence[TargetSession], num_rows: int) -> list[Part]:
         """Chunks of prompts, while the step has room."""
         reading: list[Part] = []
+        if not sessions:
+            return reading
         room = max(0, self._limits.max_num_batched_tokens - num_rows)
         rows = prompt_rows(sessions, self.prompt_rows.most(room))
         for session in sessions:
@@ -339,21 +338,29 @@ class Scheduler:
         hits, accepted = done.hits.tolist(), list[int]()
         moves, start, first = done.moves.tolist(), 0, 0
         for part, end, num_matched, hit in zip(parts, committed.ends, done.accepted.tolist(), hits, strict=True):
-            session, base_len = part.session, len(part.session.tokens) - (end - start)
+            session, count = part.session, end - start
+            base_len = len(session.tokens) - count
             if num_matched:
                 self.moves += session.pages.moved(moves[first : first + num_matched])
                 first += num_matched
             session.pages.mark_computed(base_len + num_matched)
-            num_accepted = num_accepted_of(num_matched, end - start)
-            accepted.append(num_accepted)
+            num_accepted = num_accepted_of(num_matched, count)
             session.tally.count(part.num_guesses, num_accepted, len(parts), hit=hit)
-            self._hand_out(part, base_len, committed, slice(start, end), now_s)
+            whole = session.hand_out(base_len, committed.origins, start, now_s)
+            if whole is not None:
+                committed.rare[len(accepted)] = whole
+                if whole.result is not None:
+                    self.drop(session)
             if session.traced:
                 counts = {"gamma": part.num_guesses, "num_accepted": num_accepted, "batch_size": len(parts)}
                 self._trace(part, {**counts, **self._traced_step(plan, now_s)})
+            accepted.append(num_accepted)
+            committed.offsets.append(base_len - session.prompt_len)
             start = end
+        committed.numbers = [part.session.number for part in parts]
+        committed.tallies = [part.session.tally for part in parts]
         # Sessions that decode come first.
-        num_decoding = sum(part.decodes for part in parts)
+        num_decoding = sum([part.decodes for part in parts])
         verified = [part.num_guesses for part in parts[:num_decoding]]
         self.report.count_rounds(verified, accepted[:num_decoding], hits[:num_decoding])
         self.committed = committed
@@ -371,18 +378,6 @@ class Scheduler:
             "wait_s": max(0.0, waited_s),
             "step_s": now_s - plan.started_s,
         }
-
-    def _hand_out(self, part: Part, base_len: int, committed: StepCommit, mine: slice, now_s: float) -> None:
-        """Adds to a session's tokens where they belong; its drafter learns of its end."""
-        session = part.session
-        whole = session.hand_out(base_len, committed.origins[mine], now_s)
-        if whole is not None:
-            committed.rare[len(committed.numbers)] = whole
-            if whole.result is not None:
-                self.drop(session)
-        committed.numbers.append(session.number)
-        committed.offsets.append(base_len - session.prompt_len)
-        committed.tallies.append(session.tally)
 
     def give_up(self, part: Part, *, request_at_fault: bool = False) -> None:
         """The step gave a session nothing to choose from; it ends.
@@ -408,12 +403,12 @@ class Scheduler:
 
     def end_step(self, plan: StepPlan, now_s: float) -> None:
         """The step is over; the policy learns its time, and the cycle's: events and waiting cost time, too."""
-        for session in self._running:
+        for session in [part.session for part in plan.reading if self.holds(part.session)]:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
         if not plan.num_rows or plan.abandoned:
             return
-        self._idle_since_s = now_s
+        self._idle_since_s, self._all_decode = now_s, None
         seconds = now_s - plan.started_s
         self.report.seconds = seconds
         plain_s = self._policy.plain_s(plan.num_rows - plan.num_prefill_rows)

@@ -73,7 +73,7 @@ class SourceCalls:
         if not sessions:
             return
         links, rows = self._forest.links, rows_of(session.tree.row for session in sessions)
-        caps = links.caps(rows, self._policy.max_nodes) * links.may_wait(rows)
+        caps = links.standing(rows, self._policy.max_nodes).caps * links.may_wait(rows)
         for source in self._sources:
             turns = [
                 Turn(

@@ -120,6 +120,8 @@ class TargetEngine:
         # A step on the device before the tokens of the one before are read.
         self._ahead: _Launched | None = None
         self._in_step: StepPlan | None = None
+        # Messages of drafters since the last step, or the last look at whether to wait.
+        self._arrived: list[DraftsArrived] = []
 
     @property
     def cache(self) -> Any:
@@ -147,13 +149,15 @@ class TargetEngine:
     # Events
 
     def handle(self, event: TargetEvent) -> None:
+        if isinstance(event, DraftsArrived):
+            self._arrived.append(event)
+            return
+        self._receive()
         match event:
             case Submit():
                 self._submit(event)
-            case DraftsArrived():
-                self.scheduler.receive(event)
             case LinkChanged():
-                self.scheduler.change_link(event, self._clock())
+                self.scheduler.tier.change(event, self._clock())
             case SetMode():
                 self._policy.rehearse(event.drafts, over=event.over)
                 # Counts from earlier steps do not belong to the next report.
@@ -164,6 +168,12 @@ class TargetEngine:
                 session = self.scheduler.session(event.number)
                 if session is not None:
                     self._handle_of(session, event)
+
+    def _receive(self) -> None:
+        """Merges drafters' messages that have arrived, all in one call."""
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            self.scheduler.tier.receive(arrived, self.scheduler.report)
 
     def _handle_of(self, session: TargetSession, event: Cancel | Paired) -> None:
         match event:
@@ -242,69 +252,97 @@ class TargetEngine:
 
     def has_work(self) -> bool:
         """True while sessions wait or run, or something is left to send or to report."""
-        return self.scheduler.has_work or self._num_reported > 0
+        return self.scheduler.has_work or self._num_reported > 0 or bool(self._arrived)
 
     def patience_s(self) -> float:
         """Seconds for which the next drafts are worth waiting for; 0: step now."""
-        now_s = self._clock()
-        self.scheduler.mark_silent_drafters(now_s)
-        return 0.0 if self._ahead is not None else self.scheduler.patience_s(now_s)
+        self._receive()
+        return 0.0 if self._ahead is not None else self.scheduler.patience_s(self._clock())
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
+        self._receive()
         return self._ahead is None and self.scheduler.drafts_pay(draft_s, self._clock())
 
     async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
-        """Runs a step over all sessions that have something to compute.
-
-        Messages to drafters, new prompts above all, and the sessions computed for the first time leave before
-        the device begins; its commits go to drafters before anything else happens.
-        """
-        plan = self._in_step = self._plan_step()
-        if tell is not None and (self.scheduler.outcomes or self.scheduler.tier.has_work):
+        """Runs a step over all sessions that have something to compute: receive, plan, launch, judge, commit, tell."""
+        scheduler, tier, now_s = self.scheduler, self.scheduler.tier, self._clock()
+        # Receive: drafters' messages that have arrived go into the trees, in one call.
+        self._receive()
+        # A step that was launched ahead goes on while one of its sessions does.
+        if self._ahead is not None and not scheduler.take_up(self._ahead.plan, now_s):
+            self._ahead = None
+        # Plan: sessions get places and pages, and the policy picks a mode (`Goodput.enter`) and the guesses of each
+        # session (`Goodput.allocate`).
+        plan = self._in_step = scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
+        # Tell: drafters read new prompts while the device does, and clients learn that these are computed.
+        if tell is not None and (scheduler.outcomes or tier.has_work):
             tell(await self._output(StepReport(), compute))
         if plan.num_rows:
-            await compute(self._run, plan)
-            if tell is not None and self.scheduler.tier.has_work:
+            # Pack here: beside the device, the thread that packs would take turns with this one.
+            packed = None if self._ahead is not None else _pack(plan)
+            # Launch, judge and commit where the device is.
+            await compute(self._run, plan, packed)
+            # Tell: drafters have nothing to do until they know what was committed.
+            if tell is not None and tier.has_work:
                 tell(await self._news(compute))
         # Streams to drafters write now.
         await asyncio.sleep(0)
+        # Guess: sources inside the verifier whose guesses need the device.
         if self._sources.has_work:
-            await compute(self._sources.grow, self.scheduler.report)
-        self.scheduler.end_step(plan, self._clock())
+            await compute(self._sources.grow, scheduler.report)
+        # Learn: the policy sees tokens and seconds (`Goodput.observe`).
+        scheduler.end_step(plan, self._clock())
         self._in_step = None
-        return await self._output(self.scheduler.take_report(plan), compute)
+        # Tell: clients and metrics get the rest, once the device computes the next step.
+        return await self._output(scheduler.take_report(plan), compute)
 
-    def _plan_step(self) -> StepPlan:
-        """Plans a step, unless one was launched ahead that is still of use."""
-        now_s = self._clock()
-        if self._ahead is not None and not self.scheduler.take_up(self._ahead.plan, now_s):
-            self._ahead = None
-        return self.scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
-
-    def _run(self, plan: StepPlan) -> None:
-        """Computes a step, and has the device go on with the next one."""
+    def _run(self, plan: StepPlan, packed: _Packed | None) -> None:
+        """The part of a step where the device is: launch, judge, commit."""
+        scheduler = self.scheduler
         try:
-            launched = self._ahead or self._launch(plan)
+            # Launch: the device computes, and goes on with the next step where that needs no guesses.
+            launched = self._launch(plan, packed)
             self._ahead = self._launch_ahead(launched)
+            # Judge: the target's tokens, down the guesses of each session.
             launched.judging.follow(launched.pending)
         except MemoryError as error:
             self._ahead = None
             self._refuse_largest(plan, error)
             return
-        self._commit(*launched)
+        # Commit: tokens go into sessions, trees and the columns for drafters and clients.
+        committed, parts, outcomes = StepCommit(), list[Part](), scheduler.outcomes
+        for place, part in enumerate(launched.judging.parts):
+            session = part.session
+            if not scheduler.holds(session):
+                continue
+            try:
+                if session.judges_prompt and part.judged:
+                    judged = _prompt_judged(part, launched.judging.firsts[place], launched.pending)
+                    outcomes.append((session.number, judged))
+                if part.commits:
+                    launched.judging.commit(place, committed)
+                    parts.append(part)
+            except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
+                scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
+                outcomes.append((session.number, _shown_error(session.session_id, error)))
+        scheduler.commit(launched.plan, parts, committed, self._clock())
         # Accepted nodes go to their places before anything else is written to scratch slots.
-        self._cache.apply_moves(self.scheduler.moves)
-        if not self.scheduler.tier.has_work:
-            # No drafter waits for these tokens, so guesses of the next step need no call of their own.
-            self._sources.grow(self.scheduler.report)
+        self._cache.apply_moves(scheduler.moves)
+        # Guess: where no drafter waits for these tokens, sources need no call of their own.
+        self._sources.add([part.session for part in parts])
+        if not scheduler.tier.has_work:
+            self._sources.grow(scheduler.report)
 
-    def _launch(self, plan: StepPlan) -> _Launched:
+    def _launch(self, plan: StepPlan, packed: _Packed | None) -> _Launched:
+        """Launches a step, unless it was launched ahead."""
+        if packed is None:
+            assert self._ahead is not None, "a step that is not launched ahead is packed"
+            return self._ahead
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
-        builder = BatchBuilder()
-        judging = Verification(plan, _pack(builder, plan))
-        return _Launched(plan, judging, self._decoder.launch(builder.build(), self._cache, judging.walks))
+        judging, batch = packed
+        return _Launched(plan, judging, self._decoder.launch(batch, self._cache, judging.walks))
 
     def _launch_ahead(self, launched: _Launched) -> _Launched | None:
         """Launches the step after one that is not read yet; None: it has to wait, or the device."""
@@ -318,23 +356,6 @@ class TargetEngine:
             # It comes again once there is nothing else that needs room.
             return None
         return _Launched(plan, judging, pending)
-
-    def _commit(self, plan: StepPlan, judging: Verification, pending: Pending) -> None:
-        outcomes, committed, parts = self.scheduler.outcomes, StepCommit(), list[Part]()
-        for place, part in enumerate(judging.parts):
-            if not self.scheduler.holds(part.session):
-                continue
-            try:
-                if part.session.judges_prompt and part.judged:
-                    outcomes.append((part.session.number, _prompt_judged(part, judging.firsts[place], pending)))
-                if part.commits:
-                    judging.commit(place, committed)
-                    parts.append(part)
-            except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
-                self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
-                outcomes.append((part.session.number, _shown_error(part.session.session_id, error)))
-        self.scheduler.commit(plan, parts, committed, self._clock())
-        self._sources.add([part.session for part in parts])
 
     def _refuse_largest(self, plan: StepPlan, error: MemoryError) -> None:
         """The device has no room for the step: the session with most rows ends, and the others' rows come again."""
@@ -390,6 +411,10 @@ class TargetEngine:
         )
 
 
+# A step that is to be launched: its judging, and its rows.
+_Packed = tuple[Verification, Batch]
+
+
 class _Launched(NamedTuple):
     """A step on the device."""
 
@@ -413,14 +438,16 @@ def _pack_ahead(plan: StepPlan, above: _Launched) -> Batch:
     )
 
 
-def _pack(builder: BatchBuilder, plan: StepPlan) -> list[int]:
-    """Adds the rows of a step; returns for each part where the logits of its last committed token will be."""
-    decoding = [part.session.pages for part in plan.decoding]
-    reading = [
-        PrefixRows(part.session.pages, part.start, part.stop, part.commits, part.judged) for part in plan.reading
-    ]
-    firsts = builder.add_trees(decoding, plan.guesses) if decoding else []
-    return firsts + (builder.add_prefixes(reading) if reading else [])
+def _pack(plan: StepPlan) -> _Packed:
+    """The rows of a step; of each part the logits of its last committed token come first."""
+    builder, firsts = BatchBuilder(), list[int]()
+    if plan.decoding:
+        firsts += builder.add_trees([part.session.pages for part in plan.decoding], plan.guesses)
+    if plan.reading:
+        firsts += builder.add_prefixes(
+            [PrefixRows(part.session.pages, part.start, part.stop, part.commits, part.judged) for part in plan.reading]
+        )
+    return Verification(plan, firsts), builder.build()
 
 
 def _prompt_judged(part: Part, first: int, pending: Pending) -> CommittedTokens:

@@ -291,8 +291,12 @@ class TargetSession:
             token_ids=(), offset=self.num_generated, prompt_logprobs=tuple(logprobs), prompt_offset=first
         )
 
-    def hand_out(self, base_len: int, origins: bytes | bytearray, now_s: float) -> CommittedTokens | None:
-        """The tokens committed since `base_len`, if a result or log probabilities go with them."""
+    def hand_out(self, base_len: int, origins: bytearray, first: int, now_s: float) -> CommittedTokens | None:
+        """The tokens committed since `base_len`, if a result or log probabilities go with them.
+
+        Args:
+            origins: Of the step's tokens; from `first` on they are this session's.
+        """
         if self._first_token_s is None:
             self._first_token_s = now_s
         self._committed_s = now_s
@@ -300,9 +304,9 @@ class TargetSession:
             return None
         logprobs, self._logprobs = tuple(self._logprobs), []
         result = None if self._finish is None else self._result(self._finish, now_s)
-        return CommittedTokens(
-            tuple(self.tokens[base_len:]), bytes(origins), logprobs, result, offset=base_len - self.prompt_len
-        )
+        token_ids = tuple(self.tokens[base_len:])
+        mine = bytes(origins[first : first + len(token_ids)])
+        return CommittedTokens(token_ids, mine, logprobs, result, offset=base_len - self.prompt_len)
 
     def close(self) -> None:
         """Frees its pages, and its row in the forest."""

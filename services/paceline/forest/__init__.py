@@ -15,6 +15,7 @@ from paceline.forest.records import (
     Ints,
     Merged,
     Picked,
+    Standing,
     rows_of,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "Links",
     "Merged",
     "Picked",
+    "Standing",
     "rows_of",
     "warm_up",
 ]

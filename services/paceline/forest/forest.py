@@ -228,7 +228,7 @@ class Forest:
 
         Args:
             source: Number of its source.
-            rows: int32 `[messages]`, whose they are.
+            rows: int32 `[messages]`, whose they are; NONE: passed over.
             bases: int32 `[messages]`, committed tokens that the sender knew.
             ends: int32 `[messages]`, where the guesses of each end.
             ids: int32 `[guesses]`, from 1 on; parents before children.
@@ -461,19 +461,16 @@ def _verify(forest: Forest, row: int, one: np.ndarray, sure: np.ndarray) -> None
 
 
 def _link(forest: Forest, row: int) -> None:
-    links, rows, one = forest.links, rows_of([row]), rows_of([1])
+    links, rows, one, sure = forest.links, rows_of([row]), rows_of([1]), np.array([0.5])
     links.begin(row, 0, 0.5)
     drafter = links.new_drafter(1.0)
     links.connect(row, drafter)
     links.look_ahead(rows, one, price=0.5, step_s=1.0)
     links.due(rows, 0.0)
-    links.caps(rows, 1)
-    links.drafted_by(rows, drafter)
-    links.at_work(rows)
-    links.first_doubtful(rows, one, has_distributions=False)
-    links.answered(rows)
+    links.standing(rows, 1)
+    links.serve(rows, one, drafter, has_distributions=False)
     links.waits(rows, 0.0)
     links.mark_silent(rows, 0.0)
-    links.drafts_arrived(rows, one, one, np.array([0.5]), 1.0)
+    links.drafts_arrived(rows, one, one, sure, sure)
     links.lag_tokens(rows)
     links.drop_drafter(drafter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from paceline.forest.records import NONE, TRACKED, Bools, Floats, Ints, LinkArrays, kernel
+from paceline.forest.records import NONE, TRACKED, Bools, Floats, Ints, LinkArrays, Standing, kernel
 
 # Survival of the best first guess of a drafter that has not shown what it is: the mean confidence of a fair one.
 CHILD_SHARE = 0.75
@@ -38,16 +38,16 @@ def stop(link: Any) -> None:
 
 @kernel
 def drafts_arrived(
-    a: LinkArrays, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float, round_trips_s: Floats
+    a: LinkArrays, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, arrived_s: Floats, round_trips_s: Floats
 ) -> int:
     """Guesses of sessions have come, and are in their trees; learns how long they took.
 
     Args:
-        rows: int32 `[messages]`.
+        rows: int32 `[messages]`; NONE: passed over.
         bases: int32 `[messages]`, committed tokens that the drafter knew.
         sizes: int32 `[messages]`, guesses; of a message without any nothing is learned.
         firsts: float64 `[messages]`, best survival of a guess below the root; below 0: they know other tokens.
-        now_s: When they came.
+        arrived_s: float64 `[messages]`, when they came.
         round_trips_s: Filled with the seconds since the commits that they answer, of the first that do.
 
     Returns:
@@ -55,9 +55,9 @@ def drafts_arrived(
     """
     count = 0
     for index in range(len(rows)):
-        if sizes[index] == 0:
+        row, base, now_s = rows[index], bases[index], arrived_s[index]
+        if row == NONE or sizes[index] == 0:
             continue
-        row, base = rows[index], bases[index]
         link = a.links[row]
         drafter = a.drafters[link.drafter]
         link.answered_len = max(link.answered_len, base)
@@ -90,16 +90,23 @@ def left_s(elapsed_s: float, usual_s: float) -> float:
 
 
 @kernel
-def waits(a: LinkArrays, rows: Ints, now_s: float, seconds: Floats) -> None:
+def may_wait(link: Any, tree: Any) -> bool:
+    """Whether a session has a drafter, and may be delayed for its drafts."""
+    waits: bool = link.drafter != NONE and tree.committed_len <= link.waits_up_to
+    return waits
+
+
+@kernel
+def waits(a: LinkArrays, trees: Any, rows: Ints, now_s: float, seconds: Floats) -> None:
     """Expected seconds until the next nodes: the answer to the oldest commit without one, or some beyond the last.
 
-    NaN: they are overdue, none are to come, or the drafter is silent, or away.
+    NaN: they are overdue, none are to come, the drafter is silent, or away, or the session may not be delayed.
     """
     for index in range(len(rows)):
         row = rows[index]
         link = a.links[row]
         seconds[index] = math.nan
-        if link.drafter == NONE or a.drafters[link.drafter].silent:
+        if not may_wait(link, trees[row]) or a.drafters[link.drafter].silent:
             continue
         drafter = a.drafters[link.drafter]
         if not math.isnan(link.received_s):
@@ -114,13 +121,13 @@ def waits(a: LinkArrays, rows: Ints, now_s: float, seconds: Floats) -> None:
 
 
 @kernel
-def mark_silent(a: LinkArrays, rows: Ints, now_s: float) -> int:
-    """Marks drafters as silent when an answer is overdue; returns how many were not before."""
+def mark_silent(a: LinkArrays, trees: Any, rows: Ints, now_s: float) -> int:
+    """Marks drafters as silent when an answer is overdue that may be waited for; returns how many were not before."""
     count = 0
     for index in range(len(rows)):
         row = rows[index]
         link = a.links[row]
-        if link.drafter == NONE or not link.num_unanswered or a.drafters[link.drafter].silent:
+        if not may_wait(link, trees[row]) or not link.num_unanswered or a.drafters[link.drafter].silent:
             continue
         last = (link.oldest + link.num_unanswered - 1) % TRACKED
         drafter = a.drafters[link.drafter]
@@ -187,53 +194,42 @@ def due(a: LinkArrays, trees: Any, rows: Ints, now_s: float, opens: Bools) -> in
 
 
 @kernel
-def caps(a: LinkArrays, trees: Any, rows: Ints, most: int, filled: Ints) -> None:
-    """Most guesses of a step over each session; one beyond the last token would be wasted."""
+def stand(a: LinkArrays, trees: Any, rows: Ints, most: int, at: Standing) -> None:
+    """Fills where sessions stand; a guess beyond the last token would be wasted."""
     for index in range(len(rows)):
-        link = a.links[rows[index]]
-        left = link.last_len - trees[rows[index]].committed_len - 1
-        filled[index] = max(0, min(link.most_guesses, most, left))
+        link, committed_len = a.links[rows[index]], trees[rows[index]].committed_len
+        drafted = link.drafter != NONE
+        cap = max(0, min(link.most_guesses, most, link.last_len - committed_len - 1))
+        at.caps[index], at.prices[index], at.shares[index] = cap, link.price, CHILD_SHARE
+        at.drafted[index], at.sourced[index], at.chains[index] = drafted, link.has_sources != 0, link.takes_chains != 0
+        at.works[index] = drafted and link.price < 1.0 and cap > 0
+        waited = committed_len - link.activated_len
+        at.answered[index] = drafted and (link.answered != 0 or waited > MOST_UNANSWERED)
+        if drafted:
+            at.shares[index] = a.drafters[link.drafter].child_share
 
 
 @kernel
-def drafted_by(a: LinkArrays, rows: Ints, drafter: int, served: Bools) -> None:
-    """Which of the sessions a drafter drafts for; a row may be NONE."""
-    for index in range(len(rows)):
-        served[index] = rows[index] != NONE and a.links[rows[index]].drafter == drafter
-
-
-@kernel
-def at_work(a: LinkArrays, rows: Ints, works: Bools) -> None:
-    """Which of the sessions have a drafter that works for them."""
-    for index in range(len(rows)):
-        link = a.links[rows[index]]
-        works[index] = link.drafter != NONE and link.price < 1.0
-
-
-@kernel
-def first_doubtful(trees: Any, rows: Ints, bases: Ints, has_distributions: bool) -> int:
-    """The first message that cannot be of a drafter that follows its session, or NONE.
+def serve(a: LinkArrays, trees: Any, rows: Ints, bases: Ints, drafter: int, has_distributions: bool) -> int:
+    """Sets the rows of messages to NONE that are about sessions of others than a drafter.
 
     Args:
         trees: Of the forest.
         rows: int32 `[messages]`.
         bases: int32 `[messages]`, committed tokens that the drafter says it knew.
         has_distributions: Whether each guess has one, as a chain needs.
+
+    Returns:
+        The first message that cannot be of a drafter that follows its session, or NONE.
     """
     for index in range(len(rows)):
+        if rows[index] == NONE or a.links[rows[index]].drafter != drafter:
+            rows[index] = NONE
+            continue
         tree = trees[rows[index]]
         if bases[index] < 1 or bases[index] > tree.committed_len or (tree.chain and not has_distributions):
             return index
     return NONE
-
-
-@kernel
-def answered(a: LinkArrays, trees: Any, rows: Ints, have: Bools) -> None:
-    """Whether the drafter of each session has answered since it was called, or should have."""
-    for index in range(len(rows)):
-        link = a.links[rows[index]]
-        waited = trees[rows[index]].committed_len - link.activated_len
-        have[index] = link.drafter != NONE and (link.answered or waited > MOST_UNANSWERED)
 
 
 @kernel

@@ -22,6 +22,7 @@ from paceline.forest.records import (
     Floats,
     Ints,
     LinkArrays,
+    Standing,
     grown,
     records,
 )
@@ -140,52 +141,16 @@ class Links:
 
     # Many sessions
 
-    def caps(self, rows: Ints, most: int) -> Ints:
-        """Most guesses of a step over sessions, `[sessions]`; one beyond the last token would be wasted."""
-        filled = np.empty(len(rows), np.int32)
-        linking.caps(self.arrays, self._trees(), rows, most, filled)
-        return filled
+    def standing(self, rows: Ints, most: int) -> Standing:
+        """Where sessions stand whose steps verify at most so many guesses of each."""
+        size = len(rows)
+        at = Standing(np.empty(size, np.int32), *np.empty((5, size), np.bool_), *np.empty((2, size)))
+        linking.stand(self.arrays, self._trees(), rows, most, at)
+        return at
 
     def may_wait(self, rows: Ints) -> Bools:
         """Which of the sessions `[sessions]` may be delayed for drafts."""
         return np.asarray(self._trees()["committed_len"][rows] <= self.arrays.links["waits_up_to"][rows])
-
-    def takes_chains(self, rows: Ints) -> Bools:
-        """Of which of the sessions `[sessions]` a step verifies one chain instead of a tree."""
-        return np.asarray(self.arrays.links["takes_chains"][rows], np.bool_)
-
-    def has_sources(self, rows: Ints) -> Bools:
-        """For which of the sessions `[sessions]` sources inside the verifier guess."""
-        return np.asarray(self.arrays.links["has_sources"][rows], np.bool_)
-
-    def drafted(self, rows: Ints) -> Bools:
-        """Which of the sessions `[sessions]` have a drafter whose stream is up."""
-        return np.asarray(self.arrays.links["drafter"][rows] != NONE)
-
-    def drafted_by(self, rows: Ints, drafter: int) -> Bools:
-        """Which of the sessions `[sessions]` a drafter drafts for; none of those without a row, NONE."""
-        served = np.empty(len(rows), np.bool_)
-        linking.drafted_by(self.arrays, rows, drafter, served)
-        return served
-
-    def at_work(self, rows: Ints) -> Bools:
-        """Which of the sessions `[sessions]` have a drafter that works for them."""
-        works = np.empty(len(rows), np.bool_)
-        linking.at_work(self.arrays, rows, works)
-        return works
-
-    def answered(self, rows: Ints) -> Bools:
-        """Whether the drafters of sessions `[sessions]` have answered since they were called, or should have."""
-        have = np.empty(len(rows), np.bool_)
-        linking.answered(self.arrays, self._trees(), rows, have)
-        return have
-
-    def child_shares(self, rows: Ints) -> Floats:
-        """Survival of the best child over its parent's, as the drafters of sessions guess, `[sessions]`."""
-        drafters = self.arrays.links["drafter"][rows]
-        if not len(self.arrays.drafters):
-            return np.full(len(rows), CHILD_SHARE)
-        return np.where(drafters == NONE, CHILD_SHARE, self.arrays.drafters["child_share"][drafters])
 
     def response_s(self, rows: Ints) -> Floats:
         """Usual seconds from a commit to the first nodes that know it, `[sessions]`; NaN: none are to come."""
@@ -194,10 +159,6 @@ class Links:
             return np.full(len(rows), math.nan)
         known = self.arrays.drafters[drafters]
         return np.where((drafters == NONE) | (known["silent"] != 0), math.nan, known["response_s"])
-
-    def prices(self, rows: Ints) -> Floats:
-        """Least survival worth drafting for, `[sessions]`; 1: the drafter idles."""
-        return np.asarray(self.arrays.links["price"][rows])
 
     def idle(self, rows: Ints) -> None:
         """Nothing is drafted for sessions until `look_ahead`."""
@@ -236,25 +197,25 @@ class Links:
         links = links[mine]
         return links["number"], links["unsent_from"], links["sent_price"], links["room"]
 
-    def first_doubtful(self, rows: Ints, bases: Ints, *, has_distributions: bool) -> int:
-        """The first message that cannot be of a drafter that follows its session, or NONE."""
-        return int(linking.first_doubtful(self._trees(), rows, bases, has_distributions))
+    def serve(self, rows: Ints, bases: Ints, drafter: int, *, has_distributions: bool) -> int:
+        """Sets rows of sessions that a drafter does not draft for to NONE; see `linking.serve`."""
+        return int(linking.serve(self.arrays, self._trees(), rows, bases, drafter, has_distributions))
 
-    def drafts_arrived(self, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, now_s: float) -> list[float]:
+    def drafts_arrived(self, rows: Ints, bases: Ints, sizes: Ints, firsts: Floats, arrived_s: Floats) -> list[float]:
         """Guesses have come; returns seconds since the commits that they answer, where they are the first that do."""
         round_trips_s = np.empty(len(rows))
-        count = linking.drafts_arrived(self.arrays, rows, bases, sizes, firsts, now_s, round_trips_s)
+        count = linking.drafts_arrived(self.arrays, rows, bases, sizes, firsts, arrived_s, round_trips_s)
         return [*round_trips_s[:count].tolist()]
 
     def waits(self, rows: Ints, now_s: float) -> Floats:
-        """Expected seconds until the next nodes of sessions, `[sessions]`; NaN: none are expected."""
+        """Expected seconds until the next nodes of sessions that may wait, `[sessions]`; NaN: none are expected."""
         seconds = np.empty(len(rows))
-        linking.waits(self.arrays, rows, now_s, seconds)
+        linking.waits(self.arrays, self._trees(), rows, now_s, seconds)
         return seconds
 
     def mark_silent(self, rows: Ints, now_s: float) -> int:
-        """Marks drafters whose answers are overdue as silent; returns how many were not before."""
-        return int(linking.mark_silent(self.arrays, rows, now_s))
+        """Marks drafters as silent whose answers sessions that may wait should have; returns how many were not."""
+        return int(linking.mark_silent(self.arrays, self._trees(), rows, now_s))
 
     def lag_tokens(self, rows: Ints) -> int:
         """Most committed tokens of a session that its drafter has not answered; none while drafters idle."""

@@ -175,6 +175,34 @@ class LinkArrays(NamedTuple):
     drafters: Any
 
 
+class Standing(NamedTuple):
+    """Where sessions stand, `[sessions]` each.
+
+    Attributes:
+        caps: int32, most guesses of a step.
+        drafted: Whether they have a drafter whose stream is up.
+        sourced: Whether sources inside the verifier guess for them.
+        works: Whether their drafter works for them, and a step may verify its guesses.
+        answered: Whether their drafter has answered since it was called, or should have.
+        chains: Whether a step verifies one chain instead of a tree.
+        prices: float64, least survival worth drafting for; 1: the drafter idles.
+        shares: float64, survival of the best child over its parent's, as the drafter guesses.
+    """
+
+    caps: Ints
+    drafted: Bools
+    sourced: Bools
+    works: Bools
+    answered: Bools
+    chains: Bools
+    prices: Floats
+    shares: Floats
+
+    def first(self, count: int) -> Standing:
+        """Where the first of the sessions stand."""
+        return Standing._make([column[:count] for column in self])
+
+
 def records(shape: int | tuple[int, ...], kind: np.dtype[np.void]) -> Any:
     """Empty records; where kernels are not compiled they are read by the names of their fields all the same."""
     made = np.zeros(shape, kind)
@@ -189,8 +217,11 @@ def grown(array: Any, more: int) -> Any:
 
 
 def kernel(function: FunctionT) -> FunctionT:
-    """Compiles a loop of the forest on its first call."""
-    return compiled(function, FOREST)
+    """Compiles a loop of the forest on its first call.
+
+    It keeps the GIL: it takes microseconds, and a thread that gave the GIL up would wait longer to get it back.
+    """
+    return compiled(function, FOREST, nogil=False)
 
 
 def rows_of(rows: Iterable[int]) -> Ints:

@@ -202,11 +202,14 @@ def merge(
     over the tree, so a drafter that never stops would hold up the steps of all.
 
     Fills for each message `counts` [messages, 3], how many were added, late and stale, and `firsts`: the best survival
-    of a first guess, if it knows the last commit, else -1.
+    of a first guess, if it knows the last commit, else -1. A message whose row is NONE is passed over.
     """
     start = 0
     for message in range(len(rows)):
         row = rows[message]
+        if row == NONE:
+            counts[message, :], firsts[message], start = 0, -1.0, ends[message]
+            continue
         tree, nodes, names, judge = f.trees[row], f.nodes[row], f.names[row], f.judges[row, source]
         counts[message, :] = 0
         count = min(ends[message] - start, len(nodes) - tree.offered)

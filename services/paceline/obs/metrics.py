@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -32,6 +32,7 @@ from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client import values as metric_values
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import __version__
@@ -172,15 +173,16 @@ class Meter:
         return Meter(self._registry, model_name, self._of_models)
 
     def record(self, step: StepReport) -> None:
-        """Counts what a step has counted, in the metrics that this one has made."""
+        """Counts what steps have counted, in the metrics that this one has made."""
         for (name, *labels), amount in step.counts.items():
             counter = self.by_name[name]
             (counter.labels(*labels) if labels else counter).inc(amount)
         for name, level in step.levels.items():
             self.by_name[name].set(level)
-        for name, values in step.samples.items():
+        for (name, *labels), values in step.samples.items():
+            histogram = self.by_name[name].labels(*labels) if labels else self.by_name[name]
             for value, count in Tally(values).items():
-                self.by_name[name].observe_alike(value, count)
+                histogram.observe_alike(value, count)
 
     def counter(self, name: str, documentation: str) -> Counter:
         return self._single(Counter, name, documentation)
@@ -236,6 +238,9 @@ STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025
 GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ROW_LABELS = (*map(str, ROW_BUCKETS), "more")
+# Time for which steps are summed: to count one in the library takes as long as to plan it.
+SUMMED_S = 1.0
 
 # Why sessions continue without their drafter: its stream is lost, it broke the protocol, is silent, or has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
@@ -269,7 +274,44 @@ FAILOVER_REASONS = (
 
 def rows_label(num_rows: int) -> str:
     """Returns the `rows` label of a step: the least power of two that holds its rows, so labels stay few."""
-    return str(next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), "more"))
+    return _ROW_LABELS[bisect_left(ROW_BUCKETS, num_rows)]
+
+
+class StepTotals:
+    """Sums reports of steps, and records them once a second, and whenever the registry is read.
+
+    Args:
+        registry: Of the metrics, which are made afterwards: it is read in order.
+        record: Records a sum in these metrics.
+    """
+
+    def __init__(self, registry: CollectorRegistry, record: Callable[[StepReport], None]) -> None:
+        self._record = record
+        # Metrics are read in threads of their own.
+        self._lock = threading.Lock()
+        self._sum: StepReport | None = None
+        self._recorded_s = 0.0
+        registry.register(self)
+
+    def add(self, report: StepReport) -> None:
+        """Adds the report of a step, which belongs to the sum from now on."""
+        if report.num_rows:
+            report.samples["paceline:step_seconds", rows_label(report.num_rows)].append(report.seconds)
+        with self._lock:
+            if self._sum is None:
+                self._sum = report
+            else:
+                self._sum.add(report)
+        if time.monotonic() - self._recorded_s >= SUMMED_S:
+            self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        """Records the sum; it has no metric of its own."""
+        with self._lock:
+            summed, self._sum, self._recorded_s = self._sum, None, time.monotonic()
+            if summed is not None:
+                self._record(summed)
+        return ()
 
 
 # Labels by which the time of drafters is divided by tokens: addresses of both, and the drafter's model. A fleet whose
@@ -282,6 +324,7 @@ class VerifierMetrics:
     """Metrics of a verifier."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.steps = StepTotals(registry, self.record)
         meter = Meter(registry, model_name)
         self.speculation = SpeculationTotals(meter)
         self.meter = meter
@@ -314,6 +357,21 @@ class VerifierMetrics:
         self._mode: tuple[str, str] | None = None
         self._rates: dict[tuple[str, str], float] = {}
         self._of_steps(meter)
+
+    def record(self, report: StepReport) -> None:
+        """Shows what steps have reported; see `StepTotals`."""
+        report.levels["vllm:num_requests_running"] = report.num_running
+        report.levels["vllm:num_requests_waiting"] = report.num_waiting
+        if report.num_rows:
+            report.levels["paceline:price"] = report.price
+            report.sample("paceline:gamma", *report.gammas)
+            if report.reason is not None:
+                self.show_mode(report.mode, report.reason)
+                self.show_rates(report.measured)
+            if report.accepted:
+                gammas = sum(report.gammas)
+                self.speculation.add_rounds(num_draft_tokens=gammas, num_accepted_tokens=report.accepted)
+        self.meter.record(report)
 
     def tell_address(self, address: str) -> None:
         """Labels what is counted by drafter with the address by which others know this verifier."""
@@ -369,7 +427,7 @@ class VerifierMetrics:
             "Unix time when paceline:mode_tokens_per_second was last measured.",
             ("mode", "load"),
         )
-        self.step = _step_seconds(meter, "Time of one forward step; rows: the least power of two that holds its rows.")
+        _step_seconds(meter, "Time of one forward step; rows: the least power of two that holds its rows.")
         meter.histogram(
             "paceline:draft_round_trip_seconds",
             "From sending commits to the first node that builds on them.",
@@ -417,6 +475,7 @@ class DrafterMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         meter = Meter(registry, model_name)
+        self.steps = StepTotals(registry, meter.record)
         self._model_name, self._address = model_name, ""
         self._draft_seconds = meter.counters(
             "paceline:draft_seconds",
@@ -431,8 +490,7 @@ class DrafterMetrics:
             "paceline:drafter_lag_tokens",
             "Committed tokens not yet in the draft KV cache when a step began, of the session with most.",
         )
-        self.step = _step_seconds(meter, "Time of one draft step; rows as of a verifier.")
-        self.meter = meter
+        _step_seconds(meter, "Time of one draft step; rows as of a verifier.")
         _of_pages(meter)
 
     def tell_address(self, address: str) -> None:
@@ -518,8 +576,9 @@ def _latency(meter: Meter, name: str, documentation: str) -> Histogram:
     return meter.histogram(name, documentation, buckets=LATENCY_BUCKETS_S)
 
 
-def _step_seconds(meter: Meter, documentation: str) -> MetricFamily[Histogram]:
-    return MetricFamily(meter.histogram("paceline:step_seconds", documentation, ("rows",), buckets=STEP_BUCKETS_S))
+def _step_seconds(meter: Meter, documentation: str) -> None:
+    name = "paceline:step_seconds"
+    meter.by_name[name] = MetricFamily(meter.histogram(name, documentation, ("rows",), buckets=STEP_BUCKETS_S))
 
 
 class SpeculationTotals:

@@ -62,11 +62,6 @@ class SessionLog:
         self.tally: SpeculationTally | None = None
         self._recorded_s = now_s
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether tokens wait that may not leave yet."""
-        return bool(self._waiting) and not self.gateway.is_ready(self)
-
     def put(self, committed: CommittedTokens, now_s: float) -> None:
         """Adds what a step committed.
 
@@ -176,10 +171,6 @@ class GatewayLog:
         """Whether more sessions wait to be sent than run anywhere: the gateway starts them, and does not read."""
         return max(len(self._taken), len(self._ended), len(self._leaving)) > MAX_SESSIONS
 
-    def is_ready(self, session: SessionLog) -> bool:
-        """Whether what waits of a session leaves with the next message."""
-        return session.number in self._leaving
-
     def mark_ready(self, session: SessionLog) -> None:
         self._leaving[session.number] = session
         self._ready.set()
@@ -287,7 +278,7 @@ class Gathering:
         due_s = self._emptied_s + min(self._longest_s, self._per_session_s * len(sessions))
         if now_s >= due_s:
             self._empty()
-        elif any(each.holds_back for each in sessions):
+        else:
             self._timer = loop.call_at(due_s, self._empty)
 
     def _empty(self) -> None:

@@ -188,7 +188,7 @@ class ChainScheduler:
 
     def receive(self, event: DraftsArrived) -> None:
         """Merges messages of a drafter."""
-        self._tier.receive(event, self.report)
+        self._tier.receive([event], self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
         """A drafter was reached or lost."""
@@ -265,8 +265,8 @@ class ChainScheduler:
             return
         decoding = [session for session in self._rows if session.max_chain and not session.reads]
         rows, links = _forest_rows(decoding), self._forest.links
-        shares, waits = links.child_shares(rows), links.response_s(rows) / self._drafts.step_s
-        terms = zip(links.prices(rows).tolist(), shares.tolist(), waits.tolist(), strict=True)
+        at, waits = links.standing(rows, 0), links.response_s(rows) / self._drafts.step_s
+        terms = zip(at.prices.tolist(), at.shares.tolist(), waits.tolist(), strict=True)
         for session, (price, share, wait) in zip(decoding, terms, strict=True):
             tree = self._forest.arrays.trees[session.tree.row]
             version = int(tree["committed_len"]), int(tree["count"]), int(tree["offered"])

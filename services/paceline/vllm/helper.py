@@ -31,7 +31,6 @@ from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics, metrics_server, service_registry
-from paceline.obs.steps import record_step
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import TunedState, kept_in
 from paceline.service.process import GARBAGE_OF_STEPS, run, settle_heap
@@ -234,7 +233,7 @@ class Helper:
     def _count(self) -> None:
         report = self._scheduler.take_report()
         if not self.rehearsal.unasked:
-            asyncio.get_running_loop().call_soon(record_step, self._metrics, report)
+            asyncio.get_running_loop().call_soon(self._metrics.steps.add, report)
 
 
 async def serve(job: HelperJob, to_proposer: ToProposer, board: SharedTrees) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ class Link:
         self.rows = rows_of([self.row])
         self.forest.open(self.row, range(5))
         self.links.begin(self.row, 1, price)
+        self.links.bound(self.row, most_guesses=8, last_len=1000, waits_up_to=1000)
         self.drafter = ConnectedDrafter(self.links, response_s=response_s)
         self.links.connect(self.row, self.drafter.number)
         self.due(5, 0.0)
@@ -40,7 +43,7 @@ class Link:
 
     def heard(self, base_len: int, now_s: float, first: float = 0.5) -> float | None:
         """A guess comes from a drafter that knew so many tokens; seconds since the commit that it answers, if any."""
-        times = self.links.drafts_arrived(self.rows, rows_of([base_len]), rows_of([1]), np.array([first]), now_s)
+        times = self.links.drafts_arrived(self.rows, rows_of([base_len]), rows_of([1]), *np.array([[first], [now_s]]))
         return times[0] if times else None
 
     def wait_s(self, now_s: float) -> float | None:
@@ -95,7 +98,7 @@ def test_one_answer_stands_for_the_commits_before_it():
 def test_a_message_without_guesses_teaches_nothing():
     link = Link()
     link.due(10, 1.0)
-    nothing = link.links.drafts_arrived(link.rows, rows_of([10]), rows_of([0]), np.array([0.0]), 1.5)
+    nothing = link.links.drafts_arrived(link.rows, rows_of([10]), rows_of([0]), *np.array([[0.0], [1.5]]))
     assert nothing == []
     assert link.wait_s(1.0) == pytest.approx(0.004)
 
@@ -150,14 +153,18 @@ def test_a_drafter_knows_one_token_at_least_and_none_that_was_never_committed(
     row = link.forest.take_row()
     link.forest.open(row, range(5), chain=chain)
     rows, bases = rows_of([link.row, row]), rows_of([5, base_len])
-    assert link.links.first_doubtful(rows, bases, has_distributions=has_distributions) == doubtful
+    link.links.connect(row, link.drafter.number)
+    serve = partial(link.links.serve, has_distributions=has_distributions)
+    assert serve(rows, bases, link.drafter.number) == doubtful
+    assert serve(rows, bases, link.links.new_drafter(1.0)) == NONE, "it drafts for neither"
+    assert rows.tolist() == [NONE, NONE]
 
 
 def test_a_drafter_that_is_lost_is_told_everything_when_it_is_back():
     link = Link()
     link.links.connect(link.row, NONE)
     assert link.due(10, 1.0) == NONE
-    assert not link.links.drafted(link.rows).any()
+    assert not link.links.standing(link.rows, 1).drafted.any()
     link.links.connect(link.row, link.drafter.number)
     assert link.due(11, 2.0) == 0
     assert link.due(12, 2.1) == 11
@@ -184,12 +191,12 @@ def test_the_share_of_a_first_guess_follows_what_is_heard_of_the_last_commit():
     for length in range(10, 30):
         link.due(length, float(length))
         link.heard(length, length + 0.001, first=0.01)
-        shares += link.links.child_shares(link.rows).tolist()
+        shares += link.links.standing(link.rows, 0).shares.tolist()
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 0.05
     link.due(40, 40.0)
     link.heard(40, 40.001, first=-1.0)
-    assert link.links.child_shares(link.rows).tolist() == shares[-1:]
+    assert link.links.standing(link.rows, 0).shares.tolist() == shares[-1:]
 
 
 def test_a_drafter_keeps_as_much_ahead_as_steps_go_by_before_it_is_heard():

@@ -224,6 +224,7 @@ def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken
     }
     nobody = SessionDrafts(99, 1, [NodeGuess(1, 0, WRONG, 0.9), NodeGuess(2, 1, WRONG, 0.9)])
     verifier.say(to_drafts(guesses[second.link.number], nobody, guesses[first.link.number]))
+    verifier.engine.patience_s()
     assert [each.tree.num_nodes for each in (first, second)] == [1, 1]
     verifier.step()
     assert [each.tally.histogram for each in (first, second)] == [[0, 1], [0, 1]]

@@ -26,7 +26,6 @@ from paceline.obs.metrics import (
     metrics_server,
     rows_label,
 )
-from paceline.obs.steps import record_step
 
 VERIFIER_NAMES = {
     "vllm:spec_decode_num_drafts_total",
@@ -65,12 +64,11 @@ def test_a_verifier_has_the_agreed_names() -> None:
     registry = CollectorRegistry()
     metrics = VerifierMetrics(registry, "tiny")
     metrics.speculation.add_rounds(num_draft_tokens=4, num_accepted_tokens=[2])
-    step = StepReport()
+    step = StepReport(num_rows=5, seconds=0.004)
     step.count("paceline:draft_nodes", "model", "late")
     step.count("paceline:source_seconds", "medusa", by=0.002)
     step.count("paceline:source_turns", "medusa", by=3)
-    metrics.meter.record(step)
-    metrics.step.labels(rows_label(5)).observe(0.004)
+    metrics.steps.add(step)
     assert samples(registry).keys() >= VERIFIER_NAMES
 
 
@@ -83,7 +81,7 @@ def test_a_verifier_shows_its_mode_its_reason_and_since_when_until_one_of_them_c
     steps = (("plain", Reason.TOO_LOADED), ("plain", Reason.TOO_LOADED), ("sources", Reason.TRYING), ("sources", None))
     for now_s, (mode, reason) in enumerate(steps, start=100):
         monkeypatch.setattr(time, "time", lambda now_s=now_s: float(now_s))
-        record_step(metrics, StepReport(num_rows=1, mode=mode, reason=reason))
+        metrics.steps.add(StepReport(num_rows=1, mode=mode, reason=reason))
         shown.append({name: value for name, value in samples(registry).items() if "mode_since" in name})
     plain = {'paceline:mode_since_seconds{mode="plain",reason="too_loaded"}': 100.0}
     trying = {'paceline:mode_since_seconds{mode="sources",reason="trying"}': 102.0}
@@ -122,7 +120,7 @@ def test_tokens_and_the_drafters_time_have_the_same_labels_so_one_divides_by_the
     drafter.tell_address("d:1")
     step = StepReport()
     step.count("paceline:drafter_committed_tokens", "tiny", "d:1", by=5)
-    verifier.meter.record(step)
+    verifier.steps.add(step)
     drafter.took("v:1", 0.25)
     labels = '{draft_model="tiny",drafter="d:1",verifier="v:1"}'
     assert samples(of_verifier)[f"paceline:drafter_committed_tokens_total{labels}"] == 5

@@ -9,7 +9,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
 from paceline.core.target_events import StepCommit, StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.steps import record_output, record_step
+from paceline.obs.steps import record_output
 
 MODEL = {"model_name": "tiny"}
 
@@ -21,8 +21,8 @@ def test_a_step_counts_in_metrics_by_their_names():
         report = StepReport(num_rows=4, levels={"vllm:kv_cache_usage_perc": seconds})
         report.count("paceline:source_turns", "medusa", by=3)
         report.count("paceline:round_hits")
-        report.samples["paceline:draft_round_trip_seconds"] = [seconds, seconds]
-        record_step(metrics, report)
+        report.sample("paceline:draft_round_trip_seconds", seconds, seconds)
+        metrics.steps.add(report)
     assert registry.get_sample_value("paceline:source_turns_total", {"source": "medusa"}) == 6
     assert registry.get_sample_value("paceline:round_hits_total") == 2
     assert registry.get_sample_value("paceline:draft_round_trip_seconds_sum") == 1.5
@@ -57,7 +57,7 @@ def test_what_became_of_nodes_is_counted_by_source_and_fate():
     report = StepReport(num_rows=4)
     report.count_nodes(["draft_model", "ngram"], np.array([[[4, 2], [3, 0], [0, 0]], [[1, 0], [0, 0], [4, 0]]]))
     report.count("paceline:draft_nodes", "eagle3", "late", by=6)
-    record_step(VerifierMetrics(registry, "tiny"), report)
+    VerifierMetrics(registry, "tiny").steps.add(report)
     samples = [each for family in registry.collect() for each in family.samples if "draft_nodes_total" in each.name]
     assert {(each.labels["source"], each.labels["fate"]): each.value for each in samples} == {
         ("draft_model", "accepted"): 3,

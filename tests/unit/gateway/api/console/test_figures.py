@@ -18,7 +18,6 @@ from paceline.core.target_events import Reason, StepReport
 from paceline.gateway.api.console.figures import SHOWN, Figures, summed
 from paceline.obs import metrics as module
 from paceline.obs.metrics import VerifierMetrics, samples_of
-from paceline.obs.steps import record_step
 from paceline.store.base import Replica
 
 DRAFTER = "h:2"
@@ -33,7 +32,7 @@ def page_of_two_steps() -> str:
         report.measured = [("plain", 2, 50.0), ("drafting", 2, 90.0)]
         report.count("paceline:drafter_verified_tokens", "draft", DRAFTER, by=sum(gammas))
         report.count("paceline:drafter_accepted_tokens", "draft", DRAFTER, by=sum(accepted))
-        record_step(metrics, report)
+        metrics.steps.add(report)
     return generate_latest(registry).decode()
 
 
