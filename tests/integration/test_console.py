@@ -15,6 +15,7 @@ import pytest
 
 from paceline.core.messages import TokenOrigin
 from paceline.gateway.api.console.figures import FIGURES_PATH, FILE_PATHS, SECURITY_HEADERS
+from paceline.gateway.api.openapi import PATH
 from tests.support.browser import browsing, chromium, problems_of
 from tests.support.fleet_runner import FleetRunner
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
@@ -122,23 +123,18 @@ async def test_every_file_is_served_with_its_type_its_policy_and_a_mark_to_ask_f
         for path in FILE_PATHS:
             answer = await fleet.http.get(path)
             assert answer.status_code == 200
-            assert (
-                answer.headers["content-type"].split(";")[0]
-                == {
-                    "": "text/html",
-                    "css": "text/css",
-                    "js": "text/javascript",
-                    "svg": "image/svg+xml",
-                }[path.rpartition("/")[2].rpartition(".")[2]]
-            )
+            kinds = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+            assert answer.headers["content-type"].split(";")[0] == kinds.get(Path(path).suffix, "text/html")
+            assert int(answer.headers["content-length"]) == len(answer.content) > 0
             assert SECURITY_HEADERS.items() <= answer.headers.items()
             again = await fleet.http.get(path, headers={"if-none-match": answer.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
 
 
-async def test_the_page_asks_for_nothing_but_what_the_gateway_serves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_a_page_asks_for_nothing_but_what_the_gateway_serves(tmp_path: Path, path: str) -> None:
     async with scripted_fleet(tmp_path) as fleet:
-        page = (await fleet.http.get("/")).text
+        page = (await fleet.http.get(path)).text
     named = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
     assert named
     assert {f"/{name}" for name in named} <= FILE_PATHS
@@ -147,7 +143,7 @@ async def test_the_page_asks_for_nothing_but_what_the_gateway_serves(tmp_path: P
 
 async def test_without_the_console_its_paths_are_unknown(tmp_path: Path) -> None:
     async with scripted_fleet(tmp_path, console=False) as fleet:
-        for path in ("/", "/console/console.js", "/console/figures"):
+        for path in ("/", "/docs", "/console/console.js", "/console/figures"):
             assert (await fleet.http.get(path)).status_code == 404
 
 
@@ -200,6 +196,31 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(trees: FleetRun
 
 @pytest.mark.full
 @needs_chromium
+async def test_the_page_of_the_api_asks_for_a_key_lists_the_paths_and_sends_a_request(guarded: ScriptedFleet) -> None:
+    program = chromium()
+    assert program is not None
+    async with browsing(program) as browser:
+        page = await browser.new_page()
+        page.set_default_timeout(1e3 * WAIT_S)
+        await page.goto(f"http://{guarded.addresses.http}/docs")
+        await page.wait_for_selector("#key-form:not([hidden])")
+        problems = problems_of(page)
+        await page.fill("#key", KEY)
+        await page.press("#key", "Enter")
+        await page.wait_for_selector("#operations-default-createChatCompletion")
+        documented = (await guarded.http.get(PATH, headers={"Authorization": f"Bearer {KEY}"})).json()["paths"]
+        assert await page.locator(".opblock").count() == sum(map(len, documented.values()))
+        await page.click("#operations-default-listModels button.opblock-summary-control")
+        await page.click("#operations-default-listModels button.try-out__btn")
+        await page.click("#operations-default-listModels button.execute")
+        await page.wait_for_selector(
+            "#operations-default-listModels .live-responses-table .response-col_status >> text=200"
+        )
+        assert problems == []
+
+
+@pytest.mark.full
+@needs_chromium
 async def test_the_page_asks_for_a_key_and_keeps_it_to_itself(guarded: ScriptedFleet) -> None:
     program = chromium()
     assert program is not None
@@ -212,7 +233,7 @@ async def test_the_page_asks_for_a_key_and_keeps_it_to_itself(guarded: ScriptedF
         await page.fill("#key", KEY)
         await page.press("#key", "Enter")
         await page.wait_for_selector("#status[data-state=warn]:has-text('no drafter')")
-        assert "No drafter is there" in str(await page.text_content("#notice"))
+        assert "No drafter is running" in str(await page.text_content("#notice"))
         assert problems == []
         kept = await page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
         assert KEY not in kept

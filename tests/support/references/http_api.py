@@ -15,8 +15,8 @@ from tests.support.references.tables import WRITTEN_BY
 
 HEAD = f"""# The HTTP API
 
-What a gateway takes and answers. {WRITTEN_BY}
-`/openapi.json` of a gateway holds the same for programs.
+Paths, fields, answers and errors of a gateway. {WRITTEN_BY}
+A gateway shows the same at `/docs`, with forms that send requests, and at `/openapi.json` for programs.
 
 """
 # Bodies and the objects in them, in the order of the page.

@@ -122,7 +122,7 @@ _FAILURES = {
     "429": "Too many requests under way",
     "500": "A fault of the gateway or of a verifier",
     "502": "A verifier broke the protocol",
-    "503": "No verifier is there, or the gateway stops",
+    "503": "No verifier is available, or the gateway is stopping",
 }
 _GENERATES, _HEALTH = "Generates text, whole or as a stream", "Whether new requests can be served"
 _KEPT = "/v1/responses/{response_id}"

@@ -122,7 +122,7 @@ class Fleet:
             raise ModelNotFoundError(f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}")
         identity = self.identity(name)
         if identity is None:
-            raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+            raise UnavailableError(f"no verifier of model {name!r} is available now")
         if codec.vocab_hash and codec.vocab_hash != identity.vocab_hash:
             raise UnavailableError(
                 f"model {name!r}: this gateway's tokenizer is not the verifier's; start both with the same folder"

@@ -270,7 +270,7 @@ class Failover:
                 return self._router.place(self._fleet.replicas, able, token_ids, self._in_flight, salt)
             if self._clock() >= attempts.until_s:
                 raise UnavailableError(
-                    f"no verifier of model {attempts.request.model.identity.name!r} is there at the moment"
+                    f"no verifier of model {attempts.request.model.identity.name!r} is available now"
                 )
             await self._pause(attempts, LAST_PAUSE_S)
             attempts.failed.clear()

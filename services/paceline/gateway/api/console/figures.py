@@ -10,9 +10,10 @@ import hashlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import distribution
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import httpx
 from prometheus_client.samples import Sample
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from paceline.core.addresses import is_address
@@ -169,11 +170,18 @@ FILES: Mapping[str, tuple[str, str]] = {
     "/console/console.css": ("console.css", "text/css; charset=utf-8"),
     "/console/console.js": ("console.js", "text/javascript; charset=utf-8"),
     "/console/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
+    "/docs/docs.css": ("docs.css", "text/css; charset=utf-8"),
+    "/docs/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
+    "/docs/swagger-ui.css": ("offapi/swagger_style.css", "text/css; charset=utf-8"),
+    "/docs/swagger-ui.js": ("offapi/swagger_bundle.js", "text/javascript; charset=utf-8"),
 }
 FILE_PATHS = frozenset(FILES)
+# Swagger UI has 1.6 MB: a client that reads slowly, and needs no key, holds one piece of it.
+PIECE_BYTES = 64 * 1024
 SECURITY_HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "referrer-policy": "no-referrer",
@@ -191,7 +199,9 @@ def console_routes(figures: Figures) -> list[BaseRoute]:
 
 def _static_file(name: str, media_type: str) -> tuple[bytes, Mapping[str, str]]:
     """Returns a file, which is read at start, and its headers."""
-    content = (STATIC / name).read_bytes()
+    # Importing offapi would make pages of its own out of all its files, 9 MB.
+    path = Path(str(distribution("offapi").locate_file(name))) if name.startswith("offapi/") else STATIC / name
+    content = path.read_bytes()
     # Browsers ask each time whether it is still the same: a new release shows at once.
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     return content, {"content-type": media_type, "cache-control": "no-cache", "etag": etag, **SECURITY_HEADERS}
@@ -200,4 +210,9 @@ def _static_file(name: str, media_type: str) -> tuple[bytes, Mapping[str, str]]:
 async def _file(content: bytes, headers: Mapping[str, str], request: Request) -> Response:
     if request.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers)
+    return StreamingResponse(_pieces(content), headers={"content-length": str(len(content)), **headers})
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]

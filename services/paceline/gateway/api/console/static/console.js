@@ -11,8 +11,8 @@ const TIERS = ["gateway", "verifier", "drafter"];
 const STATES = {
   ready: ["good", ""],
   "no drafter": ["warn",
-    "No drafter is there: verifiers decode plainly, or with guesses of their own. Texts are the same, slower."],
-  "no verifier": ["bad", "No verifier is there: requests wait for one, and are refused if none comes."],
+    "No drafter is running: verifiers decode plainly, or with guesses of their own. The text is the same, the speed lower."],
+  "no verifier": ["bad", "No verifier is running: requests wait for one, and are refused if none starts."],
 };
 // Why a verifier drafts, or decodes plainly.
 const REASONS = {
