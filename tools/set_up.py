@@ -67,11 +67,12 @@ def set_up(extra: str, venv: Path) -> None:
     say(1, f"a Python environment in {shown(venv)}")
     if not runs(python, "-m", "pip", "--version"):
         must_run(sys.executable, "-m", "venv", "--clear", str(venv))
-    build = torch_build(python)
-    megabytes = MEGABYTES[extra] + (CUDA_MEGABYTES if is_cuda(build) else 0)
-    check_build(build, megabytes, venv)
-    say(2, f"{CONTENTS[extra]}; torch {build}; about {megabytes / 1000:.1f} GB in all")
-    install(python, extra, build)
+    torch, is_cuda = torch_build(python)
+    megabytes = MEGABYTES[extra] + (CUDA_MEGABYTES if is_cuda else 0)
+    if is_cuda and not held_mb(venv):
+        check_cuda(megabytes, venv)
+    say(2, f"{CONTENTS[extra]}; torch {torch}; about {megabytes / 1000:.1f} GB in all")
+    install(python, extra, is_cuda=is_cuda)
     freed = drop_ballast(venv)
     for held in (SERVE, DEV) if extra == DEV else (SERVE,):
         (venv / f"{held}.stamp").touch()
@@ -105,8 +106,10 @@ def too_full(megabytes: float, venv: Path) -> str:
     return f"disk space: about {megabytes:,.0f} MB are needed in {venv.parent}, {free:,.0f} MB are free"
 
 
-def torch_build(python: Path) -> str:
-    """Returns the version of torch that pip would install, such as `2.13.0+cpu`; downloads metadata at most.
+def torch_build(python: Path) -> tuple[str, bool]:
+    """Returns the version of torch that pip would install, such as `2.13.0+cpu`, and whether it brings CUDA along.
+
+    Where pip finds both builds of a version, it prefers `+cpu`. It downloads metadata at most.
 
     Raises:
         SetUpError: pip finds none.
@@ -116,48 +119,46 @@ def torch_build(python: Path) -> str:
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=False, timeout=LOOK_UP_TIMEOUT_S)
     if ended.returncode != 0:
         raise SetUpError(NO_INDEX)
-    return str(json.loads(ended.stdout)["install"][0]["metadata"]["version"])
+    metadata = json.loads(ended.stdout)["install"][0]["metadata"]
+    return metadata["version"], any(each.startswith(CUDA_PACKAGES) for each in metadata.get("requires_dist", ()))
 
 
+CUDA_PACKAGES = ("nvidia-", "cuda-")
 NO_INDEX = (
     "pip reaches no package index or finds no torch for this Python there (its message is above): behind a proxy set "
     "HTTPS_PROXY, for an index of your own PIP_INDEX_URL, then try again"
 )
+WANTED_BUILD = "TORCH_BUILD"
+NO_GPU = f"""\
+nothing was downloaded: this machine has no GPU, and pip finds only torch's CUDA build, 5 GB more
+Paste one of these lines, then start again:
+  export PIP_EXTRA_INDEX_URL=...   # index of the CPU build, from PyTorch's installation page (Linux, pip, CPU)
+  export {WANTED_BUILD}=cuda   # the CUDA build, which computes on a CPU as well"""
 
 
-def is_cuda(build: str) -> bool:
-    """Whether this build of torch brings the CUDA libraries: on Linux all do but those that say cpu."""
-    return sys.platform == "linux" and not build.endswith("+cpu")
-
-
-def check_build(build: str, megabytes: float, venv: Path) -> None:
-    """Refuses a build that the disk cannot hold, and says how to get the smaller one where there is a choice.
+def check_cuda(megabytes: float, venv: Path) -> None:
+    """Refuses the CUDA build where nothing needs it, and where the disk cannot hold it.
 
     Raises:
-        SetUpError: The disk has too little space.
+        SetUpError: This machine has no GPU and nobody asked for this build, or the disk has too little space.
     """
-    advice = (
-        "pip found the CUDA build of torch; without a GPU name an index or folder that has the CPU build "
-        "(PyTorch's own installation page gives one), as PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS"
-    )
-    short = too_full(megabytes, venv) if is_cuda(build) and not held_mb(venv) else ""
-    if short:
-        raise SetUpError(f"{short}; {advice}")
-    if is_cuda(build) and not shutil.which("nvidia-smi"):
-        sys.stdout.write(f"     {advice}\n")
+    if not shutil.which("nvidia-smi") and os.environ.get(WANTED_BUILD) != "cuda":
+        raise SetUpError(NO_GPU)
+    if short := too_full(megabytes, venv):
+        raise SetUpError(short)
 
 
-def install(python: Path, extra: str, build: str) -> None:
+def install(python: Path, extra: str, *, is_cuda: bool) -> None:
     """Installs the project with an extra; what is imported gets compiled then, not the thousands of modules more.
 
     Args:
-        build: Build of torch; the CUDA one brings the Triton that kernels are tested with.
+        is_cuda: Whether torch's build brings the Triton that kernels are tested with.
 
     Raises:
         SetUpError: pip failed; its own message stands above.
     """
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-    extras = f"{extra},gpu-tests" if extra == DEV and not is_cuda(build) else extra
+    extras = f"{extra},gpu-tests" if extra == DEV and not is_cuda else extra
     must_run(*pip, "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[{extras}]")
     if extra == DEV:
         must_run(*pip, "--require-hashes", "--no-deps", "-r", str(ROOT / "k8s" / "requirements.txt"))

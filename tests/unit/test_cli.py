@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,34 @@ def test_ctrl_c_ends_the_set_up_of_a_checkout_with_one_line(
         set_up.main()
     assert caught.value.code == 130
     assert capsys.readouterr().err == ("set-up: interrupted; what was downloaded is kept, so start it again to go on\n")
+
+
+def offer(folder: Path, version: str, *requirements: str) -> None:
+    """A wheel of torch with nothing but its metadata, for pip to look through."""
+    about = "".join(
+        f"{line}\n" for line in ("Metadata-Version: 2.1", "Name: torch", f"Version: {version}", *requirements)
+    )
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"torch-{version}.dist-info/METADATA", about)
+        wheel.writestr(f"torch-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"torch-{version}.dist-info/RECORD", "")
+
+
+def test_set_up_takes_the_cpu_build_where_pip_finds_one_and_stops_at_the_cuda_build_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    [pinned] = re.findall(r"^torch==(\S+)$", (set_up.ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    for name, value in {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setattr(set_up.shutil, "which", {}.get)
+    offer(tmp_path, pinned, 'Requires-Dist: nvidia-cublas==13.1; platform_system == "Linux"')
+    assert set_up.torch_build(Path(sys.executable)) == (pinned, True)
+    with pytest.raises(set_up.SetUpError, match="export PIP_EXTRA_INDEX_URL="):
+        set_up.check_cuda(0, tmp_path)
+    monkeypatch.setenv(set_up.WANTED_BUILD, "cuda")
+    set_up.check_cuda(0, tmp_path)
+    offer(tmp_path, f"{pinned}+cpu", "Requires-Dist: sympy>=1.13.3")
+    assert set_up.torch_build(Path(sys.executable)) == (f"{pinned}+cpu", False)
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
