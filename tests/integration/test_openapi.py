@@ -132,3 +132,11 @@ async def test_answers_are_those_of_the_description(
 
 async def test_the_description_is_served(fleet: ScriptedFleet) -> None:
     assert (await fleet.http.get(PATH)).json() == openapi_document()
+
+
+@pytest.mark.parametrize("label", WITH_BODY)
+async def test_a_request_to_begin_with_is_served_as_it_stands(fleet: ScriptedFleet, label: str) -> None:
+    method, path = label.split()
+    example = OPERATIONS[label]["requestBody"]["content"]["application/json"]["example"]
+    answer = await fleet.http.request(method, path, json=example)
+    assert answer.status_code == 200, answer.text

@@ -124,6 +124,17 @@ _FAILURES = {
     "502": "A verifier broke the protocol",
     "503": "No verifier is available, or the gateway is stopping",
 }
+_ASKED: Json = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+# Requests to begin with, of the bodies that an operation takes first.
+_EXAMPLES: Mapping[type[BaseModel], Json] = {
+    CompletionBody: {"prompt": "class Stack:", "max_tokens": 40, "temperature": 0},
+    ChatBody: {**_ASKED, "max_tokens": 64, "temperature": 0},
+    ResponsesBody: {"input": "What is the capital of France?", "max_output_tokens": 64, "temperature": 0},
+    MessagesBody: {**_ASKED, "max_tokens": 64, "temperature": 0},
+    CountBody: _ASKED,
+    TokenizeTextBody: {"prompt": "class Stack:"},
+    DetokenizeBody: {"tokens": [10, 20, 30]},
+}
 _GENERATES, _HEALTH = "Generates text, whole or as a stream", "Whether new requests can be served"
 _KEPT = "/v1/responses/{response_id}"
 # Operations by path and method: name, summary, answer, and the bodies that they take.
@@ -208,5 +219,6 @@ def _operation(path: str, method: str) -> Json:
     if bodies:
         schemas = [{"$ref": _REFERENCE.format(model=each.__name__)} for each in bodies]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"application/json": {"schema": schema, "example": _EXAMPLES[bodies[0]]}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
