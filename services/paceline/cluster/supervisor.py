@@ -24,11 +24,13 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import EXIT_STATUS_CONFIG
 
 POLL_S = 0.1
-# After so long, and twice as long each time, the last line of the log of a process that starts is shown.
+# After so long, and twice as long each time, the last message in the log of a process that starts is shown.
 PROGRESS_S = 3.0
 NUM_LOG_LINES_SHOWN = 5
 # How `exit_with_error` writes it.
 _REFUSAL = re.compile(r"^[^=|]*\bpaceline\b[^=|]*?: error: (.+)")
+# The message of a log line; its settings would hide it.
+_MESSAGE = re.compile(r'\bmsg=("(?:[^"\\]|\\.)*"|\S+)')
 # Grace of a process after the common deadline has passed, before it is killed.
 LEAST_GRACE_S = 1.0
 # The settings that a child inherits; see `child_environment`.
@@ -115,7 +117,7 @@ class Child:
                         raise ConfigError(self._exit_message(ended.result()))
                     await asyncio.wait([ended], timeout=POLL_S)
                     if time.monotonic() - started_s > pause_s:
-                        self._say(f"{self.spec.name} still starts after {pause_s:.0f} s{self._log_tail(1)}")
+                        self._say(f"{self.spec.name} still starts after {pause_s:.0f} s{self._last_message()}")
                         pause_s *= 2
         except TimeoutError:
             message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
@@ -195,8 +197,12 @@ class Child:
             return f"{self.spec.name} cannot start: {said[1]} (log: {self.spec.log_path})"
         return f"{self.spec.name} {_describe(status)} before it was ready{self._log_tail()}"
 
-    def _log_tail(self, most: int = NUM_LOG_LINES_SHOWN) -> str:
-        lines = self._last_lines()[-most:]
+    def _last_message(self) -> str:
+        said = [found[1].strip('"') for line in self._last_lines() if (found := _MESSAGE.search(line))]
+        return f": {said[-1]} (log: {self.spec.log_path})" if said else ""
+
+    def _log_tail(self) -> str:
+        lines = self._last_lines()
         return f": {' | '.join(lines)} (log: {self.spec.log_path})" if lines else ""
 
     def _last_lines(self) -> list[str]:
