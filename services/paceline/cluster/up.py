@@ -97,7 +97,7 @@ def describe(spec: FleetSpec, checkpoints: Checkpoints, gateways: Sequence[Servi
             *describe_models(checkpoints, spec.simulate),
             *(places or [f"gateways      {' '.join(urls)}"]),
             "",
-            "Try it:",
+            f"Open {urls[0]}/ in a browser for the console, {urls[0]}/docs for the HTTP API. Try it:",
             f"  curl -N {urls[0]}{path} -H 'Content-Type: application/json' \\",
             f"    -d '{body}'",
             f"  {as_called('paceline generate')} {generate} --url {urls[0]}",
