@@ -25,8 +25,8 @@ MEGABYTES = {SERVE: 1_100, DEV: 3_000}
 CUDA_MEGABYTES = 5_000
 # Contents, for those who wait.
 CONTENTS = {
-    SERVE: "68 packages that serve: torch, numba, transformers, gRPC, Valkey",
-    DEV: "172 packages that serve, check, test and measure",
+    SERVE: "packages that serve: torch, numba, transformers, gRPC, Valkey",
+    DEV: "packages that serve, check, test and measure",
 }
 # Programs that torch ships to test itself with; nothing runs them.
 TORCH_BALLAST = ("test/*", "bin/*test*", "bin/protoc*")
