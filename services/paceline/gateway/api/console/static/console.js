@@ -111,6 +111,7 @@ function drawPanels() {
     const head = made("div", "figure-head");
     panel.output = made("output", "");
     panel.scale = made("span", "scale");
+    panel.since = made("span", "");
     head.append(made("h3", "", panel.title), panel.output);
     panel.svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     panel.svg.setAttribute("preserveAspectRatio", "none");
@@ -123,7 +124,9 @@ function drawPanels() {
     });
     const plot = made("div", "plot");
     plot.append(panel.svg, panel.scale);
-    article.append(head, made("p", "about", panel.about), plot);
+    const axis = made("p", "axis");
+    axis.append(panel.since, made("span", "", "now"));
+    article.append(head, made("p", "about", panel.about), plot, axis);
     return article;
   }));
 }
@@ -147,6 +150,7 @@ function drawRates() {
     const shown = Number.isFinite(latest) ? latest.toFixed(digits) : "–";
     panel.output.replaceChildren(shown, made("span", "unit", Number.isFinite(latest) ? panel.unit : ""));
     write(panel.scale, `${top.toFixed(top < 10 ? 1 : 0)}`);
+    write(panel.since, `${lasting((width * PAUSE_MS) / 1e3)} ago`);
     panel.svg.setAttribute("aria-label", `${panel.title}: ${shown} ${panel.unit}`);
   }
 }
@@ -233,6 +237,7 @@ function show(now) {
   drawRates();
   say(...stateOf(before, now));
   const [roles, replicas] = [rolesOf(now), withGone(now)];
+  if (find("stop").disabled) find("run").disabled = !roles.has("verifier");
   const sorted = TIERS.flatMap((role) => replicas.filter((each) => each.role === role));
   find("replicas").tBodies[0].replaceChildren(...sorted.map((replica) => {
     const row = made("tr", "");
@@ -351,11 +356,13 @@ class Run {
 }
 
 function compare(on, off) {
-  if (on.text !== off.text) return ["The texts differ: see “Same text” in the docs of the console.", "bad"];
+  if (on.text !== off.text) return ["The texts differ, as they may on a GPU and with other rules than “coupled”.", "bad"];
+  const same = `Identical: ${on.text.length} characters, every one the same`;
+  if (on.record && !on.record.num_spec_steps) return [`${same}. No draft was verified: both runs decoded plainly.`, "good"];
   const fewer = on.record && off.record
     ? `; ${on.record.num_steps} steps of the target instead of ${off.record.num_steps}` : "";
   const faster = on.tokensPerS && off.tokensPerS ? `; ${(on.tokensPerS / off.tokensPerS).toFixed(2)} × the speed` : "";
-  return [`Identical: ${on.text.length} characters, every one the same${fewer}${faster}.`, "good"];
+  return [`${same}${fewer}${faster}.`, "good"];
 }
 
 async function play(on, off, signal) {
