@@ -45,8 +45,7 @@ class DrafterTier:
         self._answered: set[int] = set()
         self._num_resent: Counter[str] = Counter()
         self._by_number: dict[int, SessionLink] = {}
-        # The numbers in order, and the rows of their sessions; None: there are others now.
-        self._index: tuple[npt.NDArray[np.int64], Ints] | None = None
+        self._row_of: dict[int, int] = {}
         # Numbers of sessions whose trees filter guesses.
         self._filtered: set[int] = set()
         # Of commits that are not counted yet: drafters of their sessions, tokens of each, and `Committed.counts`.
@@ -60,8 +59,7 @@ class DrafterTier:
     def connect(self, link: SessionLink) -> None:
         """A session begins, and its drafter may be up already."""
         assert link.tree.forest is self.forest, "links stand in the rows of one forest"
-        self._by_number[link.number] = link
-        self._index = None
+        self._by_number[link.number], self._row_of[link.number] = link, link.tree.row
         if link.tree.filters_guesses:
             self._filtered.add(link.number)
         drafter = self._drafters.get(link.address)
@@ -76,8 +74,8 @@ class DrafterTier:
     def part(self, link: SessionLink) -> None:
         """A session ends, at its drafter too."""
         self._by_number.pop(link.number, None)
+        self._row_of.pop(link.number, None)
         self._filtered.discard(link.number)
-        self._index = None
         self.queue(link.address, link.close())
 
     def change(self, event: LinkChanged, now_s: float) -> None:
@@ -150,8 +148,13 @@ class DrafterTier:
             return
         drafts = self._within_vocabulary(all_sent := Drafts.joined([each for each, _ in waiting]))
         arrived_s = np.repeat([at_s for _, at_s in waiting], [each.num_sessions for each, _ in waiting])
-        rows = self._rows_of(drafts.numbers)
-        self._check(rows, drafts, drafter)
+        # NONE for a session that has ended, and then for those of other drafters.
+        rows = rows_of([self._row_of.get(number, NONE) for number in drafts.numbers.tolist()])
+        has = bool(drafts.distributions)
+        doubtful = self._links.serve(rows, drafts.base_lens, drafter.number, has_distributions=has)
+        if doubtful != NONE:
+            link = self._by_number[int(drafts.numbers[doubtful])]
+            link.check(int(drafts.base_lens[doubtful]), has_distributions=has)
         merged = merge(self.forest, drafter.source, rows, drafts, self._filtered_among(drafts.numbers, rows))
         taken_s = self._links.drafts_arrived(rows, drafts.base_lens, drafts.sizes, merged.firsts, arrived_s)
         report.sample("paceline:draft_round_trip_seconds", *taken_s)
@@ -159,32 +162,12 @@ class DrafterTier:
         if num_lost:
             report.count("paceline:draft_nodes", drafter.source, "late", by=num_lost)
 
-    def _rows_of(self, numbers: Ints) -> Ints:
-        """Rows of numbered sessions, `[sessions]`; NONE: there is no such one."""
-        if self._index is None:
-            numbers_known = sorted(self._by_number)
-            rows = rows_of(self._by_number[number].tree.row for number in numbers_known)
-            self._index = np.array(numbers_known, np.int64), rows
-        known, rows = self._index
-        if not len(known):
-            return np.full(len(numbers), NONE, np.int32)
-        places = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
-        return np.where(known[places] == numbers, rows[places], np.int32(NONE))
-
     def _filtered_among(self, numbers: Ints, rows: Ints) -> dict[int, DraftTree]:
         """Trees that filter their guesses, by the places of their sessions' numbers."""
         if not self._filtered:
             return {}
         places = np.flatnonzero(np.isin(numbers, [*self._filtered]) & (rows != NONE)).tolist()
         return {place: self._by_number[int(numbers[place])].tree for place in places}
-
-    def _check(self, rows: Ints, drafts: Drafts, drafter: ConnectedDrafter) -> None:
-        """Leaves out rows that the drafter does not draft for, and checks what it says of the others."""
-        has = bool(drafts.distributions)
-        doubtful = self._links.serve(rows, drafts.base_lens, drafter.number, has_distributions=has)
-        if doubtful != NONE:
-            link = self._by_number[int(drafts.numbers[doubtful])]
-            link.check(int(drafts.base_lens[doubtful]), has_distributions=has)
 
     def _within_vocabulary(self, drafts: Drafts) -> Drafts:
         """Leaves out what the vocabulary does not hold; with a distribution, the token itself does not matter."""

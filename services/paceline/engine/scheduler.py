@@ -188,9 +188,10 @@ class Scheduler:
             for session, count in zip(ready, guesses.counts.tolist(), strict=True)
         ]
         reading = self._plan_reading(joining, len(decoding) + len(guesses.tokens))
-        plan = StepPlan(now_s, drafters_work, decoding, reading, guesses)
-        self._announce(plan)
-        return plan
+        # A session begins with rows of its prompt.
+        fresh = [part.session for part in reading if not part.session.announced]
+        self.outcomes += [(session.number, session.announce()) for session in fresh]
+        return StepPlan(now_s, drafters_work, decoding, reading, guesses)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after one whose tokens nobody has read yet; None where it takes more than these tokens.
@@ -222,11 +223,6 @@ class Scheduler:
         """Whether a drafter, or a source inside the verifier, may come up with guesses."""
         at = self.forest.links.standing(self._rows, 1)
         return self._policy.guesses and bool((at.drafted | at.sourced).any())
-
-    def _announce(self, plan: StepPlan) -> None:
-        # A session begins with rows of its prompt.
-        fresh = [part.session for part in plan.reading if not part.session.announced]
-        self.outcomes += [(session.number, session.announce()) for session in fresh]
 
     def _admit(self, now_s: float) -> None:
         """Gives places and pages; a tenant below its share takes them from prompts of one above."""
@@ -361,7 +357,8 @@ class Scheduler:
                     self.drop(session)
             if session.traced:
                 counts = {"gamma": part.num_guesses, "num_accepted": num_accepted, "batch_size": len(parts)}
-                self._trace(part, {**counts, **self._traced_step(plan, now_s)})
+                step = {**counts, **self._traced_step(plan, now_s)}
+                self.report.traced.append(session.round(**step) if part.decodes else session.start())
             accepted.append(num_accepted)
             committed.offsets.append(base_len - session.prompt_len)
             start = end
@@ -373,9 +370,6 @@ class Scheduler:
         self.report.count_rounds(verified, accepted[:num_decoding], hits[:num_decoding])
         self.committed = committed
         self.tier.update([link for part, link in zip(parts, links, strict=True) if not part.session.ended], now_s)
-
-    def _trace(self, part: Part, step: dict[str, float]) -> None:
-        self.report.traced.append(part.session.round(**step) if part.decodes else part.session.start())
 
     def _traced_step(self, plan: StepPlan, now_s: float) -> dict[str, float]:
         """Trace fields that all rounds of a step share."""

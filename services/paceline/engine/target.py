@@ -302,7 +302,8 @@ class TargetEngine:
         scheduler = self.scheduler
         try:
             # Launch: the device computes, and goes on with the next step where that needs no guesses.
-            launched = self._launch(plan, packed)
+            launched = self._ahead if packed is None else self._launch(plan, *packed)
+            assert launched is not None, "a step that is not launched ahead is packed"
             self._ahead = self._launch_ahead(launched)
             # Judge: the target's tokens, down the guesses of each session.
             launched.judging.follow(launched.pending)
@@ -334,14 +335,9 @@ class TargetEngine:
         if not scheduler.tier.has_work:
             self._sources.grow(scheduler.report)
 
-    def _launch(self, plan: StepPlan, packed: _Packed | None) -> _Launched:
-        """Launches a step, unless it was launched ahead."""
-        if packed is None:
-            assert self._ahead is not None, "a step that is not launched ahead is packed"
-            return self._ahead
+    def _launch(self, plan: StepPlan, judging: Verification, batch: Batch) -> _Launched:
         # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(plan.drafters_work and not plan.is_mostly_prefill)
-        judging, batch = packed
         return _Launched(plan, judging, self._decoder.launch(batch, self._cache, judging.walks))
 
     def _launch_ahead(self, launched: _Launched) -> _Launched | None:

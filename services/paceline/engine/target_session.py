@@ -292,11 +292,7 @@ class TargetSession:
         )
 
     def hand_out(self, base_len: int, origins: bytearray, first: int, now_s: float) -> CommittedTokens | None:
-        """The tokens committed since `base_len`, if a result or log probabilities go with them.
-
-        Args:
-            origins: Of the step's tokens; from `first` on they are this session's.
-        """
+        """The tokens since `base_len`, if a result or log probabilities go with them; origins begin at `first`."""
         if self._first_token_s is None:
             self._first_token_s = now_s
         self._committed_s = now_s
