@@ -37,9 +37,6 @@ _ORDER = attrgetter("order")
 # and to write them to a drafter, takes 20 ms of the event loop, and the samples of one request may be 128.
 MOST_ADMITTED_TOKENS = 65_536
 NO_ROWS = rows_of(())
-# Share of the steps that may read prompts and verify no guesses, whose rows would delay first tokens; and how many may
-# do so in a row. Where prompts come with every step, as on fast devices, drafts would bring nothing without the bound.
-UNGUESSED_SHARE, MOST_UNGUESSED = 1 / 8, 4
 
 
 class Scheduler:
@@ -88,8 +85,6 @@ class Scheduler:
         # By number: the id of one that is cancelled may come back before that is known.
         self._sessions: dict[int, TargetSession] = {}
         self._drafts = StepDrafts(policy, tier.forest)
-        # Steps with prompts that may go without guesses.
-        self._unguessed = 0.0
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
         self._cycle_since_s: float | None = None
@@ -284,9 +279,6 @@ class Scheduler:
         other_rows = min(backlog, self.prompt_rows.most(max(0, budget - len(decoding))))
         # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        self._unguessed = min(MOST_UNGUESSED, self._unguessed + UNGUESSED_SHARE)
-        if other_rows and self._unguessed >= 1.0:
-            share, self._unguessed = 0, self._unguessed - 1.0
         rows, joining_rows = self._rows, NO_ROWS
         if len(decoding) < len(self._running):
             rows, joining_rows = (rows_of([each.tree.row for each in part]) for part in (decoding, joining))

@@ -247,22 +247,6 @@ def test_right_guesses_are_committed_with_the_token_after_them() -> None:
     assert verifier.tokens("s") == text(5, 30)
 
 
-def test_a_step_that_reads_a_prompt_verifies_no_guesses_unless_prompts_come_with_most_steps() -> None:
-    verifier = Verifier(num_blocks=256)
-    verifier.drafter()
-    session = verifier.submit("s", max_tokens=100)
-    for _ in range(round(1 / scheduler.UNGUESSED_SHARE)):
-        verifier.step()
-    verified = []
-    for name in ("first", "second"):
-        verifier.draft(session, right=3)
-        verifier.submit(name, max_tokens=1)
-        plan = verifier.step()
-        assert [part.session.session_id for part in plan.reading] == [name]
-        verified.append([part.num_guesses for part in plan.decoding])
-    assert verified == [[0], [3]]
-
-
 def test_a_guess_that_ends_the_text_takes_the_place_of_the_token_after_the_guesses() -> None:
     """A round commits `1 + accepted` tokens, so that the mean acceptance length is that of what was committed."""
     verifier = Verifier()
