@@ -252,7 +252,9 @@ class TargetEngine:
 
     def has_work(self) -> bool:
         """True while sessions wait or run, or something is left to send or to report."""
-        return self.scheduler.has_work or self._num_reported > 0 or bool(self._arrived)
+        # A drafter may be the last to speak, of sessions that have ended: that is no work.
+        self._receive()
+        return self.scheduler.has_work or self._num_reported > 0
 
     def patience_s(self) -> float:
         """Seconds for which the next drafts are worth waiting for; 0: step now."""

@@ -247,6 +247,15 @@ def test_right_guesses_are_committed_with_the_token_after_them() -> None:
     assert verifier.tokens("s") == text(5, 30)
 
 
+def test_drafts_of_sessions_that_have_ended_are_no_work() -> None:
+    verifier = Verifier()
+    verifier.drafter()
+    session = verifier.submit("s", max_tokens=2)
+    verifier.run()
+    verifier.draft(session, right=1)
+    assert not verifier.engine.has_work()
+
+
 def test_a_guess_that_ends_the_text_takes_the_place_of_the_token_after_the_guesses() -> None:
     """A round commits `1 + accepted` tokens, so that the mean acceptance length is that of what was committed."""
     verifier = Verifier()
