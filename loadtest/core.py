@@ -21,7 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,7 @@ class Verifier:
         self._watch, self._clock = watch, Clock()
         rows = num_sessions * (1 + max(num_nodes, PROMPT_TOKENS))
         facts = DeviceFacts(name="target", rows=(1, rows), seconds=(STEP_S, STEP_S + ROW_S * rows))
-        policy = Goodput(replace(facts.cost, node_s=ROW_S), max_nodes=num_nodes)
+        policy = Goodput(facts.cost, max_nodes=num_nodes)
         # Known loads: nothing is tried for the sake of comparison.
         policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 0.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)

@@ -70,7 +70,7 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
 
 
 @pytest.mark.parametrize(
-    "content", [b"{}", b"[", b'{"policy": {"rehearsed": ["draft"]}, "calibrations": {}}', b"[" * 10_000]
+    "content", [b"{}", b"[", b'{"policy": {"rehearsed": "draft"}, "calibrations": {}}', b"[" * 10_000]
 )
 def test_a_document_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
     assert not is_usable(content, "draft")

@@ -153,14 +153,14 @@ async def test_a_verifier_around_vllm_tells_its_helper_what_to_do_and_is_told_wh
         assert "paceline:gamma_count 0.0" in counted, "nobody has asked for these steps"
         line.rehearse(None, over=True)
         learned = await line.learned()
-        assert learned["policy"][REHEARSED] == [host.identity.weights_hash]
+        assert learned["policy"][REHEARSED] == host.identity.weights_hash
         # Between two orders others are heard.
         async with listening([]) as (helper,):
-            assert helper.learned["policy"][REHEARSED] == [host.identity.weights_hash]
+            assert helper.learned["policy"][REHEARSED] == host.identity.weights_hash
             asked = asyncio.create_task(line.learned())
             await asyncio.sleep(0.2)
             assert not asked.done(), "another one has its say"
-        assert (await asked)["policy"][REHEARSED] == [host.identity.weights_hash]
+        assert (await asked)["policy"][REHEARSED] == host.identity.weights_hash
         line.teach(json.dumps(learned | {"policy": learned["policy"] | {"mode_rates": [3.0, 1.0, 0.0, 2.0]}}).encode())
         assert (await line.learned())["policy"]["mode_rates"][-4:] == [3.0, 1.0, 0.0, 2.0]
         running.cancel()

@@ -167,7 +167,7 @@ async def until_rehearsed(path: Path) -> None:
 async def has_rehearsed(path: Path) -> bool:
     try:
         async with rehearse.listening([path]) as (helper,):
-            return len(helper.rates) >= 5 and all(helper.learned["policy"][REHEARSED])
+            return len(helper.rates) >= 5 and bool(helper.learned["policy"][REHEARSED])
     except PacelineError:
         # It is told by its verifier at the moment.
         return False

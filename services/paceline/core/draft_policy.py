@@ -11,13 +11,13 @@ Whether drafters work, or sources inside the verifier alone, is measured (`pacel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paceline.core.drafting_mode import MAX_EAGER_BATCH, DraftingMode, Mode
-from paceline.core.goodput import LEAST_SURVIVAL, USUAL_WEIGHT, MovingAverage, best_prefix, is_worth
+from paceline.core.goodput import LEAST_SURVIVAL, MovingAverage, best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, Floats, StepCost, StepTimes
 from paceline.core.target_events import Reason
 from paceline.forest import Bools, Ints, Picked
@@ -38,13 +38,13 @@ class Goodput:
     """The set of nodes that maximises expected committed tokens per second, by step times learned on the way.
 
     Args:
-        cost: Step times, by their rows.
+        cost: Step times by their rows, or the shape of these, of any scale.
         max_nodes: Most nodes a session may have verified in one step.
         max_eager_batch: Sessions up to which drafting is tried as soon as plain steps are known; infinite where
             drafters have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
-        times: Step times.
+        times: Step times of modes that were seen; begun with those of plain steps.
         mode: Origin of drafts: drafters and sources inside the verifier, these alone, or none.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
         step_s: Expected seconds of the step that `allocate` was for.
@@ -56,16 +56,32 @@ class Goodput:
         self, cost: StepCost = DEFAULT_STEP_COST, *, max_nodes: int = 16, max_eager_batch: float = MAX_EAGER_BATCH
     ) -> None:
         self.max_nodes = max_nodes
-        self.least_survival = 0.0
         self._max_eager_batch = max_eager_batch
-        self.step_s, self.responded = FIRST_STEP_S, True
-        self.mode, self.rehearsed = DraftingMode(max_eager_batch), ""
+        self.mode = DraftingMode(max_eager_batch)
         self.start_from(cost)
 
+    def start_from(self, cost: StepCost) -> None:
+        """Begins with the step times of a profile."""
+        self._cost = cost
+        self.forget()
+
     def forget(self) -> None:
-        """Begins anew with the step times of the profile: what was learned since has proved to be unusable."""
-        self.rehearsed = ""
-        self.start_from(self._cost, self.times.plain)
+        """Begins anew: what was learned has proved to be unusable."""
+        rehearsing = self.mode.rehearsing
+        self.mode = DraftingMode(self._max_eager_batch)
+        self.mode.rehearsing = rehearsing
+        self.times = {Mode.PLAIN: StepTimes(self._cost)}
+        self.least_survival, self.rehearsed = 0.0, ""
+        self.step_s, self.responded = FIRST_STEP_S, True
+        self._price: MovingAverage | None = None
+
+    @property
+    def _times(self) -> StepTimes:
+        """Step times of the present mode."""
+        mode = self.mode.mode
+        if mode not in self.times:
+            self.times[mode] = StepTimes(self._cost, self.times[Mode.PLAIN].factors)
+        return self.times[mode]
 
     @property
     def price(self) -> float:
@@ -98,7 +114,7 @@ class Goodput:
     def measured(self) -> list[tuple[str, int, float]]:
         """Mode, about how many sessions, and tokens a second of all of them, as measured at the present load."""
         num_sessions, rates = self.mode.measured
-        each_s = self.times.plain.at(num_sessions) if rates else math.inf
+        each_s = self._cost.at(num_sessions) if rates else math.inf
         return [(mode, num_sessions, num_sessions * rate / each_s) for mode, rate in rates.items()]
 
     def rehearse(self, drafts: bool | None, *, over: str = "") -> None:
@@ -111,32 +127,20 @@ class Goodput:
         self.mode.rehearse(None if drafts is None else Mode.DRAFTING if drafts else Mode.PLAIN)
         self.rehearsed = over or self.rehearsed
 
-    def start_from(self, cost: StepCost, plain: StepCost | None = None) -> None:
-        """Begins anew with the step times of a profile. Rates count in these: those of earlier steps are dropped.
-
-        Args:
-            cost: By rows, while drafters work.
-            plain: While they idle; None: the same.
-        """
-        self._cost, self.times = cost, StepTimes(cost, plain)
-        self._price: MovingAverage | None = None
-        self._between_s = MovingAverage(0.0)
-        rehearsing, self.mode = self.mode.rehearsing, DraftingMode(self._max_eager_batch)
-        self.mode.rehearsing = rehearsing
-
-    def learned(self) -> dict[str, list[Any]]:
+    def learned(self) -> dict[str, Any]:
         """State that a successor may begin with: step times, rates, and the draft model they were rehearsed with."""
-        return {"step_times": self.times.learned(), "mode_rates": self.mode.learned(), REHEARSED: [self.rehearsed]}
+        step_times = {mode: times.factors for mode, times in self.times.items() if times.factors}
+        return {"step_times": step_times, "mode_rates": self.mode.learned(), REHEARSED: self.rehearsed}
 
-    def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
+    def resume(self, learned: Mapping[str, Any]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
 
         Raises:
-            KeyError, ValueError: It is not the output of `learned`.
+            KeyError, TypeError, ValueError: It is not the output of `learned`.
         """
-        self.times.resume(learned["step_times"])
+        times = {Mode(mode): StepTimes(self._cost, factors) for mode, factors in learned["step_times"].items()}
         self.mode.resume(learned["mode_rates"])
-        (self.rehearsed,) = map(str, learned[REHEARSED])
+        self.times, self.rehearsed = {**self.times, **times}, str(learned[REHEARSED])
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
@@ -172,17 +176,21 @@ class Goodput:
         count = 0
         if num_sessions:
             # At least one guess is priced: the price of a first one.
-            seconds = self.times.with_guesses(num_sessions + other_rows, max(1, len(ranked)), drafts=self.drafts)
-            best = best_prefix(num_sessions, ranked, self._between_s.value + seconds[: len(ranked) + 1])
+            seconds = self._times.with_guesses(num_sessions + other_rows, max(1, len(ranked)))
+            best = best_prefix(num_sessions, ranked, seconds[: len(ranked) + 1])
             count = best.count
-            if not other_rows:
-                self.step_s = float(seconds[count])
+            self._expect(float(seconds[count]), other_rows)
             # The price of the last guess, not the next: where times bend, the next row may cost ten times as much, and
             # sessions that hold less than usual have not come to it.
             last = max(1, count)
             self._set_prices(best.rate * float(seconds[last] - seconds[last - 1]), has_prefill=other_rows > 0)
         self.responded = responded is None or bool(2 * responded.sum() >= len(responded))
         return best_each(held, count)
+
+    def _expect(self, seconds: float, other_rows: int) -> None:
+        # Before the first step a shape says nothing of seconds, and a prompt's step is no usual one.
+        if self._times.factors and not other_rows:
+            self.step_s = seconds
 
     def _set_prices(self, price: float, *, has_prefill: bool) -> None:
         self.least_survival = price = max(LEAST_SURVIVAL, price)
@@ -204,18 +212,15 @@ class Goodput:
             cycle_s: From the end of the step before it: waiting and events cost time, too.
             other_rows: Its rows of prompts; a step with many teaches neither.
         """
-        rows, plain = roots + guesses, self.times.plain
+        rows, base_s = roots + guesses, self._cost.at
         has_prefill = other_rows > MOST_PROMPT * rows
-        without_prompts = plain.at(rows) / plain.at(rows + other_rows)
-        if self.guesses and not has_prefill:
-            seconds = without_prompts * step_s
-            self.times.observe(roots=roots, guesses=guesses, seconds=seconds, drafts=self.drafts)
-            self._between_s.add(cycle_s - step_s)
+        without_prompts = base_s(rows) / base_s(rows + other_rows)
+        if not has_prefill:
+            self._times.observe(roots=roots, guesses=guesses, seconds=without_prompts * step_s)
         self.mode.observe(
             num_sessions=roots,
             tokens=tokens,
-            seconds=cycle_s - (1.0 - without_prompts) * step_s,
-            plain_s=plain.at(roots),
+            time=(cycle_s - (1.0 - without_prompts) * step_s) / base_s(roots),
             has_prefill=has_prefill,
             responded=self.responded,
         )
@@ -226,7 +231,7 @@ class Goodput:
 
     def plain_s(self, rows: int) -> float:
         """Expected seconds of a step of so many rows without prompts."""
-        return float(self.times.with_guesses(rows, 0, drafts=self.drafts)[0]) if rows else 0.0
+        return float(self._times.with_guesses(rows, 0)[0]) if rows else 0.0
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
@@ -243,21 +248,7 @@ class FixedGamma(Goodput):
 
     def __init__(self, *, gamma: int) -> None:
         super().__init__(max_nodes=gamma)
-
-    @property
-    def price(self) -> float:
-        """0: every node is worth drafting, unless gamma is 0."""
-        return 0.0 if self.drafts else 1.0
-
-    @property
-    def drafts(self) -> bool:
-        """Always, unless gamma is 0."""
-        return self.max_nodes > 0
-
-    @property
-    def step_mode(self) -> Mode:
-        """The setting's."""
-        return Mode.DRAFTING if self.drafts else Mode.PLAIN
+        self.enter(1)
 
     @property
     def reason(self) -> Reason:
@@ -269,19 +260,15 @@ class FixedGamma(Goodput):
         return num_sessions * (1 + self.max_nodes)
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
-        """Drafts wherever a session may speculate."""
-        return num_sessions > 0 and (drafters or sources) and self.drafts
+        """Drafts wherever a session may speculate, unless gamma is 0."""
+        works = self.max_nodes > 0 and (drafters or sources)
+        return self.mode.enter(num_sessions, [Mode.DRAFTING if works else Mode.PLAIN]) is Mode.DRAFTING
 
     def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
-        return best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
-
-    def observe(
-        self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
-    ) -> None:
-        """Learns how long a step takes, for waits."""
-        if not other_rows:
-            self.step_s += USUAL_WEIGHT * (step_s - self.step_s)
+        counts = best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
+        self._expect(float(self._times.with_guesses(len(counts), int(counts.sum()))[-1]), other_rows)
+        return counts
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""

@@ -9,8 +9,8 @@ Other modes are tried now and then, by one rule: trials may lose a small share o
 that grows by this share; a trial begins when the allowance covers its expected loss, and ends before the step that
 would exceed it, or as soon as the difference is clear.
 
-Tokens count by session, and seconds in plain steps of the start-up profile, so that steps over five sessions and over
-eight compare: a rate of 1 is that of plain decoding as the profile has it.
+Tokens count by session, and seconds by what the start-up profile has for so many sessions, of any scale, so that steps
+over five sessions and over eight compare. Losses count in steps of the mode in use.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ import numpy as np
 
 from paceline.core.target_events import Reason
 
-# Steps after which an observation counts half.
-HALF_LIFE = 200
-# Share of the time that trials may lose; and in plain steps, the allowance of a load that was never seen, and the least
-# of it for which a mode of which nothing is known is tried, or that any trial may lose.
+# Steps after which an observation counts half, and what is kept of the steps of a mode however long ago they were. With
+# 200, eight sampled streams stayed for 80 steps in a mode that greedy ones had won, and lost 3 % of 190.
+HALF_LIFE, LEAST_KEPT = 64, 1e-6
+# Share of the time that trials may lose; and in steps, the allowance of a load that was never seen, and the least of it
+# for which a mode of which nothing is known is tried, or that any trial may lose.
 EXPLORATION, ALLOWANCE, LEAST_LOST = 0.005, 2.5, 0.5
-# Steps of a trial that count: before it may be called off, usually, and at most.
+# Steps of a trial that count: before it may be called off, usually, and at most. As many at most do not count, while
+# drafters read missing tokens, or prompts are read.
 LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
-# The most that do not count: drafters read missing tokens, and prompts are read.
-MOST_UNCOUNTED = 64
 # Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
 # do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
-# Sessions up to which a load that was never seen begins with a trial of drafting, against plain steps of the profile:
-# alone, a session nearly always gains.
-BEGIN_DRAFTING = 2
 # Sessions up to which drafting is tried at once where drafters lend their verifier cores. With more, a step that drafts
 # took as long as nine plain ones there, and half a dozen of them a fifth of the first seconds of such sessions.
 MAX_EAGER_BATCH = 4
@@ -49,13 +46,11 @@ SAME_LOAD = 0.7
 # Octaves by which a load falls from one step to the next, at most. Between two waves of requests there are moments with
 # few sessions: drafting for these, drafters on a verifier's cores read every prompt, which cost plain steps 4 %.
 FALL = 1 / 8
-# Octaves of sessions, and tokens of a session in the time of a plain step, beyond which nobody learns: decisions divide
-# by rates.
-MOST_LOAD, LEAST_RATE, MOST_RATE = 20, 1e-6, 1e6
-# No step counts for more than this many times the usual one: such a delay is an accident.
-MOST_DELAY = 3.0
-# The most that one step may lose, in plain steps: beside a verifier's cores one that drafts took as long as nine.
-MOST_STEP_LOST = 10.0
+# No step counts for more than this many usual ones: a longer one is an accident. In a trial one may lose more: beside a
+# verifier's cores one that drafts took as long as nine.
+MOST_DELAY, MOST_STEP_LOST = 3.0, 10.0
+# Octaves of sessions, and a rate and its inverse, beyond which nobody learns: decisions divide by rates.
+MOST_LOAD, MOST_RATE = 20, 1e6
 
 
 class Mode(enum.StrEnum):
@@ -74,18 +69,24 @@ class Rate:
     """Tokens over time, of steps of one mode at one load.
 
     Args:
-        value: A rate known from before; it stands for `LEAST_STEPS` steps. 0: none.
+        value: A rate known from before; it stands for `LEAST_STEPS` steps of a token each. 0: none.
+
+    Attributes:
+        num_seen: Steps that were ever added.
     """
 
     def __init__(self, value: float = 0.0) -> None:
         # Sums over steps of 1, tokens, time, tokens squared, tokens * time and time squared.
         self._sums = np.zeros(6)
+        self.num_seen = LEAST_STEPS if value else 0
         if value:
-            self._sums += LEAST_STEPS * np.array([1.0, value, 1.0, value * value, value, 1.0])
+            time = 1.0 / max(value, 1.0 / MOST_RATE)
+            self._sums += LEAST_STEPS * np.array([1.0, 1.0, time, 1.0, time, time * time])
 
     def add(self, tokens: float, time: float) -> None:
         if self.steps >= LEAST_STEPS:
             time = min(time, MOST_DELAY * self.step_time)
+        self.num_seen += 1
         self._sums += (1.0, tokens, time, tokens * tokens, tokens * time, time * time)
 
     def forget(self, most_steps: float) -> None:
@@ -99,7 +100,7 @@ class Rate:
 
     @property
     def is_known(self) -> bool:
-        return self.steps > 0.0
+        return self.num_seen > 0
 
     @property
     def step_time(self) -> float:
@@ -108,7 +109,7 @@ class Rate:
     @property
     def value(self) -> float:
         """Tokens over time, within the bounds of a rate; 0 before the first step."""
-        return min(max(LEAST_RATE, float(self._sums[1] / self._sums[2])), MOST_RATE) if self.is_known else 0.0
+        return min(max(1.0 / MOST_RATE, float(self._sums[1] / self._sums[2])), MOST_RATE) if self.is_known else 0.0
 
     @property
     def error(self) -> float:
@@ -126,7 +127,7 @@ class Trial:
 
     Attributes:
         counted: Steps that count.
-        lost: Its loss so far, in plain steps.
+        lost: Its loss so far, in steps of the mode in use.
     """
 
     mode: Mode
@@ -144,9 +145,8 @@ class Load:
         loss: Share by which drafting is expected to be slower before it was tried; None: nothing is known.
 
     Attributes:
-        allowance: Loss that trials may still cause, in plain steps; less than 0: they have lost more.
+        allowance: Loss that trials may still cause, in steps; less than 0: they have lost more.
         cut_off: By mode, the loss of its last trial, if its own limits ended that before it could show anything.
-        tried: Modes that were tried, the last one last.
     """
 
     mode: Mode
@@ -154,7 +154,6 @@ class Load:
     allowance: float = ALLOWANCE
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
     cut_off: dict[Mode, float] = field(default_factory=dict)
-    tried: dict[Mode, None] = field(default_factory=dict)
     trial: Trial | None = None
     possible: Modes = tuple(Mode)
 
@@ -176,23 +175,23 @@ class Load:
 
     def observe(self, tokens: float, time: float, *, has_prefill: bool, responded: bool) -> None:
         """Updates the current mode with a step; see `DraftingMode.observe`."""
-        trial, counts = self.trial, False
-        if not has_prefill:
-            self.allowance += EXPLORATION * time
-            # A step of the settled mode costs its time whether drafters have responded or not.
-            counts = responded or (trial is None and self.rates[self.current].is_known)
+        trial, usual = self.trial, self.rates[self.usual]
+        # A step of the settled mode costs its time whether drafters have responded or not.
+        counts = not has_prefill and (responded or (trial is None and usual.is_known))
         if counts:
             self.count(self.current, tokens, time)
+        if not has_prefill and usual.is_known:
+            self.allowance += EXPLORATION * min(time / usual.step_time, MOST_DELAY)
         if trial is not None:
             self._continue(trial, tokens, time, counts=counts)
-        elif self.rates[self.usual].steps >= LEAST_STEPS:
+        elif usual.steps >= LEAST_STEPS:
             self._begin_trial()
 
     def count(self, mode: Mode, tokens: float, time: float) -> None:
         """Adds a step of a mode to its rate."""
         for rate in self.rates.values():
-            # Each rate keeps one step: better than nothing.
-            rate.forget(max(1.0, rate.steps * 0.5 ** (1.0 / HALF_LIFE)))
+            # A little of each is kept: better than nothing.
+            rate.forget(max(LEAST_KEPT, rate.steps * 0.5 ** (1.0 / HALF_LIFE)))
         self.rates[mode].add(tokens, time)
 
     def settle(self) -> None:
@@ -203,41 +202,34 @@ class Load:
             self.mode = max(Mode, key=lambda mode: self.rates[mode].value)
 
     def _begin_trial(self) -> None:
-        """Begins a trial if the allowance covers its expected loss: of a better mode, else of the next in turn."""
+        """Begins a trial if the allowance covers its expected loss: of a better mode, else of the one least known."""
         losses = {mode: self._expected_loss(mode) for mode in reversed(Mode) if mode in self.possible}
         del losses[self.usual]
-        if not losses:
-            return
-        order = [*self.tried]
-        # Of modes that were never tried, the one of least loss; of equal ones, drafting.
-        turns = {mode: (order.index(mode) if mode in order else -1, loss) for mode, loss in losses.items()}
-        best = min(losses, key=lambda mode: losses[mode])
-        mode = best if losses[best] <= 0.0 else min(turns, key=lambda mode: turns[mode])
-        if losses[mode] <= self.allowance:
+        # Of equal ones, drafting.
+        mode = min(
+            losses, key=lambda mode: (max(0.0, losses[mode]) and self.rates[mode].steps, losses[mode]), default=None
+        )
+        if mode is not None and losses[mode] <= max(0.0, self.allowance):
             self.trial = Trial(mode)
-            self.tried.pop(mode, None)
-            self.tried[mode] = None
             # The machine and the texts may have changed since.
             self.rates[mode].forget(LEAST_STEPS)
 
     def _continue(self, trial: Trial, tokens: float, time: float, *, counts: bool) -> None:
         usual, tried = self.rates[self.usual], self.rates[trial.mode]
-        # Before one was seen, plain steps are those of the profile.
-        usual_rate = usual.value or 1.0
         trial.steps += 1
-        # A pause of the machine is no loss of the mode.
-        trial.lost += min(time - tokens / usual_rate, MOST_STEP_LOST)
         trial.counted += counts
+        # A pause of the machine is no loss of the mode.
+        trial.lost += min((time - tokens / usual.value) / usual.step_time, MOST_STEP_LOST)
         # With one more step like those before.
         exceeds = trial.lost * (1.0 + 1.0 / trial.steps) > max(self.allowance, LEAST_LOST)
-        over = exceeds or trial.counted >= MOST_STEPS or trial.steps - trial.counted >= MOST_UNCOUNTED
+        over = exceeds or max(trial.counted, trial.steps - trial.counted) >= MOST_STEPS
         if trial.counted < LEAST_STEPS:
             if over:
                 self.cut_off[trial.mode] = max(trial.lost, ALLOWANCE)
                 self.end_trial()
             return
         self.cut_off.pop(trial.mode, None)
-        gain, error = tried.value - usual_rate, math.hypot(usual.error, tried.error)
+        gain, error = tried.value - usual.value, math.hypot(usual.error, tried.error)
         if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
             self.end_trial(won=gain > 0.0)
 
@@ -252,16 +244,12 @@ class Load:
             self.mode = trial.mode
 
     def _expected_loss(self, mode: Mode) -> float:
-        """Plain steps that a trial is expected to lose; the error of the mode in use speaks for it."""
-        usual, rate = self.rates[self.usual], self.rates[mode].value
-        if mode is Mode.PLAIN:
-            rate = rate or 1.0
-        if rate:
-            loss = (1.0 - rate / (usual.value + usual.error)) * USUAL_STEPS * usual.step_time
+        """Steps that a trial is expected to lose; the error of the mode in use speaks for it."""
+        usual, rate, loss = self.rates[self.usual], self.rates[mode], LEAST_LOST
+        if rate.is_known:
+            loss = USUAL_STEPS * (1.0 - rate.value / (usual.value + usual.error))
         elif mode is Mode.DRAFTING and self.loss is not None:
-            loss = self.loss * USUAL_STEPS
-        else:
-            loss = LEAST_LOST
+            loss = USUAL_STEPS * self.loss
         # A trial that ended before drafters responded gets twice as much the next time.
         return max(2.0 * self.cut_off.get(mode, 0.0), loss)
 
@@ -302,7 +290,7 @@ class DraftingMode:
         if self._load is None:
             return 0, {}
         rates = self._load.rates.items()
-        return 2**self._at, {mode: rate.value for mode, rate in rates if rate.steps >= LEAST_STEPS}
+        return 2**self._at, {mode: rate.value for mode, rate in rates if rate.num_seen >= LEAST_STEPS}
 
     @property
     def reason(self) -> Reason:
@@ -343,24 +331,21 @@ class DraftingMode:
         self._load.allow(possible)
         return self.mode
 
-    def observe(
-        self, *, num_sessions: int, tokens: int, seconds: float, plain_s: float, has_prefill: bool, responded: bool
-    ) -> None:
+    def observe(self, *, num_sessions: int, tokens: int, time: float, has_prefill: bool, responded: bool) -> None:
         """Adds a step; one that brought no token, or took no time, is ignored.
 
         Args:
             num_sessions: Sessions that decoded.
             tokens: Committed by these.
-            seconds: From the end of the step before it, without the time of prompts.
-            plain_s: Time of a plain step over as many sessions, by the start-up profile.
+            time: From the end of the step before it, without prompts, by that of a profile's step over these sessions.
             has_prefill: Whether it read many rows of prompts: such a step counts for no mode.
             responded: Whether drafters have responded, if they are to: before, a step shows nothing of their worth.
         """
         if self._load is None or abs(math.log2(num_sessions) - self._at) > SAME_LOAD:
             # While a load falls, steps are of fewer sessions than it stands for.
             return
-        each, time = tokens / num_sessions, seconds / plain_s
-        if not 0.0 < LEAST_RATE * time <= each <= MOST_RATE * time:
+        each = tokens / num_sessions
+        if not 0.0 < time <= each * MOST_RATE <= time * MOST_RATE**2:
             return
         if self.rehearsing is None:
             self._load.observe(each, time, has_prefill=has_prefill, responded=responded)
@@ -384,10 +369,7 @@ class DraftingMode:
         ]
         if below:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - min(below)))
-        load = Load(Mode.PLAIN, loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS)
-        if 2**at <= BEGIN_DRAFTING:
-            load.trial = Trial(Mode.DRAFTING)
-        return load
+        return Load(Mode.PLAIN, loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS)
 
     def learned(self) -> list[float]:
         """Each load's logarithm and rates of all modes, 0 for an unknown one; see `resume`."""

@@ -1,8 +1,8 @@
-"""How long a step takes by its rows: a table measured at start, and two factors that every step teaches.
+"""How long steps take by their rows: a table measured at start, and two factors that every step teaches.
 
-    seconds(roots, guesses) = whole * base(roots) + extra * (base(roots + guesses) - base(roots) + node_s * guesses)
+    seconds(roots, guesses) = whole * base(roots) + extra * (base(roots + guesses) - base(roots) + node * guesses)
 
-`whole` is how much slower the machine is than it was at start, `extra` the same for guesses: each is requested, judged,
+`whole` is how much slower a mode's steps are than the table, `extra` the same for guesses: each is requested, judged,
 and moved or dropped besides being a row. Rows of prompts are bounded by the times of the steps that had some.
 """
 
@@ -12,7 +12,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,11 @@ Floats = npt.NDArray[np.float64]
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # No guesses are taken beyond so many rows of a step: no profile has shown their time.
 MOST_ROWS = KNOTS[-1]
-# Share of its error by which a step moves the factors; how much less that of all rows moves than that of guesses, of
-# which the table knows less; the largest error of a step that is no accident; and the bounds of the factors.
-WEIGHT, STIFFNESS, MOST_ERROR, FACTORS = 0.05, 0.25, 0.3, (0.05, 20.0)
-# Seconds that a guess is expected to take besides its row.
-NODE_S = 5e-5
+# Share of its error by which a step moves the factors, more at first; how much less that of all rows moves than that of
+# guesses, of which the table knows less; the largest error of a step that is no accident; and bounds of the factors.
+WEIGHT, STIFFNESS, MOST_ERROR, FACTORS = 0.05, 0.25, 0.3, (1e-6, 1e6)
+# Time that a guess is expected to take besides its row, as a share of a step of one row.
+NODE_SHARE = 0.0025
 # Longest step that has rows of prompts, and fewest such rows. A prompt of 1,501 tokens on a model of 1 G parameters,
 # 512 rows a step, stopped a stream beside it for 9.8 s at a time.
 PROMPT_STEP_S, LEAST_PROMPT_ROWS = 1.0, 16
@@ -46,7 +46,6 @@ class StepCost:
     Args:
         rows: Increasing numbers of rows, the first at least 1.
         seconds: Time of a step with each of these numbers, never decreasing.
-        node_s: Seconds that a guess costs besides its row.
 
     Raises:
         ConfigError: The table is empty or not monotone.
@@ -54,7 +53,6 @@ class StepCost:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    node_s: float = 0.0
 
     def __post_init__(self) -> None:
         increasing = all(map(operator.lt, self.rows, self.rows[1:]))
@@ -75,25 +73,6 @@ class StepCost:
         beyond = np.maximum(rows - self.rows[-1], 0) * slope
         return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
 
-    def with_guesses(self, rows: int, most: int) -> Floats:
-        """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
-        return self.from_to(rows, rows + most) + self.node_s * np.arange(most + 1)
-
-    def drawn_out(self, most_rows: int) -> StepCost:
-        """The table up to `most_rows` rows; beyond its last point by the shape of `DEFAULT_STEP_COST`.
-
-        The slope between the last two of few points says little: steps of up to some 8 rows take the same time.
-        """
-        shape, last = DEFAULT_STEP_COST, self.rows[-1]
-        factor = self.seconds[-1] / shape.at(last)
-        more = [rows for rows in KNOTS if last < rows < most_rows] + [most_rows] * (most_rows > last)
-        seconds = [factor * shape.at(rows) for rows in more]
-        return replace(self, rows=(*self.rows, *more), seconds=(*self.seconds, *seconds))
-
-    def scaled(self, factor: float) -> StepCost:
-        """The same shape, `factor` times as long."""
-        return replace(self, seconds=tuple(value * factor for value in self.seconds), node_s=self.node_s * factor)
-
 
 # Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost
 # 1.4 times one row, 16 rows 1.9, and beyond 32 arithmetic is the cost.
@@ -101,62 +80,56 @@ DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15
 
 
 class StepTimes:
-    """Seconds of steps, learned from every one of them; see the module docstring.
+    """Seconds of one mode's steps, learned from every one of them; see the module docstring.
 
     Args:
-        cost: Measured at start, or a shape to begin with.
+        cost: Measured at start, or a shape of any scale: the first step sets both factors.
+        factors: As learned by another mode or a predecessor; None: nothing is known.
 
     Attributes:
-        plain: The same while drafters idle: on shared cores steps are faster then.
+        factors: `whole` and `extra`; None before the first step.
+
+    Raises:
+        ValueError: The factors are none.
     """
 
-    def __init__(self, cost: StepCost, plain: StepCost | None = None) -> None:
-        self.plain = plain or cost
-        self._drafting = cost
-        self._factors = np.ones(2)
+    def __init__(self, cost: StepCost, factors: Sequence[float] | None = None) -> None:
+        self._cost, self._node_s = cost, NODE_SHARE * cost.at(1)
+        self._num_steps, self.factors = 0, None if factors is None else tuple(map(float, factors))
+        if self.factors is not None and (len(self.factors) != 2 or self.factors != _bounded(*self.factors)):
+            raise ValueError(f"needs two factors from {FACTORS[0]:g} to {FACTORS[1]:g}, got {self.factors}")
 
-    def observe(self, *, roots: int, guesses: int, seconds: float, drafts: bool = True) -> None:
+    def observe(self, *, roots: int, guesses: int, seconds: float) -> None:
         """Adds the time of one step; of those with more than `MOST_ROWS` rows nothing is known.
 
         Args:
             roots: Its rows but for guesses.
             guesses: Its guesses.
             seconds: Time of the step itself, without waits and prompts.
-            drafts: Whether drafters worked.
         """
         if not 1 <= roots + guesses <= MOST_ROWS or not seconds > 0.0:
             return
-        whole, last = self._base(drafts).with_guesses(roots, guesses)[[0, -1]]
-        parts = np.array((whole, last - whole))
-        expected = float(parts @ self._factors)
-        error = expected * min(max(seconds / expected - 1.0, -MOST_ERROR), MOST_ERROR)
+        base = self._cost.at(roots)
+        more = self._cost.at(roots + guesses) - base + self._node_s * guesses
+        if self.factors is None:
+            self.factors = _bounded(*[seconds / (base + more)] * 2)
+        whole, extra = self.factors
+        expected = whole * base + extra * more
+        error = min(max(seconds - expected, -MOST_ERROR * expected), MOST_ERROR * expected)
         # A step of normalised least mean squares (Widrow and Hoff, 1960), in which guesses take more of the error.
-        trusted = parts * (STIFFNESS, 1.0)
-        self._factors = np.clip(self._factors + WEIGHT * error * trusted / float(trusted @ parts), *FACTORS)
+        trusted, self._num_steps = STIFFNESS * base, self._num_steps + 1
+        share = max(WEIGHT, 1.0 / (1 + self._num_steps)) * error / (trusted * base + more * more)
+        self.factors = _bounded(whole + share * trusted, extra + share * more)
 
-    def with_guesses(self, rows: int, most: int, *, drafts: bool = True) -> Floats:
+    def with_guesses(self, rows: int, most: int) -> Floats:
         """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
-        seconds, (whole, extra) = self._base(drafts).with_guesses(rows, most), self._factors
-        return np.asarray(whole * seconds[0] + extra * (seconds - seconds[0]))
+        seconds, (whole, extra) = self._cost.from_to(rows, rows + most), self.factors or (1.0, 1.0)
+        more = seconds - seconds[0] + self._node_s * np.arange(most + 1)
+        return np.asarray(whole * seconds[0] + extra * more)
 
-    def _base(self, drafts: bool) -> StepCost:
-        cost = self._drafting if drafts else self.plain
-        return cost if cost.node_s else replace(cost, node_s=NODE_S)
 
-    def learned(self) -> list[float]:
-        """Both factors; see `resume`."""
-        return [float(each) for each in self._factors]
-
-    def resume(self, factors: Sequence[float]) -> None:
-        """Begins with the factors of a predecessor.
-
-        Raises:
-            ValueError: It is not the output of `learned`.
-        """
-        known = np.asarray(factors, dtype=np.float64)
-        if known.shape != self._factors.shape or not np.all(np.isfinite(known)):
-            raise ValueError(f"needs {len(self._factors)} finite factors, got {known.shape}")
-        self._factors = np.clip(known, *FACTORS)
+def _bounded(*factors: float) -> tuple[float, ...]:
+    return tuple(min(max(FACTORS[0], each), FACTORS[1]) for each in factors)
 
 
 class PromptRows:

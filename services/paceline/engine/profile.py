@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, StepCost
@@ -10,7 +11,8 @@ from paceline.engine.model import Cache, Model
 from paceline.engine.packing import BatchBuilder, TreeRow
 from paceline.engine.pending import greedy_roots
 
-# A profile of a large model on few cores ends here, and is drawn out from what was measured.
+# A profile of a large model on few cores ends here, and goes on by the shape of `DEFAULT_STEP_COST`: the slope between
+# the last two of few points says little, since steps of up to some 8 rows take the same time.
 PROFILE_S = 3.0
 # Steps of each number of rows; the fastest counts, since other processes only ever slow one down.
 SAMPLES = 3
@@ -41,14 +43,10 @@ def profile_steps(
             scratch.give_back(slot)
         return seconds
 
-    rows: list[int] = []
-    seconds: list[float] = []
-    started_s = clock()
-    for count in KNOTS:
+    seconds, started_s, shape = list[float](), clock(), DEFAULT_STEP_COST
+    for before, count in pairwise((1, *KNOTS)):
         if count > most_rows or clock() - started_s > PROFILE_S:
-            break
-        rows.append(count)
-        seconds.append(max([min(step_s(count) for _ in range(SAMPLES)), *seconds[-1:]]))
-    if len(rows) < 2:
-        return DEFAULT_STEP_COST.scaled(seconds[0])
-    return StepCost(rows=tuple(rows), seconds=tuple(seconds))
+            seconds.append(seconds[-1] * shape.at(count) / shape.at(before))
+        else:
+            seconds.append(max([min(step_s(count) for _ in range(SAMPLES)), *seconds[-1:]]))
+    return StepCost(rows=KNOTS, seconds=tuple(seconds))

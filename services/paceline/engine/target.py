@@ -240,12 +240,13 @@ class TargetEngine:
         self._calibrations.resume(learned["calibrations"])
         self._policy.resume(learned["policy"])
 
-    def profile(self, *, drafters_work: bool) -> StepCost:
+    def profile(self) -> StepCost:
         """Measures steps for the policy and prompts to start from, while there are no sessions; takes seconds."""
-        self._use_threads(drafters_work)
+        self._use_threads(False)
         most_rows = self._limits.max_num_batched_tokens
         cost = profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
         self.scheduler.prompt_rows.start_from(cost)
+        self._policy.start_from(cost)
         return cost
 
     # Stepping

@@ -187,10 +187,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     )
     decoder.prepare(config.max_num_batched_tokens, engine.cache)
     warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
-    drafting = engine.profile(drafters_work=True)
-    plain = engine.profile(drafters_work=False) if config.spare_cpus else drafting
-    most_rows = config.max_num_batched_tokens
-    policy.start_from(drafting.drawn_out(most_rows), plain.drawn_out(most_rows))
+    cost = engine.profile()
     _warn_of_slow_steps(config, NUM_FULL_STEPS * engine.full_step_s)
     learned_file(config, identity, os.environ).load_into(engine)
     logger.info(
@@ -198,7 +195,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
         extra={
             "weight_bytes": decoder.weight_bytes,
             "model": identity.name,
-            "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(plain.rows, plain.seconds, strict=True)},
+            "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(cost.rows, cost.seconds, strict=True)},
         },
     )
     needs = model_needs(config.model, config.dtype, config.device)

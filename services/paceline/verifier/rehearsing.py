@@ -37,7 +37,7 @@ MOST_BYTES = 64 * 1024
 def is_taught(learned: Learned, draft: str) -> bool:
     """Whether that comes of a rehearsal with this draft model that was not cut off."""
     # A helper that does not answer has learned nothing.
-    return bool(learned) and learned["policy"][REHEARSED] == [draft]
+    return bool(learned) and learned["policy"][REHEARSED] == draft
 
 
 def is_usable(content: bytes, draft: str) -> bool:

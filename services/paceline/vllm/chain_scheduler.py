@@ -23,12 +23,14 @@ from paceline.core.params import METHODS, TIER_METHODS
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport, num_accepted_of
 from paceline.forest import NONE, Calls, Forest, Gathered, Ints, rows_of, warm_up
+from paceline.service.learned import learning
 from paceline.tier.drafters import Drafters
 from paceline.vllm.board import MOST_NODES, BoardTree, SharedTrees
 from paceline.vllm.chain_session import ChainSession
-from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
 
+# Steps of a new vLLM that teach nothing.
+WARM_UP_STEPS = 2
 # Key of the drafters' calibration: all of them share it, since they have other addresses after a restart.
 DRAFTERS = "drafters"
 
@@ -68,14 +70,15 @@ class ChainScheduler:
         self._tier = DrafterTier(vocab_size, self._forest)
         warm_up(self._forest)
         self._drafts = StepDrafts(policy, self._forest)
-        self._clock = StepClock(policy)
+        # When the last step began, and the steps left that teach nothing: the first ones are slow.
+        self._began_s: float | None = None
+        self._warm_up_steps = WARM_UP_STEPS
         self._sessions: dict[str, ChainSession] = {}
         self._link_numbers = itertools.count(1)
         # Rows of the finished step, and those that take guesses in the next one.
         self._rows: list[ChainSession] = []
         # By address.
         self._calibrations: CalibrationStore[str] = CalibrationStore(self._forest, lambda _: DRAFTERS)
-        self._learned: Mapping[str, Any] = {}
         self._committed_s = 0.0
 
     @property
@@ -117,11 +120,16 @@ class ChainScheduler:
         counts = all(self._id(row.session) in decoding and row.base_len and not row.reads for row in message.rows)
         # The proposer may have taken guesses from the board before it heard that drafting is over.
         counts = counts and (self._policy.drafts or not guesses)
-        seconds = self._clock.end(
-            message.began_s, roots=roots, guesses=guesses, tokens=tokens, counts=counts and roots > 0
-        )
-        if seconds is not None:
-            self.report.seconds, self.report.num_rows = seconds, roots + guesses
+        last_s, self._began_s = self._began_s, message.began_s
+        if not counts or not roots or last_s is None or message.began_s <= last_s:
+            return
+        seconds = message.began_s - last_s
+        self.report.seconds, self.report.num_rows = seconds, roots + guesses
+        if self._warm_up_steps:
+            self._warm_up_steps -= 1
+            return
+        with learning(self._policy.forget):
+            self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, step_s=seconds, cycle_s=seconds)
 
     def _session_of(self, row: RowTokens) -> ChainSession:
         session = self._sessions.get(self._id(row.session))
@@ -215,23 +223,19 @@ class ChainScheduler:
         sessions = [session for session in self._rows if not session.reads]
         rows = _forest_rows(sessions)
         self._drafts.mark_silent(rows, now_s, self.report)
-        if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
+        if not self.drafts or len(sessions) < len(self._rows):
             return 0.0
         waits = self._drafts.waits(rows, now_s)
         return self._drafts.worth_waiting(rows, waits, idle_s=now_s - self._committed_s)
 
     def chains(self) -> list[list[int]]:
         """Returns guesses for the next step, a list for each row; also decides which sessions are drafted for."""
-        if not self._clock.knows:
-            return [[] for _ in self._rows]
         decoding, choice = self._decide()
         self._verify(decoding, choice.counts, choice.taken)
         return [session.verifies for session in self._rows]
 
     def take(self, chains: Sequence[Sequence[int]]) -> None:
         """The proposer has taken guesses from the board, a list for each row; else as `chains`."""
-        if not self._clock.knows:
-            return
         decoding, _ = self._decide()
         rows = _forest_rows(decoding)
         told = [list(chain) for session, chain in zip(self._rows, chains, strict=True) if not session.reads]
@@ -261,7 +265,7 @@ class ChainScheduler:
 
     def show(self, board: SharedTrees) -> None:
         """Writes what sessions have at hand, as far as it has changed."""
-        if not self.drafts or not self._clock.knows:
+        if not self.drafts:
             return
         decoding = [session for session in self._rows if session.max_chain and not session.reads]
         rows, links = _forest_rows(decoding), self._forest.links
@@ -304,13 +308,7 @@ class ChainScheduler:
 
     def learned(self) -> dict[str, Any]:
         """Learned tuning for a successor."""
-        if not self._clock.knows:
-            return dict(self._learned)
-        return {
-            "plain": self._clock.learned(),
-            "policy": self._policy.learned(),
-            "calibrations": {**self._learned.get("calibrations", {}), **self._calibrations.learned()},
-        }
+        return {"policy": self._policy.learned(), "calibrations": self._calibrations.learned()}
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Begins where a predecessor ended, or with what another one has learned.
@@ -318,12 +316,8 @@ class ChainScheduler:
         Raises:
             ConfigError, KeyError, TypeError, ValueError: It is not what such a scheduler learns.
         """
-        if not learned:
-            return
-        self._clock.resume(learned["plain"])
         self._policy.resume(learned["policy"])
         self._calibrations.resume(learned["calibrations"])
-        self._learned = dict(learned)
 
     def _calibrations_for(self, address: str) -> dict[str, int]:
         return dict.fromkeys(TIER_METHODS, self._calibrations.of(address))

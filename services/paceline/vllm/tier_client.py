@@ -9,10 +9,11 @@ import logging
 import os
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from paceline.core.goodput import MovingAverage
 from paceline.service.config import parse_cpus
 from paceline.vllm.board import NO_DRAFTS, ReadyDrafts, SharedTrees, worth_waiting
 from paceline.vllm.expansion import mend_expansion
@@ -35,7 +36,6 @@ LEAST_WAIT_S = 0.002
 MOST_WAIT_S = 0.25
 # The helper itself ends waits that do not pay; this bound is for one that does not answer.
 WAIT_PER_STEP = 2.0
-STEPS_REMEMBERED = 15
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class TierClient:
         self._max_model_len = job.max_model_len
         self._max_chain = job.max_chain
         self._sessions = sessions
-        self._pace = _Pace()
+        # vLLM's steps without the time spent here, of which a pause without requests is no part.
+        self._vllm_s, self._ended_s = MovingAverage(LEAST_WAIT_S / WAIT_PER_STEP), time.monotonic()
         self._step = 0
         self._helper = _helper(job) if _is_first_rank(vllm_config.parallel_config) else None
         if self._helper is not None:
@@ -102,14 +103,14 @@ class TierClient:
             A list for each row, possibly empty.
         """
         began_s = time.monotonic()
-        self._pace.begins(began_s)
+        self._vllm_s.add(min(began_s - self._ended_s, MOST_WAIT_S / WAIT_PER_STEP))
         try:
             return self._guesses(num_rows, observe, began_s)
         except Exception as error:  # noqa: BLE001 - an exception would end vLLM's engine
             self._failed(error)
             return [[] for _ in range(num_rows)]
         finally:
-            self._pace.ends(time.monotonic())
+            self._ended_s = time.monotonic()
 
     def _guesses(self, num_rows: int, observe: Callable[[float, int], Observed], began_s: float) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in range(num_rows)]
@@ -136,7 +137,7 @@ class TierClient:
         awaited = helper.awaits and any(row.takes_guesses for row in observed.rows)
         taken = self._at_hand(board, observed.rows) if awaited else []
         message = StepMessage(self._step, began_s, awaited and not taken, observed.rows, observed.closed, taken)
-        answer = helper.exchange(message, began_s + self._pace.most_wait_s)
+        answer = helper.exchange(message, began_s + max(LEAST_WAIT_S, WAIT_PER_STEP * self._vllm_s.value))
         return taken or (answer.chains if answer else ())
 
     def _at_hand(self, board: SharedTrees, rows: Sequence[RowTokens]) -> list[Sequence[int]]:
@@ -177,26 +178,6 @@ class TierClient:
             _log.warning("vLLM goes on without guesses for a while; told once: %s", kind, exc_info=error)
         if self._helper is not None:
             self._helper.abandon(f"{kind}: {error}")
-
-
-class _Pace:
-    """How long vLLM's steps take without the time spent here, and how long to wait for guesses at most."""
-
-    def __init__(self) -> None:
-        self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
-        self._ended_s: float | None = None
-        self.most_wait_s = LEAST_WAIT_S
-
-    def begins(self, now_s: float) -> None:
-        """A call of vLLM begins."""
-        if self._ended_s is not None:
-            self._steps_s.append(now_s - self._ended_s)
-            # The median: a pause without requests, or a long prompt, is no usual step.
-            usual_s = sorted(self._steps_s)[len(self._steps_s) // 2]
-            self.most_wait_s = min(max(LEAST_WAIT_S, WAIT_PER_STEP * usual_s), MOST_WAIT_S)
-
-    def ends(self, now_s: float) -> None:
-        self._ended_s = now_s
 
 
 def _job(vllm_config: Any, settings: TierSettings) -> HelperJob:

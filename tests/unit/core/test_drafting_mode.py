@@ -11,12 +11,10 @@ import pytest
 
 from paceline.core.drafting_mode import (
     ALLOWANCE,
-    BEGIN_DRAFTING,
     EXPLORATION,
     LEAST_STEPS,
     MAX_EAGER_BATCH,
     MOST_STEPS,
-    MOST_UNCOUNTED,
     DraftingMode,
     Mode,
     Modes,
@@ -79,8 +77,7 @@ class Verifier:
         self.switch.observe(
             num_sessions=num_sessions,
             tokens=tokens,
-            seconds=seconds,
-            plain_s=PLAIN_S,
+            time=seconds / PLAIN_S,
             has_prefill=reads,
             responded=answered,
         )
@@ -112,7 +109,7 @@ def test_every_mode_has_a_reason() -> None:
     assert reason(verifier, LEAST_STEPS) is Reason.TRYING, "plain decoding is measured, and drafting next"
     assert reason(verifier, MOST_STEPS) is Reason.PAYS
     assert reason(verifier, LEAST_STEPS, 16 * MANY) is Reason.TOO_LOADED, "nothing is known of so many"
-    assert reason(slow, LEAST_STEPS + MOST_UNCOUNTED) is Reason.DID_NOT_PAY
+    assert reason(slow, LEAST_STEPS + MOST_STEPS) is Reason.DID_NOT_PAY
     assert reason(slow, LEAST_STEPS, 16 * MANY) is Reason.TOO_LOADED
 
 
@@ -126,13 +123,10 @@ def test_each_load_has_its_own_mode_and_keeps_it() -> None:
     assert verifier.steps(50, 1)[-10:].count(DRAFTING) == 10
 
 
-def test_a_session_or_two_draft_at_once_and_more_begin_plainly() -> None:
-    assert always(1.5).steps(1, BEGIN_DRAFTING) == [DRAFTING]
-    assert always(1.5).steps(LEAST_STEPS, BEGIN_DRAFTING + 1) == [PLAIN] * LEAST_STEPS
-
-
-def test_the_first_trial_of_many_sessions_comes_once_plain_decoding_is_known() -> None:
-    assert always(1.5).steps(LEAST_STEPS + 2)[-1] is DRAFTING
+@pytest.mark.parametrize("num_sessions", [1, MANY])
+def test_the_first_trial_comes_once_plain_decoding_is_known(num_sessions: int) -> None:
+    # The first of them count a little less by then.
+    assert always(1.5).steps(LEAST_STEPS + 2, num_sessions) == [PLAIN] * (LEAST_STEPS + 1) + [DRAFTING]
 
 
 def test_the_first_trial_of_more_sessions_is_saved_up_for_like_every_other_one() -> None:
@@ -150,10 +144,10 @@ def test_where_drafters_have_hardware_of_their_own_any_load_tries_once_plain_dec
 @pytest.mark.parametrize("lag", [0, 5])
 def test_trials_lose_half_a_percent_beyond_the_first_one(ratio: float, lag: int) -> None:
     verifier = Verifier(lambda _: ratio, lag=lag)
-    verifier.steps(MOST_UNCOUNTED)
+    verifier.steps(MOST_STEPS)
     lost_s, total_s = verifier.lost_s, verifier.total_s
     verifier.steps(10_000)
-    assert verifier.modes[MOST_UNCOUNTED:].count(DRAFTING) > 0, "texts and machines change"
+    assert verifier.modes[MOST_STEPS:].count(DRAFTING) > 0, "texts and machines change"
     # Even as little is measured with an error.
     assert (verifier.lost_s - lost_s) / (verifier.total_s - total_s) < 1.5 * EXPLORATION
 
@@ -224,8 +218,8 @@ def test_steps_that_read_prompts_say_nothing_of_either_mode() -> None:
 
 def test_drafters_that_never_answer_are_given_up() -> None:
     verifier = Verifier(lambda _: 2.0, lag=10**9)
-    assert verifier.steps(LEAST_STEPS + MOST_UNCOUNTED + 2)[-1] is PLAIN
-    assert verifier.steps(1_000).count(DRAFTING) <= MOST_UNCOUNTED
+    assert verifier.steps(LEAST_STEPS + MOST_STEPS + 2)[-1] is PLAIN
+    assert verifier.steps(1_000).count(DRAFTING) <= MOST_STEPS
 
 
 def test_drafters_that_take_long_to_answer_get_twice_as_much_time_in_each_trial() -> None:
@@ -267,9 +261,7 @@ def test_steps_of_which_no_session_may_speculate_are_plain_and_teach_their_rate(
     known = verifier.switch.loads[2]
     for _ in range(100):
         assert verifier.switch.enter(MANY, [PLAIN]) is PLAIN
-        verifier.switch.observe(
-            num_sessions=MANY, tokens=MANY, seconds=3 * PLAIN_S, plain_s=PLAIN_S, has_prefill=False, responded=True
-        )
+        verifier.switch.observe(num_sessions=MANY, tokens=MANY, time=3.0, has_prefill=False, responded=True)
     assert known.rates[PLAIN].value < 0.6
     assert verifier.steps(10) == [DRAFTING] * 10, "who pays is known still"
 
@@ -336,8 +328,7 @@ def modes_of(
         switch.observe(
             num_sessions=num_sessions,
             tokens=num_sessions,
-            seconds=PLAIN_S / rates[modes[-1]] * float(luck.normal(1.0, 0.03)),
-            plain_s=PLAIN_S,
+            time=float(luck.normal(1.0, 0.03)) / rates[modes[-1]],
             has_prefill=False,
             responded=True,
         )
@@ -362,7 +353,7 @@ def test_drafting_that_lost_gets_its_turn_again() -> None:
 
 def test_a_trial_that_is_interrupted_is_not_cut_off() -> None:
     switch = DraftingMode()
-    assert modes_of(switch, 3, 1, RATES) == [DRAFTING] * 3
+    assert modes_of(switch, LEAST_STEPS + 4, 1, RATES)[-3:] == [DRAFTING] * 3
     modes_of(switch, 30, 16, RATES)
     assert DRAFTING in modes_of(switch, 60, 1, RATES)
 
@@ -404,8 +395,8 @@ def test_a_step_without_a_drafter_changes_no_mode() -> None:
 
 def test_a_pause_of_the_machine_within_a_trial_costs_ten_steps_at_most() -> None:
     switch = DraftingMode()
-    assert modes_of(switch, 1, 1, RATES) == [DRAFTING]
-    switch.observe(num_sessions=1, tokens=1, seconds=500 * PLAIN_S, plain_s=PLAIN_S, has_prefill=False, responded=True)
+    assert modes_of(switch, LEAST_STEPS + 2, 1, RATES)[-1] is DRAFTING
+    switch.observe(num_sessions=1, tokens=1, time=500.0, has_prefill=False, responded=True)
     assert switch.loads[0].allowance > -10.0
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from paceline.core.step_time import (
     LEAST_PROMPT_ROWS,
     MOST_ROWS,
-    NODE_S,
+    NODE_SHARE,
     PROMPT_STEP_S,
     PromptRows,
     StepCost,
@@ -26,17 +24,23 @@ def test_a_profile_is_read_between_and_beyond_its_points():
 
 
 def test_nothing_observed_leaves_the_profile():
-    times = StepTimes(replace(PROFILE, node_s=0.001))
-    expected = [PROFILE.at(8 + guesses) + 0.001 * guesses for guesses in range(5)]
-    assert times.with_guesses(8, 4).tolist() == pytest.approx(expected)
+    expected = [PROFILE.at(8 + guesses) + NODE_SHARE * PROFILE.at(1) * guesses for guesses in range(5)]
+    assert StepTimes(PROFILE).with_guesses(8, 4).tolist() == pytest.approx(expected)
 
 
-def test_a_slower_machine_is_learned_by_any_steps():
+@pytest.mark.parametrize("factor", [0.01, 1.5, 300.0])
+def test_the_first_step_sets_the_scale_of_a_shape(factor):
     times = StepTimes(PROFILE)
-    for _ in range(100):
-        times.observe(roots=4, guesses=0, seconds=1.5 * PROFILE.at(4))
-    assert times.with_guesses(4, 0)[0] == pytest.approx(1.5 * PROFILE.at(4), rel=0.03)
-    assert times.with_guesses(32, 32)[-1] > 1.3 * PROFILE.at(64)
+    times.observe(roots=4, guesses=0, seconds=factor * PROFILE.at(4))
+    assert times.with_guesses(4, 0)[0] == pytest.approx(factor * PROFILE.at(4))
+    assert times.with_guesses(32, 32)[-1] > factor * PROFILE.at(64)
+
+
+def test_a_mode_that_begins_with_the_times_of_another_learns_its_own_in_a_few_steps():
+    times = StepTimes(PROFILE, (1.0, 1.0))
+    for _ in range(30):
+        times.observe(roots=4, guesses=0, seconds=1.8 * PROFILE.at(4))
+    assert times.with_guesses(4, 0)[0] == pytest.approx(1.8 * PROFILE.at(4), rel=0.05)
 
 
 def test_one_accident_hardly_counts():
@@ -58,9 +62,9 @@ def test_guesses_never_save_time_whatever_was_observed():
 def test_steps_with_more_rows_than_any_profile_has_are_left_out():
     times = StepTimes(PROFILE)
     times.observe(roots=MOST_ROWS, guesses=1, seconds=9.0)
-    assert times.learned() == [1.0, 1.0]
+    assert times.factors is None
     times.observe(roots=MOST_ROWS - 1, guesses=1, seconds=9.0)
-    assert times.learned()[0] > 1.0
+    assert times.factors is not None
 
 
 def test_steps_that_scatter_do_not_shake_the_factors():
@@ -86,19 +90,10 @@ def test_what_guesses_cost_is_told_from_what_the_rest_of_a_step_does():
         roots, guesses = int(rng.integers(1, 40)), int(rng.integers(0, 2)) * int(rng.integers(1, 40))
         seconds = 1.5 * PROFILE.at(roots) + 0.4 * (PROFILE.at(roots + guesses) - PROFILE.at(roots))
         times.observe(roots=roots, guesses=guesses, seconds=seconds)
-    whole, extra = times.learned()
+    whole, extra = times.factors
     assert whole == pytest.approx(1.5, rel=0.02)
-    assert extra * (1.0 + NODE_S / (PROFILE.at(9) - PROFILE.at(8))) == pytest.approx(0.4, rel=0.05)
-
-
-def test_a_table_is_drawn_out_by_the_shape_of_steps_and_not_by_its_last_slope():
-    """A busy machine had shown 1, 4 and 8 rows: a step of 512 that was taken for one of 8 then took over 20 s."""
-    flat = StepCost(rows=(1, 4, 8), seconds=(0.28, 0.28, 0.28))
-    drawn = flat.drawn_out(512)
-    assert (drawn.rows[:3], drawn.seconds[:3]) == (flat.rows, flat.seconds)
-    assert drawn.rows[-1] == 512
-    assert drawn.at(512) > 20 * flat.at(8)
-    assert flat.drawn_out(8) == flat
+    node_s = NODE_SHARE * PROFILE.at(1)
+    assert extra * (1.0 + node_s / (PROFILE.at(9) - PROFILE.at(8))) == pytest.approx(0.4, rel=0.05)
 
 
 @pytest.mark.parametrize("fixed_s", [0.0, 0.3])
