@@ -87,14 +87,9 @@ class SetMode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningLoaded:
-    """Tuning learned by another engine of the same kind, JSON; None: there is none, and this one is to rehearse.
+    """Tuning learned by another engine of the same kind, JSON."""
 
-    Attributes:
-        draft: Names the draft model that is linked: with another one, drafting is worth something else.
-    """
-
-    learned: bytes | None
-    draft: str = ""
+    learned: bytes
 
 
 TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | SetMode | TuningLoaded

@@ -1,14 +1,16 @@
-"""A rehearsal: sessions that nobody asked for run real steps, and teach the policy what both modes are worth.
+"""A rehearsal: a client runs sessions that nobody requested, and real steps teach the policy the rates of both modes.
 
-It goes on while nobody waits, and stops between two steps when a session comes. Its sessions have pages of their own,
-and only drafters hear of them. Users begin with the calibrations they measure: on the demo pair the calibrations of
-both are the same within their errors.
+It runs while nobody waits, and stops between two steps when a session comes. Its sessions have pages of their own, and
+only drafters hear of them. Users begin with the calibrations they measure: on the demo pair the calibrations of both
+are the same within their errors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,23 +18,11 @@ import numpy as np
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.target_events import (
-    Cancel,
-    DrafterNews,
-    LinkChanged,
-    Outcome,
-    SetMode,
-    StepReport,
-    Submit,
-    TargetEvent,
-    TargetOutput,
-    TuningLoaded,
-)
-from paceline.engine.loop import Compute, Stepper, inline
+from paceline.core.target_events import Cancel, SetMode, StepReport, Submit, TargetEvent, TargetOutput
 
 logger = logging.getLogger(__name__)
 
-# Time without anything to do after which a rehearsal begins or goes on: requests one after another leave less.
+# Time without others' sessions after which a rehearsal begins or goes on: requests one after another leave less.
 IDLE_S = 1.0
 # Tokens of a single session; n sessions have n times as many, so that few steps prefill the next one. Long greedy
 # texts of small models turn in circles, which any drafter can follow.
@@ -70,154 +60,122 @@ class Measurement:
             self.num_counted += bool(report.gammas) and not report.num_prefill_rows and report.responded
 
 
-class RehearsingEngine:
-    """An engine that rehearses when no engine of its kind has: at 1, 2, 4, ... sessions both modes.
+class Rehearsal:
+    """Has an engine run both modes at 1, 2, 4, ... sessions.
 
     Args:
-        engine: The engine that runs the target model.
         identity: The target's identity.
         max_sessions: Number of places for sessions.
         numbers: For its sessions; no other session gets one of them.
-        clock: Seconds, monotonic.
-        over: Called once the rehearsal has ended, or the engine has refused its sessions.
-        drafter: Drafter for its sessions; empty: the first one that is reached.
+        post: Hands the engine an event.
+        busy: Whether others have sessions there.
+        drafter: Drafter for its sessions; empty: the first one that is linked.
     """
 
     def __init__(
         self,
-        engine: Stepper[TargetEvent, DrafterNews],
         identity: ModelIdentity,
         *,
         max_sessions: int,
         numbers: Iterator[int],
-        clock: Callable[[], float],
-        over: Callable[[], None],
+        post: Callable[[TargetEvent], None],
+        busy: Callable[[], bool],
         drafter: str = "",
     ) -> None:
-        self._engine = engine
         self._identity = identity
         self._numbers = numbers
-        self._clock = clock
-        self._over = over
-        # In the order in which they were reached; the first one drafts.
+        self._post = post
+        self._busy = busy
+        # In the order in which they were linked; the first one drafts.
         self._drafters = dict.fromkeys([drafter] if drafter else ())
         loads = [2**power for power in range(max_sessions.bit_length())]
         # Measurements to come, the next one last, and whether drafters have answered.
         self._left = [(load, drafts) for load in reversed(loads) for drafts in (True, False)]
         self._answered = False
-        # The draft model with which it is to rehearse; empty: not requested.
-        self._told_to = ""
-        self._sessions: set[int] = set()
-        self._take = Measurement(0, drafts=False)
-        self._idle_since_s = clock()
-        self._spent_s, self._since_s = 0.0, clock()
+        self._draft = ""
+        # Its sessions, and those that were the last to be cancelled.
+        self._sessions, self._cancelled = set[int](), set[int]()
+        self._measurement = Measurement(0, drafts=False)
+        self._spent_s, self._disturbed = 0.0, False
+        self._over = asyncio.Event()
 
-    def handle(self, event: TargetEvent) -> None:
-        match event:
-            case TuningLoaded(learned=None):
-                self._told_to = event.draft
+    async def run(self, draft: str) -> None:
+        """Rehearses with a draft model; returns once all loads are known, or the engine has refused its sessions."""
+        self._draft, ended = draft, False
+        while not ended:
+            # An engine without anything to report takes its last events within a turn.
+            ended, self._disturbed = not self._left, self._busy()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), IDLE_S)
                 return
-            case TuningLoaded():
-                self._left.clear()
-            case Submit():
-                self._stop()
-            case LinkChanged():
-                self._change_link(event)
-        self._engine.handle(event)
-
-    @property
-    def _drafter(self) -> str:
-        return next(iter(self._drafters), "")
-
-    def _change_link(self, event: LinkChanged) -> None:
-        if event.up:
-            self._drafters[event.address] = None
-            return
-        if event.address == self._drafter:
-            self._stop()
-        self._drafters.pop(event.address, None)
-
-    @property
-    def _wants_to(self) -> bool:
-        return bool(self._told_to and self._left and self._drafter)
-
-    def has_work(self) -> bool:
-        """Whether the engine has work, or it is to rehearse."""
-        return self._engine.has_work() or self._wants_to
-
-    def patience_s(self) -> float:
-        """The engine's patience; while it is idle, the time until it rehearses."""
-        if self._engine.has_work():
-            return self._engine.patience_s()
-        return max(0.0, self._idle_since_s + IDLE_S - self._clock())
-
-    async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> DrafterNews:
-        """Runs a step; of a rehearsed step, only messages to drafters are handed on."""
-        if not self._engine.has_work():
-            self._since_s = self._clock()
-            self._begin()
-        if not self._sessions:
-            output = await self._engine.step(compute, tell)
-            self._idle_since_s = self._clock()
-            return output
-
-        outcomes = list[Outcome]()
-
-        def hide(news: DrafterNews) -> DrafterNews:
-            outcomes.extend(news.outcomes() if isinstance(news, TargetOutput) else ())
-            return DrafterNews(to_drafters=news.to_drafters, broken_links=news.broken_links)
-
-        output = await self._engine.step(compute, None if tell is None else lambda news: tell(hide(news)))
-        hidden = hide(output)
-        self._go_on(outcomes, output.report if isinstance(output, TargetOutput) else StepReport())
-        return hidden
-
-    def _go_on(self, outcomes: Sequence[Outcome], report: StepReport) -> None:
-        """Takes in what came of a step, and begins what comes next once it has shown enough."""
-        for number, outcome in outcomes:
-            if isinstance(outcome, PacelineError):
-                logger.warning("the engine takes no session of a rehearsal", extra={"error": str(outcome)})
-                self._stop(gives_up=True)
-                return
-            if outcome.result is not None:
-                self._sessions.discard(number)
-                self._submit()
-        self._take.add(report)
-        now_s = self._clock()
-        self._spent_s, self._since_s = self._spent_s + now_s - self._since_s, now_s
-        if self._spent_s >= MOST_S:
-            extra = {"seconds": round(self._spent_s), "load": self._take.load}
-            logger.warning("the rehearsal takes too long and ends; larger loads are not rehearsed", extra=extra)
-            self._left.clear()
-            self._stop()
-        elif self._take.is_over:
-            self._left.pop()
-            self._answered |= self._take.drafts and bool(self._take.num_counted)
-            self._stop()
-            if self._left:
+            if self._left and self._drafters and not (self._sessions or self._disturbed):
                 self._begin()
 
-    def _begin(self) -> None:
-        """Begins what comes next, with sessions that nothing was written of: contexts of both modes are alike."""
-        self._take = take = Measurement(*self._left[-1])
-        self._engine.handle(SetMode(drafts=take.drafts))
-        for _ in range(take.load):
-            self._submit()
+    def linked(self, address: str, *, up: bool) -> None:
+        """A drafter was reached, or lost."""
+        if up:
+            self._drafters[address] = None
+            return
+        if address in [*self._drafters][:1]:
+            self.interrupt()
+        self._drafters.pop(address, None)
 
-    def _stop(self, *, gives_up: bool = False) -> None:
-        """Ends its sessions; a take that is under way begins anew when it goes on."""
+    def interrupt(self) -> None:
+        """Others need the engine: cancels its sessions; the measurement under way begins anew when it goes on."""
+        self._disturbed = True
         if not self._sessions:
             return
         for number in self._sessions:
-            self._engine.handle(Cancel(number=number))
-        self._sessions.clear()
+            self._post(Cancel(number=number))
+        self._cancelled, self._sessions = self._sessions, set()
         # A drafter that never answered has shown nothing.
         ends = self._answered and not self._left
-        self._engine.handle(SetMode(drafts=None, over=self._told_to if ends else ""))
-        if gives_up:
-            self._left.clear()
-        if not self._left:
-            self._over()
+        self._post(SetMode(drafts=None, over=self._draft if ends else ""))
+
+    def takes(self, output: TargetOutput) -> bool:
+        """Whether an output is of its sessions, which nobody is to see; begins what comes next after it."""
+        if not self._sessions:
+            if not self._left:
+                # It has taken the last events.
+                self._over.set()
+            # Only those of the step under way still come.
+            cancelled, self._cancelled = self._cancelled, set()
+            return not cancelled.isdisjoint([*output.commit.numbers, *(number for number, _ in output.news)])
+        for number, outcome in output.outcomes():
+            if isinstance(outcome, PacelineError):
+                logger.warning("the engine takes no session of a rehearsal", extra={"error": str(outcome)})
+                self._answered = False
+                self._end()
+                return True
+            if outcome.result is not None:
+                self._sessions.discard(number)
+                self._submit()
+        self._measurement.add(output.report)
+        self._spent_s += output.report.seconds
+        if self._spent_s >= MOST_S:
+            extra = {"seconds": round(self._spent_s), "load": self._measurement.load}
+            logger.warning("the rehearsal takes too long and ends; larger loads are not rehearsed", extra=extra)
+            self._end()
+        elif self._measurement.is_over:
+            self._left.pop()
+            self._answered |= self._measurement.drafts and bool(self._measurement.num_counted)
+            if self._left:
+                self.interrupt()
+                self._begin()
+            else:
+                self._end()
+        return True
+
+    def _begin(self) -> None:
+        """Begins what comes next, with sessions that nothing was written of: contexts of both modes are alike."""
+        self._measurement = Measurement(*self._left[-1])
+        self._post(SetMode(drafts=self._measurement.drafts))
+        for _ in range(self._measurement.load):
+            self._submit()
+
+    def _end(self) -> None:
+        self._left.clear()
+        self.interrupt()
 
     def _submit(self) -> None:
         number = next(self._numbers)
@@ -232,7 +190,7 @@ class RehearsingEngine:
             epoch=0,
             prompt_token_ids=tuple(luck.integers(0, size, PROMPT_TOKENS).tolist()),
             sampling=SamplingParams(
-                max_tokens=max(1, min(self._take.load * OUTPUT_TOKENS, longest)),
+                max_tokens=max(1, min(self._measurement.load * OUTPUT_TOKENS, longest)),
                 temperature=temperatures[number % len(temperatures)],
                 seed=number,
                 ignore_eos=True,
@@ -240,4 +198,5 @@ class RehearsingEngine:
             speculation=SpeculationParams(),
             cache_salt=name,
         )
-        self._engine.handle(Submit(request=request, number=number, drafter_address=self._drafter))
+        drafter = next(iter(self._drafters))
+        self._post(Submit(request=request, number=number, drafter_address=drafter))

@@ -162,8 +162,8 @@ class TargetEngine:
                 self._policy.rehearse(event.drafts, over=event.over)
                 # Counts from earlier steps do not belong to the next report.
                 self.scheduler.report = StepReport()
-            case TuningLoaded(learned=bytes(learned)):
-                resume(self, learned, "another verifier")
+            case TuningLoaded():
+                resume(self, event.learned, "another verifier")
             case Cancel() | Paired():
                 session = self.scheduler.session(event.number)
                 if session is not None:

@@ -34,13 +34,12 @@ from paceline.core.target_events import (
     Submit,
     TargetEvent,
     TargetOutput,
-    TuningLoaded,
 )
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop, Stepper
-from paceline.engine.rehearsing import RehearsingEngine
+from paceline.engine.rehearsing import Rehearsal
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.model import draft_engine
@@ -233,17 +232,15 @@ class VerifierAtWork:
         if colocated:
             draft = _drafter(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._rehearsed = asyncio.Event()
-        rehearsing = RehearsingEngine(
-            stepper,
+        self._engine = EngineLoop(lambda: stepper, self._deliver, device)
+        self._rehearsal = Rehearsal(
             IDENTITY,
             max_sessions=profile.target.max_sessions,
             numbers=itertools.count(OF_REHEARSALS),
-            clock=device.now_s,
-            over=self._rehearsed.set,
+            post=self._engine.post,
+            busy=lambda: bool(self._requests),
             drafter=self._address,
         )
-        self._engine = EngineLoop(lambda: rehearsing, self._deliver, device)
         self.run = partial(_run, self._engine)
 
     @property
@@ -253,8 +250,7 @@ class VerifierAtWork:
 
     async def rehearse(self) -> None:
         """Finds out what drafting is worth at each load, as verifiers do while nobody waits."""
-        self._engine.post(TuningLoaded(learned=None, draft=IDENTITY.name))
-        await self._rehearsed.wait()
+        await self._rehearsal.run(IDENTITY.name)
 
     async def serve(self, asked: Request) -> None:
         """Serves a request to its end, with a drafter if there is one.
@@ -273,6 +269,7 @@ class VerifierAtWork:
         )
         ended = self._loop.create_future()
         self._requests[asked.number] = asked, ended
+        self._rehearsal.interrupt()
         self._engine.post(
             Submit(request=request, number=asked.number, drafter_address=self._address, arrived_s=self._loop.time())
         )
@@ -287,7 +284,7 @@ class VerifierAtWork:
     def _deliver(self, output: DrafterNews) -> None:
         if self._link is not None and (messages := output.to_drafters.get(DRAFTER)):
             self._link.send(messages)
-        if not isinstance(output, TargetOutput):
+        if not isinstance(output, TargetOutput) or self._rehearsal.takes(output):
             return
         for number, tally in zip(output.commit.numbers, output.commit.tallies, strict=True):
             self._requests[number][0].tally = tally

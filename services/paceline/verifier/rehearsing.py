@@ -17,6 +17,7 @@ from paceline.core.calibration import check
 from paceline.core.draft_policy import REHEARSED, Goodput
 from paceline.core.errors import UnavailableError
 from paceline.core.target_events import TargetEvent, TuningLoaded
+from paceline.engine.rehearsing import Rehearsal
 from paceline.service.learned import Learned
 from paceline.store.base import FINAL, Document, Documents, Keeping, Store
 from paceline.verifier.served import ServedEngine
@@ -61,6 +62,7 @@ class Rehearser:
 
     Args:
         served: The engine, and where what it learns is kept.
+        rehearsal: What is to be run.
         post: Hands the engine an event.
         learned: Tuning that the engine has learned so far.
 
@@ -71,13 +73,13 @@ class Rehearser:
     def __init__(
         self,
         served: ServedEngine,
+        rehearsal: Rehearsal,
         *,
         post: Callable[[TargetEvent], None],
         learned: Callable[[], Awaitable[Learned]],
     ) -> None:
-        self._served, self._post, self._learned = served, post, learned
+        self._served, self._rehearsal, self._post, self._learned = served, rehearsal, post, learned
         self.done = asyncio.Event()
-        self._over = asyncio.Event()
         self._draft = ""
         self._linked = asyncio.Event()
         if served.own_drafter and served.helper is None:
@@ -87,10 +89,6 @@ class Rehearser:
         """A drafter was reached; it is known by the hash of its weights."""
         self._draft = self._draft or draft
         self._linked.set()
-
-    def rehearsed(self) -> None:
-        """The engine has rehearsed."""
-        self._over.set()
 
     async def run(self, store: Store) -> None:
         """Has the engine know what both modes are worth, by a rehearsal if need be; never returns."""
@@ -115,8 +113,7 @@ class Rehearser:
 
     async def _rehearse(self, shelf: SharedTuning) -> None:
         logger.info("rehearses while nobody waits", extra={"sessions": self._served.max_num_seqs})
-        self._post(TuningLoaded(learned=None, draft=self._draft))
-        await self._over.wait()
+        await self._rehearsal.run(self._draft)
         learned = await self._learned()
         if is_taught(learned, self._draft):
             logger.info("has rehearsed", extra={"learned": json.dumps(learned["policy"])})

@@ -36,7 +36,7 @@ from paceline.core.target_events import (
 from paceline.engine.admission import QueueClock, check_wait, num_ahead
 from paceline.engine.grammar import NICENESS
 from paceline.engine.loop import SLICE_S, Device, EngineLoop, Stepper
-from paceline.engine.rehearsing import RehearsingEngine
+from paceline.engine.rehearsing import Rehearsal
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
@@ -151,7 +151,15 @@ class TargetHost:
         self._gateways: dict[GatewayLog, dict[int, _ActiveSession]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
-        self._rehearser = Rehearser(served, post=self._post, learned=self._learned_now)
+        self._rehearsal = Rehearsal(
+            self.identity,
+            max_sessions=served.max_num_seqs,
+            numbers=self._numbers,
+            post=self._post,
+            busy=lambda: bool(self._sessions),
+            drafter=served.own_drafter,
+        )
+        self._rehearser = Rehearser(served, self._rehearsal, post=self._post, learned=self._learned_now)
         self._draining = False
         # Why it takes no streams any more.
         self._over: PacelineError | None = None
@@ -171,17 +179,7 @@ class TargetHost:
 
     def _make_stepper(self) -> Stepper[TargetEvent, DrafterNews]:
         self._stepper = self._served.make()
-        if self._served.rehearsal == NEVER:
-            return self._stepper
-        return RehearsingEngine(
-            self._stepper,
-            self.identity,
-            max_sessions=self._served.max_num_seqs,
-            numbers=self._numbers,
-            clock=time.monotonic,
-            over=self._rehearser.rehearsed,
-            drafter=self._served.own_drafter,
-        )
+        return self._stepper
 
     def announced_at(self, address: str) -> None:
         """Metrics, ours and drafters', have the address by which others know this verifier."""
@@ -388,6 +386,7 @@ class TargetHost:
                 trace=trace,
                 closing=closing.pop_all(),
             )
+        self._rehearsal.interrupt()
         self._sessions[mine.number] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
         self.drafters.count(mine.drafter_address, +1)
         trace.paired(mine.drafter_address, self.drafters.model_of(mine.drafter_address))
@@ -514,6 +513,7 @@ class TargetHost:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         if draft is not None:
             self._rehearser.linked(draft.weights_hash)
+        self._rehearsal.linked(address, up=draft is not None)
         name = "" if draft is None else draft.name
         self._post(LinkChanged(address=address, up=draft is not None, wants_states=wants_states, draft_model=name))
 
@@ -533,7 +533,7 @@ class TargetHost:
                 self.drafters.reset(address, "a step could not be told")
         for address, error in output.broken_links.items():
             self.drafters.reset(address, str(error))
-        if isinstance(output, TargetOutput):
+        if isinstance(output, TargetOutput) and not self._rehearsal.takes(output):
             self.engine.device.meanwhile(partial(self._tell_clients, output))
 
     def _tell_clients(self, output: TargetOutput) -> None:

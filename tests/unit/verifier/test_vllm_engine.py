@@ -286,7 +286,6 @@ def test_in_a_rehearsal_the_helper_decides_and_says_whether_drafters_answered(
     engine.handle(SetMode(drafts=True))
     engine.handle(SetMode(drafts=None, over="draft"))
     engine.handle(TuningLoaded(learned=b"{}"))
-    engine.handle(TuningLoaded(learned=None))
     assert helper.told == [(True, False), (None, True), b"{}"]
     assert not engine.has_work()
     submit(engine, 1)

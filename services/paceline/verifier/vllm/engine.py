@@ -141,8 +141,8 @@ class VllmEngine:
                 self._events.append(event)
             case SetMode() if self._helper is not None:
                 self._helper.rehearse(event.drafts, over=bool(event.over))
-            case TuningLoaded(learned=bytes(learned)) if self._helper is not None:
-                self._helper.teach(learned)
+            case TuningLoaded() if self._helper is not None:
+                self._helper.teach(event.learned)
 
     def has_work(self) -> bool:
         """True when a step would do something."""
