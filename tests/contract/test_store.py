@@ -488,3 +488,18 @@ async def test_the_store_works_again_after_its_server_was_stopped_and_replaced(t
             await store.announce(VERIFIER, ttl_s=60)
             assert await store.replicas() == [VERIFIER]
         await store.close()
+
+
+async def test_a_note_is_kept_for_its_time_and_a_new_one_replaces_none(store: Store) -> None:
+    assert await store.note("a") is None
+    assert await store.write_note("a", b"", ttl_s=60, new=True)
+    assert await store.note("a") == b""
+    assert not await store.write_note("a", b"other", ttl_s=60, new=True)
+    assert await store.write_note("a", b"later", ttl_s=60)
+    assert await store.note("a") == b"later"
+    assert await store.write_note("a", b"short", ttl_s=0.05)
+
+    async def gone() -> bool:
+        return await store.note("a") is None
+
+    await eventually(gone)

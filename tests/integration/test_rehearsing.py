@@ -72,7 +72,7 @@ async def test_a_rehearsal_is_found_by_its_kind_and_shows_in_no_metric(tiny_pair
 @pytest.mark.parametrize(
     "content", [b"{}", b"[", b'{"policy": {"rehearsed": "draft"}, "calibrations": {}}', b"[" * 10_000]
 )
-def test_a_document_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
+def test_a_tuning_of_the_store_that_no_engine_can_begin_with_is_none(content: bytes) -> None:
     assert not is_usable(content, "draft")
 
 
@@ -82,7 +82,7 @@ def rehearsed(**calibrations: object) -> bytes:
     return json.dumps({"policy": policy.learned(), "calibrations": calibrations}).encode()
 
 
-def test_a_document_of_the_store_is_read_up_to_its_bound() -> None:
+def test_a_tuning_of_the_store_is_read_up_to_its_bound() -> None:
     """Audit 4, b07: one of 15 MiB held the event loop for 1.7 s."""
     content = rehearsed()
     assert is_usable(content + b" " * (MOST_BYTES - len(content)), "draft")
@@ -142,8 +142,8 @@ async def test_a_session_that_comes_in_the_midst_is_served_as_if_there_were_no_r
 
 async def test_one_of_a_kind_rehearses_unless_it_is_gone() -> None:
     now_s = [0.0]
-    documents = MemoryStore(clock=lambda: now_s[0]).documents
-    one, other, stranger = (SharedTuning(documents, kind) for kind in ("kind", "kind", "another"))
+    store = MemoryStore(clock=lambda: now_s[0])
+    one, other, stranger = (SharedTuning(store, kind) for kind in ("kind", "kind", "another"))
     assert await one.claim()
     assert not await other.claim()
     assert await stranger.claim()
@@ -154,3 +154,5 @@ async def test_one_of_a_kind_rehearses_unless_it_is_gone() -> None:
     assert await one.learned() == b'{"policy": {}}'
     now_s[0] += TTL_S - 1.0
     assert not await one.claim()
+    assert await one.claim(anew=True), "it is of no use"
+    assert not await other.learned()

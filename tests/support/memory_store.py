@@ -61,6 +61,7 @@ class MemoryStore:
         # Marks that were set (true) or taken back (false).
         self._marks: dict[str, bool] = {}
         self._sessions: dict[str, _StoredSession] = {}
+        self._notes: dict[str, tuple[bytes, float]] = {}
         self.documents = MemoryDocuments(clock)
 
     @property
@@ -133,6 +134,18 @@ class MemoryStore:
         )
         self._write(record, token_ids, stored.ttl_s)
         return Written.DONE
+
+    async def note(self, name: str) -> bytes | None:
+        """Returns a note."""
+        content, ends_s = self._notes.get(name, (None, 0.0))
+        return content if self._clock() < ends_s else None
+
+    async def write_note(self, name: str, content: bytes, *, ttl_s: float, new: bool = False) -> bool:
+        """Writes a note."""
+        if new and await self.note(name) is not None:
+            return False
+        self._notes[name] = content, self._clock() + ttl_s
+        return True
 
     async def ping(self) -> None:
         """Always answers."""

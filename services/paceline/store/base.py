@@ -241,6 +241,12 @@ class Store(Protocol):
             The record at that moment, with its log; None if it is unknown, expired or unreadable.
         """
 
+    async def note(self, name: str) -> bytes | None:
+        """Returns what services of a kind have left for one another; None: nothing, or no longer."""
+
+    async def write_note(self, name: str, content: bytes, *, ttl_s: float, new: bool = False) -> bool:
+        """Writes a note for some seconds; returns False if it is to be new and there is one."""
+
     async def ping(self) -> None:
         """Returns when the server answers."""
 

@@ -59,6 +59,12 @@ class NoStore:
     async def forget(self, keeper: str, name: str) -> bool:
         return False
 
+    async def note(self, name: str) -> bytes | None:
+        return None
+
+    async def write_note(self, name: str, content: bytes, *, ttl_s: float, new: bool = False) -> bool:
+        return True
+
     async def ping(self) -> None:
         """Returns."""
 

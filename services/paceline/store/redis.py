@@ -204,6 +204,7 @@ CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
 DRAIN_MARKS = "paceline:drain_marks"
+NOTE_PREFIX = "paceline:note:"
 CLAIM_TRIES = 8
 
 # The draining mark is stored beside the entries, so that it can be set without knowing the entry. 0 means that it was
@@ -399,6 +400,14 @@ class RedisStore:
             if claimed is not None:
                 return _logged(session_id, claimed)
         raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
+
+    async def note(self, name: str) -> bytes | None:
+        content: bytes | None = await self._call(partial(self._client.get, NOTE_PREFIX + name), "GET")
+        return content
+
+    async def write_note(self, name: str, content: bytes, *, ttl_s: float, new: bool = False) -> bool:
+        write = partial(self._client.set, NOTE_PREFIX + name, content, px=_milliseconds(ttl_s), nx=new)
+        return bool(await self._call(write, "SET"))
 
     async def ping(self) -> None:
         """Returns when the server answers."""

@@ -19,7 +19,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.target_events import TargetEvent, TuningLoaded
 from paceline.engine.rehearsing import Rehearsal
 from paceline.service.learned import Learned
-from paceline.store.base import FINAL, Document, Documents, Keeping, Store
+from paceline.store.base import Store
 from paceline.verifier.served import ServedEngine
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,9 @@ logger = logging.getLogger(__name__)
 LOOK_S = 2.0
 # Longest time that `before-ready` delays readiness, as where no drafter comes.
 READY_S = 60.0
-# In the store: whom documents are kept for, their time to live, and how long the mark of a rehearsing verifier lasts. A
-# document has some thousand bytes: no response of a user is to make room for it.
-KEEPER, TTL_S, WORK_S, ROOM_BYTES = "rehearsals", 7 * 24 * 3600.0, 120.0, 1 << 50
-# Longest document that is read: 15 MiB took 1.7 s of the event loop.
+# Lives in the store of a tuning, and of the empty one that a rehearsing verifier leaves there meanwhile.
+TTL_S, WORK_S = 7 * 24 * 3600.0, 120.0
+# Longest tuning that is read: 15 MiB took 1.7 s of the event loop.
 MOST_BYTES = 64 * 1024
 
 
@@ -42,7 +41,7 @@ def is_taught(learned: Learned, draft: str) -> bool:
 
 
 def is_usable(content: bytes, draft: str) -> bool:
-    """Whether a document of the store holds what an engine can begin with that has this draft model."""
+    """Whether a tuning of the store holds what an engine can begin with that has this draft model."""
     try:
         if len(content) > MOST_BYTES:
             raise ValueError(f"{len(content)} bytes, at most {MOST_BYTES} are read")
@@ -96,15 +95,13 @@ class Rehearser:
         served = self._served
         facts = __version__, served.learned.kind, served.identity.arithmetic, served.max_num_seqs, served.max_rows
         kind = repr((*facts, self._draft))
-        shelf = SharedTuning(store.documents, hashlib.sha256(kind.encode()).hexdigest())
+        shelf = SharedTuning(store, hashlib.sha256(kind.encode()).hexdigest())
         while not is_taught(await self._learned(), self._draft):
             known = await shelf.learned()
             if known and is_usable(known, self._draft):
                 self._post(TuningLoaded(learned=known))
                 break
-            if known:
-                await shelf.forget()
-            if await shelf.claim():
+            if await shelf.claim(anew=bool(known)):
                 await self._rehearse(shelf)
                 break
             await asyncio.sleep(LOOK_S)
@@ -130,40 +127,27 @@ class SharedTuning:
         kind: Kind of these verifiers.
     """
 
-    def __init__(self, documents: Documents, kind: str) -> None:
-        self._documents, self._kind = documents, kind
+    def __init__(self, store: Store, kind: str) -> None:
+        self._store, self._name = store, f"rehearsal:{kind}"
 
     async def learned(self) -> bytes:
         """Tuning that another verifier has learned, JSON; empty: nothing yet."""
         with suppress(UnavailableError):
-            known = await self._documents.kept(KEEPER, self._kind)
-            if known is not None:
-                return known.body
+            return await self._store.note(self._name) or b""
         return b""
 
-    async def claim(self) -> bool:
-        """Whether this verifier is to rehearse: nobody of its kind has, or does so now."""
+    async def claim(self, *, anew: bool = False) -> bool:
+        """Whether this verifier is to rehearse: nobody of its kind has, or does so now.
+
+        Args:
+            anew: The tuning in the store is of no use.
+        """
         try:
-            known = await self._documents.kept(KEEPER, self._kind)
-            if known is not None and (known.body or known.at_work):
-                return False
-            if known is not None:
-                # The verifier that rehearsed is gone.
-                await self._documents.forget(KEEPER, self._kind)
-            return await self._keep(b"", 0) is Keeping.DONE
+            return await self._store.write_note(self._name, b"", ttl_s=WORK_S, new=not anew)
         except UnavailableError:
             return True
-
-    async def forget(self) -> None:
-        """Drops what cannot be used."""
-        with suppress(UnavailableError):
-            await self._documents.forget(KEEPER, self._kind)
 
     async def put(self, learned: Learned) -> None:
         """Hands on what this verifier has learned."""
         with suppress(UnavailableError):
-            await self._keep(json.dumps(learned).encode(), FINAL)
-
-    async def _keep(self, body: bytes, rank: int) -> Keeping:
-        document = Document(keeper=KEEPER, name=self._kind, body=body, rank=rank, at_work=not body)
-        return await self._documents.keep(document, ttl_s=TTL_S, work_s=WORK_S, room_bytes=ROOM_BYTES)
+            await self._store.write_note(self._name, json.dumps(learned).encode(), ttl_s=TTL_S)
