@@ -308,8 +308,8 @@ class DraftingMode:
 
     def rehearse(self, mode: Mode | None) -> None:
         """Runs all steps in one mode from now on, which shows its rate; None: the known rates decide again."""
-        if self.rehearsing is not None and self._load is not None:
-            self._load.settle()
+        for load in self.loads.values():
+            load.settle()
         self._leave(None)
         self._recent, self.rehearsing = 0.0, mode
 

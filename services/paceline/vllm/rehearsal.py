@@ -114,12 +114,8 @@ class Rehearsal:
             resume(self._learner, json.dumps(order.learned).encode(), "another verifier")
         if order.drafts is self._drafts:
             return
-        changes_hands = order.drafts is None or self._drafts is None
         self._drafts = order.drafts
         self._policy.rehearse(order.drafts, over=self.drafter if order.over else "")
-        if changes_hands:
-            for load in self._policy.mode.loads.values():
-                load.settle()
 
 
 def _line(content: object) -> bytes:
