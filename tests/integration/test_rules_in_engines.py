@@ -37,7 +37,8 @@ def plain(tiny_pair) -> list[int]:
 def test_at_temperature_0_it_gives_the_greedy_text(tiny_pair, plain, policy):
     session = run(engines(tiny_pair, policy=policy, methods=(NGRAM,)), GREEDY)
     assert session.token_ids == plain
-    assert session.result.speculation.num_accepted_draft_tokens
+    # What pays is measured.
+    assert session.result.speculation.num_accepted_draft_tokens or not isinstance(policy, FixedGamma)
 
 
 def test_only_the_drafter_tier_feeds_a_chain(tiny_pair):
@@ -52,6 +53,7 @@ def test_a_chain_has_no_branches_whatever_the_width(tiny_pair):
     most = 0
     while pair.target.has_work():
         pair.round()
+        assert pair.target.patience_s() >= 0.0, "guesses that wait are in the trees now"
         for session in pair.target.scheduler.running:
             nodes = nodes_of(session.tree)
             assert len({node.position for node in nodes}) == len(nodes)
@@ -106,9 +108,7 @@ def test_log_probabilities_belong_to_the_committed_tokens(tiny_pair):
 
 
 def test_a_drafter_is_equally_sure_of_every_token_of_a_chain(tiny_pair):
-    policy = Goodput()
-    policy.rehearse(True)
-    pair = engines(tiny_pair, policy=policy)
+    pair = engines(tiny_pair)
     run(pair, SAMPLED)
     record = run(pair, SAMPLED, name="again").result.speculation
     assert record.num_accepted_draft_tokens > 0
@@ -116,6 +116,7 @@ def test_a_drafter_is_equally_sure_of_every_token_of_a_chain(tiny_pair):
     pair.submit("watched", PROMPT, SAMPLED, SpeculationParams(acceptance=REJECTION))
     while pair.target.has_work():
         pair.round()
+        assert pair.target.patience_s() >= 0.0, "guesses that wait are in the trees now"
         for session in pair.target.scheduler.running:
             confidences |= {each for node in nodes_of(session.tree) for each in node.guesses.values()}
     assert len(confidences) == 1

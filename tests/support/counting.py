@@ -138,10 +138,6 @@ class Policy(FixedGamma):
         """See `Goodput`."""
         return self.price < 1.0
 
-    def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
-        """See `Goodput`."""
-        return super().enter(num_sessions, drafters=drafters and self.drafts, sources=sources and self.drafts)
-
 
 @dataclass
 class Verifier:

@@ -248,7 +248,11 @@ class FixedGamma(Goodput):
 
     def __init__(self, *, gamma: int) -> None:
         super().__init__(max_nodes=gamma)
-        self.enter(1)
+
+    @property
+    def drafts(self) -> bool:
+        """Always, unless gamma is 0."""
+        return self.max_nodes > 0
 
     @property
     def reason(self) -> Reason:
@@ -260,8 +264,8 @@ class FixedGamma(Goodput):
         return num_sessions * (1 + self.max_nodes)
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
-        """Drafts wherever a session may speculate, unless gamma is 0."""
-        works = self.max_nodes > 0 and (drafters or sources)
+        """Drafts wherever a session may speculate."""
+        works = self.drafts and (drafters or sources)
         return self.mode.enter(num_sessions, [Mode.DRAFTING if works else Mode.PLAIN]) is Mode.DRAFTING
 
     def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:

@@ -351,6 +351,16 @@ def test_drafting_that_lost_gets_its_turn_again() -> None:
     assert modes_of(switch, 2_000, 8, RATES)[-1] is DRAFTING
 
 
+def test_a_mode_that_new_texts_gain_nothing_from_is_left_soon_whatever_trials_have_lost() -> None:
+    """Eight sampled streams after greedy ones: sources found nothing any more, and cost 7 % of 190 steps."""
+    switch = DraftingMode()
+    assert modes_of(switch, 150, 8, RATES | {SOURCES: 1.15, DRAFTING: 0.5})[-1] is SOURCES
+    switch.loads[3].allowance = -5.0
+    modes = modes_of(switch, 250, 8, RATES | {SOURCES: 0.93, DRAFTING: 0.5})
+    assert modes.count(SOURCES) < 150
+    assert modes[-1] is PLAIN
+
+
 def test_a_trial_that_is_interrupted_is_not_cut_off() -> None:
     switch = DraftingMode()
     assert modes_of(switch, LEAST_STEPS + 4, 1, RATES)[-3:] == [DRAFTING] * 3

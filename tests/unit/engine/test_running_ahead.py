@@ -194,8 +194,9 @@ def test_drafters_at_rest_are_called_although_steps_run_ahead(tiny_pair):
     class Resting(FixedGamma):
         at_rest = True
 
-        def enter(self, num_sessions, *, drafters=True, sources=False):
-            return super().enter(num_sessions, drafters=drafters and not self.at_rest)
+        @property
+        def drafts(self):
+            return not self.at_rest
 
     policy, decoder = Resting(gamma=3), ahead_of(tiny_pair[0])
     pair = EnginePair(*tiny_pair, decoder=decoder, policy=policy)
