@@ -149,7 +149,7 @@ function drawRates() {
     const digits = latest && latest < 10 ? Math.max(1, panel.digits) : panel.digits;
     const shown = Number.isFinite(latest) ? latest.toFixed(digits) : "–";
     panel.output.replaceChildren(shown, made("span", "unit", Number.isFinite(latest) ? panel.unit : ""));
-    write(panel.scale, `${top.toFixed(top < 10 ? 1 : 0)}`);
+    write(panel.scale, lines.flat().some(Number.isFinite) ? top.toFixed(top < 10 ? 1 : 0) : "");
     write(panel.since, `${lasting((width * PAUSE_MS) / 1e3)} ago`);
     panel.svg.setAttribute("aria-label", `${panel.title}: ${shown} ${panel.unit}`);
   }
