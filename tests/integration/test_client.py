@@ -172,6 +172,15 @@ def test_compared_texts_must_be_the_same() -> None:
         client.comparison(one, other)
 
 
+def test_without_draft_tokens_there_is_no_ratio() -> None:
+    record = {"speculative_decoding": {"num_spec_steps": 0}}
+    one, other = (
+        client.TimedText(text="abc", num_tokens=9, first_s=0.1, decode_s=seconds, metrics=record)
+        for seconds in (1.0, 2.0)
+    )
+    assert client.comparison(one, other).endswith("since no draft token was verified: 8 and 4 tokens/s]")
+
+
 def test_something_that_is_no_gateway_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metrics) as server,

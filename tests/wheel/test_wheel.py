@@ -94,6 +94,7 @@ def test_a_fleet_serves_a_completion_and_names_the_command_as_it_was_called(
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 8}, timeout=60.0)
             assert answer.json()["usage"]["completion_tokens"] == 8
             assert "<title>" in httpx.get(f"{url}/", timeout=60.0).text
+            assert httpx.get(f"{url}/docs/swagger-ui.js", timeout=60.0).status_code == 200
             process.send_signal(signal.SIGINT)
             assert process.wait(60.0) == 0
         finally:

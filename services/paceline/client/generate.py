@@ -178,10 +178,10 @@ def comparison(speculative: TimedText, plain: TimedText) -> str:
         )
     if not speculative.rate or not plain.rate:
         return "[identical texts; too short to compare]"
-    return (
-        f"[identical texts; speculation was {speculative.rate / plain.rate:.2f} times as fast: "
-        f"{speculative.rate:.0f} and {plain.rate:.0f} tokens/s]"
-    )
+    rates = f"{speculative.rate:.0f} and {plain.rate:.0f} tokens/s"
+    if (speculative.metrics or {}).get("speculative_decoding", {}).get("num_spec_steps") == 0:
+        return f"[identical texts, both decoded plainly, since no draft token was verified: {rates}]"
+    return f"[identical texts; speculation was {speculative.rate / plain.rate:.2f} times as fast: {rates}]"
 
 
 def summary(done: TimedText) -> str:
