@@ -41,10 +41,10 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `max_new_tokens`, or up to the end of the context.
 * `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
   for as many as fit into the context beside `max_tokens`.
-* `echo` begins the text with the prompt, and with `logprobs` these with the prompt's; `prompt_logprobs` returns those
-  of the prompt's tokens by themselves. With either, `max_tokens` of a text completion may be 0. Log probabilities are
-  those of the model, before any of the sampling fields, and the first token of a prompt has none.
-* `return_token_ids` adds `prompt_token_ids` and `token_ids`; in a stream, the first once, with the first tokens.
+* `echo` puts the prompt in front of the text, and with `logprobs` its log probabilities in front of the answer's;
+  `prompt_logprobs` returns the prompt's alone. With either, `max_tokens` of a text completion may be 0. Log
+  probabilities are the model's own, before all sampling fields; the first token of a prompt has none.
+* `return_token_ids` adds `prompt_token_ids` and `token_ids`; a stream has the first once, with its first tokens.
 * `continue_final_message` ends a chat's prompt with the last message, which the answer continues; it excludes
   `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
 * Messages of the system and of developers may stand anywhere in a chat. They are
@@ -61,9 +61,9 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   `stream` and `top_logprobs` with `logprobs` (where they ask for something), prompts times `n` up to {max_choices}.
   A request has up to {max_logprobs:,} log probabilities: 1 + alternatives for each token of a prompt, times `n`, and,
   unless it is a stream, for each of `max_tokens` of all choices. Without `max_tokens`, answers end where these do.
-* `speculation.token_origins` asks how each token came about: `accepted` is a draft token that matched; the target's own
-  token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
-  is listed once, even without text of its own; text then waits for the end of its token.
+* `speculation.token_origins` returns the origin of each token: `accepted` is a draft token that matched; the target's
+  own token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each
+  token is listed once, even without text of its own; text then waits for the end of its token.
 * Agents may send back what models have written, at all doors. Served: arguments of calls as JSON text or as an object,
   broken ones as an empty object; calls and results without ids, a result then answering the oldest call that has none;
   results twice, or without a call, as far as the template takes them; no content of the assistant or of a tool;
@@ -82,13 +82,13 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
 * With `parallel_tool_calls: false`, or Anthropic's `disable_parallel_tool_use`, a message ends with its first call, and
   generation with it.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them, or some with
-  `allowed_tools`: the model sees these alone. Calls that have to be made are enforced by a grammar of the schemas
-  of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
+  `allowed_tools`: the model sees these alone. Required calls are enforced by a grammar of the schemas of all tools, or
+  of the named one. With a tool that is `strict`, a call that has begun is enforced as well.
   Some models write arguments one by one: Qwen3-Coder, and those that call in Python's notation. Theirs come in the
   schema's order, and a strict tool with a name that they cannot write is refused. Qwen3-Coder writes strings bare: of
   these, `enum` and `const` alone are enforced. Calls of gpt-oss, DeepSeek, GLM, Kimi and Gemma 4 are
   read, not enforced.
-* A model that reasons may do so before what a grammar enforces.
+* A reasoning model may reason before the text that a grammar enforces.
 * `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what
   this page says about fields holds for theirs, an error names theirs, and events of a stream have their types as names.
   A response with `store` (the default) is kept for a time (`--response-ttl-s`), for the same API key: to be retrieved,
@@ -98,11 +98,11 @@ OpenAI's API with the usual extras, and `speculation`, which controls speculativ
   session is known (`--record-ttl-s`). All kept responses share `--response-room-bytes`; where it ends, the key that
   keeps most loses its oldest. `metadata` have 16 members, keys of 64 and values of 512 characters at most.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it is, and may hold some.
-* `prediction`, what the client expects of the answer, such as the file that it wants changed, can only make it faster:
-  look-up takes it as one more text to look in. `usage.completion_tokens_details` says how many of its tokens the answer
+* `prediction` is the text that the client expects, such as the file to be changed. It can only make the answer faster:
+  look-up searches it, too. `usage.completion_tokens_details` says how many of its tokens the answer
   followed and how many it did not (`accepted_prediction_tokens`, `rejected_prediction_tokens`).
-* A stream that has nothing to say for `--stream-ping-s` (15 s) sends `: ping`, a comment, with which it may begin;
-  that of `/v1/messages` its event `ping`. An error has its status up to then.
+* A stream without output for `--stream-ping-s` (15 s) sends the comment `: ping`, and `/v1/messages` its event `ping`.
+  An error before the first output or ping has its own status.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
 """
