@@ -145,7 +145,8 @@ class GatewayConfig:
         high=1 << 40,
     )
     console: bool = setting(
-        True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
+        True,
+        help="Serve the console at /, with live figures of the fleet and a playground, and the API's page at /docs.",
     )
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
