@@ -257,7 +257,7 @@ def test_a_prompt_cut_by_time_leaves_the_tokens_and_their_log_probabilities_alon
 
 
 def test_cancelling_frees_pages_on_both_tiers_within_one_step(tiny_pair):
-    pair = EnginePair(*tiny_pair)
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
     for _ in range(5):
         pair.round()
@@ -339,7 +339,7 @@ def test_tokens_are_counted_by_drafter_and_its_time_by_verifier(tiny_pair):
 
 
 def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(tiny_pair):
-    pair = EnginePair(*tiny_pair)
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"])
     pair.round()
     assert pair.draft.num_sessions == 1
