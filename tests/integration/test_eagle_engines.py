@@ -188,6 +188,7 @@ def test_guesses_are_known_by_the_name_of_their_source(folders):
     pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
     for _ in range(6):
         pair.round()
+    assert pair.target.patience_s() >= 0.0, "guesses that wait are in the trees now"
     (session,) = pair.target.scheduler.running
     assert set(session.tree.forest.unverified_sources(session.tree.row)) == {EAGLE3}
     pair.target.handle(Paired(number=1, address=""))
