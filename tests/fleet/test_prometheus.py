@@ -79,7 +79,7 @@ NAMES = {
 # Alerts that say that something is missing: on a fleet that has it they must find it.
 PRESENCE = {"PacelineNoGateway", "PacelineNoVerifier", "PacelineNoDrafter", "PacelineStoreDown", "PacelineEngineStuck"}
 MOST_ROUNDS = 5
-# Of the controller, which measures nothing where the number of guesses is fixed, as here.
+# Of one mode alone where the number of guesses is fixed, as here: there is no ratio.
 MEASURED_NAME = "paceline:mode_tokens_per_second"
 # Only with tracing on; only of sources that take time.
 OPTIONAL_NAMES = {"paceline:source_seconds_total", "paceline:certificate_days_left"}
