@@ -36,9 +36,6 @@ LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
 # Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
 # do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
-# Sessions up to which a load that was never seen begins with a trial of drafting, against steps of the profile: alone,
-# a session nearly always gains.
-BEGIN_DRAFTING = 2
 # Sessions up to which drafting is tried at once where drafters lend their verifier cores. With more, a step that drafts
 # took as long as nine plain ones there, and half a dozen of them a fifth of the first seconds of such sessions.
 MAX_EAGER_BATCH = 4
@@ -219,9 +216,6 @@ class Load:
 
     def _continue(self, trial: Trial, tokens: float, time: float, *, counts: bool) -> None:
         usual, tried = self.rates[self.usual], self.rates[trial.mode]
-        if not usual.is_known:
-            # Before one was seen, its steps are those of the profile.
-            usual = Rate(1.0)
         trial.steps += 1
         trial.counted += counts
         # A pause of the machine is no loss of the mode.
@@ -375,10 +369,7 @@ class DraftingMode:
         ]
         if below:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - min(below)))
-        load = Load(Mode.PLAIN, loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS)
-        if 2**at <= BEGIN_DRAFTING:
-            load.trial = Trial(Mode.DRAFTING)
-        return load
+        return Load(Mode.PLAIN, loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS)
 
     def learned(self) -> list[float]:
         """Each load's logarithm and rates of all modes, 0 for an unknown one; see `resume`."""
