@@ -36,6 +36,9 @@ LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
 # Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
 # do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
+# Sessions up to which one step of the mode in use is enough to try another: alone, a session nearly always gains from
+# drafts, and a first text may be short.
+FEW_SESSIONS = 2
 # Sessions up to which drafting is tried at once where drafters lend their verifier cores. With more, a step that drafts
 # took as long as nine plain ones there, and half a dozen of them a fifth of the first seconds of such sessions.
 MAX_EAGER_BATCH = 4
@@ -142,6 +145,7 @@ class Load:
 
     Args:
         mode: The mode in use, trials apart.
+        steps_before_trial: Steps of it that must be known first.
         loss: Share by which drafting is expected to be slower before it was tried; None: nothing is known.
 
     Attributes:
@@ -150,6 +154,7 @@ class Load:
     """
 
     mode: Mode
+    steps_before_trial: int = LEAST_STEPS
     loss: float | None = None
     allowance: float = ALLOWANCE
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
@@ -184,7 +189,7 @@ class Load:
             self.allowance += EXPLORATION * min(time / usual.step_time, MOST_DELAY)
         if trial is not None:
             self._continue(trial, tokens, time, counts=counts)
-        elif usual.steps >= LEAST_STEPS:
+        elif usual.steps >= self.steps_before_trial:
             self._begin_trial()
 
     def count(self, mode: Mode, tokens: float, time: float) -> None:
@@ -369,7 +374,11 @@ class DraftingMode:
         ]
         if below:
             return Load(Mode.PLAIN, loss=max(0.0, 1.0 - min(below)))
-        return Load(Mode.PLAIN, loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS)
+        return Load(
+            Mode.PLAIN,
+            steps_before_trial=1 if 2**at <= FEW_SESSIONS else LEAST_STEPS,
+            loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS,
+        )
 
     def learned(self) -> list[float]:
         """Each load's logarithm and rates of all modes, 0 for an unknown one; see `resume`."""

@@ -12,6 +12,7 @@ import pytest
 from paceline.core.drafting_mode import (
     ALLOWANCE,
     EXPLORATION,
+    FEW_SESSIONS,
     LEAST_STEPS,
     MAX_EAGER_BATCH,
     MOST_STEPS,
@@ -123,10 +124,10 @@ def test_each_load_has_its_own_mode_and_keeps_it() -> None:
     assert verifier.steps(50, 1)[-10:].count(DRAFTING) == 10
 
 
-@pytest.mark.parametrize("num_sessions", [1, MANY])
-def test_the_first_trial_comes_once_plain_decoding_is_known(num_sessions: int) -> None:
-    # The first of them count a little less by then.
-    assert always(1.5).steps(LEAST_STEPS + 2, num_sessions) == [PLAIN] * (LEAST_STEPS + 1) + [DRAFTING]
+# The first of several plain steps count a little less when the last one has come.
+@pytest.mark.parametrize(("num_sessions", "num_plain"), [(1, 1), (FEW_SESSIONS, 1), (MANY, LEAST_STEPS + 1)])
+def test_the_first_trial_comes_once_plain_decoding_is_known(num_sessions: int, num_plain: int) -> None:
+    assert always(1.5).steps(num_plain + 1, num_sessions) == [PLAIN] * num_plain + [DRAFTING]
 
 
 def test_the_first_trial_of_more_sessions_is_saved_up_for_like_every_other_one() -> None:
@@ -363,7 +364,7 @@ def test_a_mode_that_new_texts_gain_nothing_from_is_left_soon_whatever_trials_ha
 
 def test_a_trial_that_is_interrupted_is_not_cut_off() -> None:
     switch = DraftingMode()
-    assert modes_of(switch, LEAST_STEPS + 4, 1, RATES)[-3:] == [DRAFTING] * 3
+    assert modes_of(switch, 4, 1, RATES) == [PLAIN, *[DRAFTING] * 3]
     modes_of(switch, 30, 16, RATES)
     assert DRAFTING in modes_of(switch, 60, 1, RATES)
 
