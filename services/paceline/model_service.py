@@ -25,7 +25,8 @@ from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.core.pages import LEAST_PAGES
 from paceline.engine.loop import EngineLoop
 from paceline.engine.watch import stacks, until_hung
-from paceline.obs.metrics import metrics_server, stalls_watched, tell_replica
+from paceline.obs.metrics import stalls_watched, tell_replica
+from paceline.obs.metrics_page import metrics_server
 from paceline.obs.tracing import ENDPOINT_HELP, Tracer, open_tracing
 from paceline.service.config import setting
 from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, show_days_left

@@ -60,7 +60,7 @@ class Measurement:
             self.num_counted += bool(report.gammas) and not report.num_prefill_rows and report.responded
 
 
-class Rehearsal:
+class RehearsalClient:
     """Has an engine run both modes at 1, 2, 4, ... sessions.
 
     Args:

@@ -39,7 +39,7 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.engine.loop import Device, EngineLoop, Stepper
-from paceline.engine.rehearsing import Rehearsal
+from paceline.engine.rehearsing import RehearsalClient
 from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.model import draft_engine
@@ -233,7 +233,7 @@ class VerifierAtWork:
             draft = _drafter(device, profile, profile.colocated, seed)
             stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
         self._engine = EngineLoop(lambda: stepper, self._deliver, device)
-        self._rehearsal = Rehearsal(
+        self._rehearsal = RehearsalClient(
             IDENTITY,
             max_sessions=profile.target.max_sessions,
             numbers=itertools.count(OF_REHEARSALS),

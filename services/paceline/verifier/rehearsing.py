@@ -17,7 +17,7 @@ from paceline.core.calibration import check
 from paceline.core.draft_policy import REHEARSED, Goodput
 from paceline.core.errors import UnavailableError
 from paceline.core.target_events import TargetEvent, TuningLoaded
-from paceline.engine.rehearsing import Rehearsal
+from paceline.engine.rehearsing import RehearsalClient
 from paceline.service.learned import Learned
 from paceline.store.base import Store
 from paceline.verifier.served import ServedEngine
@@ -72,7 +72,7 @@ class Rehearser:
     def __init__(
         self,
         served: ServedEngine,
-        rehearsal: Rehearsal,
+        rehearsal: RehearsalClient,
         *,
         post: Callable[[TargetEvent], None],
         learned: Callable[[], Awaitable[Learned]],

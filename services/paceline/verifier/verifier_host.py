@@ -36,7 +36,7 @@ from paceline.core.target_events import (
 from paceline.engine.admission import QueueClock, check_wait, num_ahead
 from paceline.engine.grammar import NICENESS
 from paceline.engine.loop import SLICE_S, Device, EngineLoop, Stepper
-from paceline.engine.rehearsing import Rehearsal
+from paceline.engine.rehearsing import RehearsalClient
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
@@ -121,12 +121,7 @@ class TargetHost:
         # Sessions that have places: the engine's bound, or what its pages hold.
         self.max_sessions = self._num_places = served.max_num_seqs
         self._queue_clock = QueueClock()
-        self._compiling = FairThreads(
-            1,
-            "grammars being compiled",
-            longest_wait_s=LONGEST_WAIT_S,
-            niceness=NICENESS,
-        )
+        self._compiling = FairThreads(1, "grammars being compiled", longest_wait_s=LONGEST_WAIT_S, niceness=NICENESS)
         self._grace_s = grace_s
         self._stall_s = stall_s
         self._metrics = metrics
@@ -151,7 +146,7 @@ class TargetHost:
         self._gateways: dict[GatewayLog, dict[int, _ActiveSession]] = {}
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
-        self._rehearsal = Rehearsal(
+        self._rehearsal = RehearsalClient(
             self.identity,
             max_sessions=served.max_num_seqs,
             numbers=self._numbers,

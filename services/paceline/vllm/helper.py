@@ -30,7 +30,8 @@ from paceline.core.messages import VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import VerifierMetrics, metrics_server, service_registry
+from paceline.obs.metrics import VerifierMetrics, service_registry
+from paceline.obs.metrics_page import metrics_server
 from paceline.service.credentials import load_tls, show_days_left
 from paceline.service.learned import TunedState, kept_in
 from paceline.service.process import GARBAGE_OF_STEPS, run, settle_heap

@@ -13,7 +13,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import CommittedTokens, ModelIdentity
 from paceline.core.target_events import Cancel, Outcome, SetMode, StepReport, Submit, TargetEvent, TargetOutput
-from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_S, MOST_STEPS, MOST_UNCOUNTED, Rehearsal
+from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_S, MOST_STEPS, MOST_UNCOUNTED, RehearsalClient
 from paceline.planning.engines import simulate
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="", vocab_size=100, context_len=512)
@@ -29,7 +29,7 @@ class Play:
         self.drafts: bool | None = None
         self.over = ""
         self.users = 0
-        self.rehearsal = Rehearsal(
+        self.rehearsal = RehearsalClient(
             IDENTITY,
             max_sessions=4,
             numbers=itertools.count(FIRST_NUMBER),

@@ -14,18 +14,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
 from paceline.core.target_events import Reason, StepReport
-from paceline.obs import metrics as module
+from paceline.obs import metrics_page as module
 from paceline.obs.metrics import (
-    MAX_SCRAPES,
     MOST_PAIRS,
     DrafterMetrics,
     GatewayMetrics,
     Meter,
     SpeculationTotals,
     VerifierMetrics,
-    metrics_server,
     rows_label,
 )
+from paceline.obs.metrics_page import MAX_SCRAPES, metrics_server
 
 VERIFIER_NAMES = {
     "vllm:spec_decode_num_drafts_total",

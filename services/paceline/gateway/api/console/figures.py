@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 
 from paceline.core.addresses import is_address
 from paceline.core.messages import VERIFIER
-from paceline.obs.metrics import read_samples
+from paceline.obs.metrics_page import read_samples
 from paceline.store.base import Replica
 
 # However many pages ask, replicas are read no more often.

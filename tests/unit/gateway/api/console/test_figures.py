@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.target_events import Reason, StepReport
 from paceline.gateway.api.console.figures import SHOWN, Figures, summed
-from paceline.obs import metrics as module
-from paceline.obs.metrics import VerifierMetrics, samples_of
+from paceline.obs import metrics_page as module
+from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.metrics_page import samples_of
 from paceline.store.base import Replica
 
 DRAFTER = "h:2"
