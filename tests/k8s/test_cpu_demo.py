@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.podman, pytest.mark.timeout(3600)]
 PROMPT = "def read_lines(path):\n    "
 NUM_TOKENS = 96
 LONG = 1200
+MOST_TEXTS = 8
 LOOK_INSIDE = """
 import importlib.util, json, os, shutil
 print(json.dumps({
@@ -99,10 +100,14 @@ def test_a_container_writes_to_tmp_and_nowhere_else(kubelet: Kubelet, tier: str)
 
 
 def test_a_completion_is_streamed_and_speculation_changes_nothing_in_it(texts: Texts) -> None:
-    pieces = list(texts.pieces(method="draft_model"))
+    # This target takes 4 ms a step: first trials of drafting may have lost their allowance before the drafter answers.
+    for _ in range(MOST_TEXTS):
+        pieces = list(texts.pieces(LONG, method="draft_model"))
+        if texts.record["num_accepted_draft_tokens"]:
+            break
     assert len(pieces) > 1
     assert texts.record["num_accepted_draft_tokens"] > 0
-    assert texts.whole(speculation=False) == "".join(pieces)
+    assert texts.whole(LONG, speculation=False) == "".join(pieces)
 
 
 def test_a_stream_outlives_the_kill_of_the_drafter_and_a_new_one_drafts_again(kubelet: Kubelet, texts: Texts) -> None:
