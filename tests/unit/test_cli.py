@@ -82,6 +82,7 @@ def test_set_up_takes_the_cpu_build_where_pip_finds_one_and_stops_at_the_cuda_bu
     for name, value in {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(tmp_path)}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setattr(set_up.shutil, "which", {}.get)
+    monkeypatch.delenv(set_up.WANTED_BUILD, raising=False)
     offer(tmp_path, pinned, 'Requires-Dist: nvidia-cublas==13.1; platform_system == "Linux"')
     assert set_up.torch_build(Path(sys.executable)) == (pinned, True)
     with pytest.raises(set_up.SetUpError, match="export PIP_EXTRA_INDEX_URL="):
