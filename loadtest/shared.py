@@ -18,8 +18,9 @@ In the table, all of it after the load has found its pace:
 
 With `--stretch K` all devices take K times as long, so that the processes hardly contend for this machine's cores.
 Figures are those of the stretched devices, and so is the ideal. With --second-profile every other verifier has another
-target, at the drafter of --profile: `each` has tokens/s by verifier, and shares are left out. The bench is met when all
-ways give the same texts.
+target, at the drafter of --profile: `each` has tokens/s by verifier, and shares are left out. With --busy N the first
+of several verifiers has N streams; verifier, least and share are those of the others. The bench is met when all ways
+give the same texts.
 """
 
 from __future__ import annotations
@@ -66,18 +67,20 @@ PLANNED_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Verifiers, the streams of each, and how they are served."""
+    """Verifiers, the streams of each, and how they are served; `busy`: streams of the first one, 0: as many."""
 
     verifiers: int
     streams: int
     way: str
+    busy: int = 0
 
     @property
-    def each(self) -> int:
+    def each(self) -> list[int]:
         """Streams of each verifier that runs here."""
+        asked = [self.busy or self.streams] + [self.streams] * (self.verifiers - 1)
         if self.way != REPLICA:
-            return self.streams
-        return max(1, round(self.streams * self.verifiers / (self.verifiers + 1)))
+            return asked
+        return [max(1, round(streams * self.verifiers / (self.verifiers + 1))) for streams in asked]
 
     def num_gpus(self, profiles: Sequence[Profile]) -> int:
         """GPUs of the verifiers that run here, and of their drafter, the first one's."""
@@ -97,6 +100,7 @@ def main() -> None:
     parser.add_argument("--second-profile", default="", help="of every other verifier (default: the same)")
     parser.add_argument("--verifiers", nargs="+", type=int, default=(1, 2, 4), help="(default 1 2 4)")
     parser.add_argument("--streams", nargs="+", type=int, default=(8, 32), help="of each verifier (default 8 32)")
+    parser.add_argument("--busy", type=int, default=0, help="streams of the first of several (default: as many)")
     parser.add_argument("--ways", nargs="+", choices=PLANNED, default=list(PLANNED), help="(default: all)")
     add_load_flags(parser, stretch=8.0)
     run(parser, measure)
@@ -105,7 +109,7 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all loads; True when texts did not depend on the way."""
     loads = [
-        Load(verifiers=count, streams=streams, way=way)
+        Load(verifiers=count, streams=streams, way=way, busy=arguments.busy if count > 1 else 0)
         for count in arguments.verifiers
         for streams in arguments.streams
         for way in PLANNED
@@ -122,7 +126,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
             await bench.measure_fleets([load for load in loads if load.verifiers == count])
     table, rows = Table(), list[dict[str, Any]]()
     for load in loads:
-        own = bench.rounds.get(replace(load, verifiers=1))
+        own = bench.rounds.get(replace(load, verifiers=1, busy=0))
         rows.append(row_of(load, load.profiles(arguments), bench.rounds[load], own, ideals[load]))
         if arguments.second_profile:
             rows[-1] |= {"share": None, "each": each_of(bench.rounds[load])}
@@ -137,7 +141,7 @@ def planned(load: Load, arguments: argparse.Namespace) -> Shared:
         load.profiles(arguments),
         PLANNED[load.way],
         lambda number: (PROMPT_TOKENS, tokens_of(number, arguments.max_tokens)),
-        streams=[load.each] * load.verifiers,
+        streams=load.each,
         until_s=until_s,
         warm_up_s=SETTLING * until_s,
     )
@@ -226,7 +230,8 @@ class Bench:
 
         doors = [StraightDoor(each.address) for each in fleet.endpoints_of("verifier")]
         try:
-            done = await asyncio.gather(*(keep_busy(door, make, load.each, seconds) for door in doors))
+            pairs = zip(doors, load.each, strict=True)
+            done = await asyncio.gather(*(keep_busy(door, make, streams, seconds) for door, streams in pairs))
         finally:
             await asyncio.gather(*(door.close() for door in doors))
         for place, completions in enumerate(done):
@@ -257,13 +262,15 @@ def row_of(
         own: Rounds of one verifier of the same way and load; None: they were not measured.
     """
     fleet = [sum(each.tokens_per_s) for each in rounds]
+    compared = [each.tokens_per_s[1:] if load.busy else each.tokens_per_s for each in rounds]
+    verifier = statistics.fmean(map(statistics.fmean, compared))
     mean, gpus = statistics.fmean(fleet), load.num_gpus(profiles)
     planned_rate = sum(each.tokens_per_s for each in ideal.outcomes)
     alone = statistics.fmean(sum(each.tokens_per_s) for each in own) if own else None
     drafting = statistics.fmean(each.drafting for each in rounds)
     figures = {
-        "verifier": mean / load.verifiers,
-        "least": statistics.fmean(min(each.tokens_per_s) for each in rounds),
+        "verifier": verifier,
+        "least": statistics.fmean(map(min, compared)),
         "gpu": mean / gpus,
         "ideal": planned_rate / gpus,
         "error": mean / planned_rate - 1.0,
@@ -271,7 +278,7 @@ def row_of(
         "busy": drafting / (load.verifiers if load.way == INSIDE else 1),
         "draft_ms": 1e3 * drafting / mean,
     }
-    share = {"share": None if alone is None else round(mean / load.verifiers / alone, 3)}
+    share = {"share": None if alone is None else round(verifier / alone, 3)}
     return {"verifiers": load.verifiers, "streams": load.streams, "way": load.way, **share, **rounded(figures)}
 
 
