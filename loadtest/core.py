@@ -41,7 +41,7 @@ from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import draft_engine
 from paceline.simulated.profile import DeviceFacts, DrafterFacts
-from paceline.simulated.text import TextLaw
+from paceline.simulated.text import Ints
 from paceline.wire import (
     draft_request_from_pb,
     draft_request_to_pb,
@@ -105,17 +105,16 @@ class Stopwatch:
 class Models:
     """A pair of simulated models, and what both call themselves."""
 
-    law: TextLaw
+    words: Ints
     identity: ModelIdentity
 
     @classmethod
     def of(cls, vocab_size: int) -> Models:
         """A pair whose texts are of all its ids."""
-        law = TextLaw(words=np.arange(vocab_size), eos_token_id=None, mean_length=0.0)
         identity = ModelIdentity(
             name="simulated", vocab_hash="", vocab_size=vocab_size, context_len=PROMPT_TOKENS + KV_TOKENS
         )
-        return cls(law, identity)
+        return cls(np.arange(vocab_size), identity)
 
 
 class Clock:
@@ -154,7 +153,7 @@ class Verifier:
         # Known loads: nothing is tried for the sake of comparison.
         policy.mode.resume([value for at in range(10) for value in (float(at), 1.0, 0.0, 2.0)])
         pace = Pace(facts, clock=self._clock.now_s, sleep=self._clock.sleep)
-        decoder = SimulatedTarget(models.law, pace, models.identity.vocab_size)
+        decoder = SimulatedTarget(models.words, pace, models.identity.vocab_size)
         self.engine = TargetEngine(
             decoder=decoder,
             identity=models.identity,
@@ -222,7 +221,7 @@ class Drafter:
             draft_rows_per_session=num_nodes // LEVELS,
         )
         pace = Pace(facts, clock=clock.now_s, sleep=clock.sleep)
-        draft = SimulatedDraft(models.law, pace, models.identity.vocab_size, GuessLaw())
+        draft = SimulatedDraft(models.words, pace, models.identity.vocab_size, GuessLaw())
         num_blocks = facts.kv_tokens // BLOCK_SIZE
         self.engine = draft_engine(draft, facts, pace, models.identity, num_blocks=num_blocks)
         scheduler = self.engine.scheduler

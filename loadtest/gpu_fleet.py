@@ -101,8 +101,8 @@ class ComputedCache(DigestCache):
 class ComputedTarget(SimulatedTarget):
     """A simulated target whose steps are computed: they take what they take."""
 
-    def __init__(self, law: Any, pace: Pace, vocab_size: int) -> None:
-        super().__init__(law, _NoPace(pace), vocab_size)
+    def __init__(self, words: Any, pace: Pace, vocab_size: int) -> None:
+        super().__init__(words, _NoPace(pace), vocab_size)
         shape = SHAPES[os.environ.get(SHAPE, "8b")][0]
         self._decoder = RandomModel(shape, torch.device(os.environ.get(DEVICE, "cuda"))).decoder()
 

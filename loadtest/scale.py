@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -59,9 +59,11 @@ from paceline.planning.report import LOADS, PROMPT_TOKENS, SETTLING, steady
 from paceline.planning.simulation import Outcome, Way
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import find_profile
-from paceline.simulated.profile import Profile, write_profile
+from paceline.simulated.profile import DeviceFacts, Profile, write_profile
 from tools.procfs import cpu_s
 from tools.scrape import mean_between, scrape
+
+FactsT = TypeVar("FactsT", bound=DeviceFacts)
 
 PROFILES = ("70b+1b@4xh100+h100", "8b+0.5b@h100+h100")
 LEAST_ALONE = 64
@@ -163,9 +165,27 @@ def planned_all(cells: Sequence[Cell], arguments: argparse.Namespace) -> dict[Ce
         }
 
 
+def stretched(name: str, factor: float) -> Profile:
+    """A profile whose devices and links take `factor` times as long: our own code weighs less beside them."""
+    profile = find_profile(name)
+
+    def slower(facts: FactsT) -> FactsT:
+        times = {name: factor * getattr(facts, name) for name in ("session_s", "kv_token_s")}
+        return replace(facts, seconds=tuple(factor * each for each in facts.seconds), **times)
+
+    return replace(
+        profile,
+        link_s=factor * profile.link_s,
+        door_s=factor * profile.door_s,
+        target=slower(profile.target),
+        drafter=slower(profile.drafter),
+        colocated=slower(profile.colocated),
+    )
+
+
 def costless(name: str, arguments: argparse.Namespace) -> Profile:
     """A profile without our own code, which is a share of a step there, and takes its time in the fleet."""
-    profile, acceptance = find_profile(name).stretched(arguments.stretch), arguments.acceptance
+    profile, acceptance = stretched(name, arguments.stretch), arguments.acceptance
     law = profile.acceptance if acceptance is None else GuessLaw.at(acceptance)
     return replace(profile, acceptance=law, drafting_overhead=0.0)
 
@@ -214,7 +234,7 @@ class Bench:
             profile, _, way = mine[0]
             with tempfile.TemporaryDirectory() as folder:
                 simulated = Path(folder) / "profile.json"
-                write_profile(find_profile(profile).stretched(self._arguments.stretch), simulated)
+                write_profile(stretched(profile, self._arguments.stretch), simulated)
                 await self._measure_fleet(mine, way, simulate=str(simulated), **settings)
 
     async def _measure_fleet(self, mine: Sequence[Cell], way: Served, **settings: Any) -> None:

@@ -42,13 +42,12 @@ from loadtest.alternating import environ_of
 from loadtest.bench import Table, bench_parser, report, run
 from loadtest.fleet import bench_fleet
 from loadtest.paced import OFF, ask_of, keep_busy
-from loadtest.scale import IN_VERIFIER, add_load_flags, costless, prompt_ids, rounded
+from loadtest.scale import IN_VERIFIER, add_load_flags, costless, prompt_ids, rounded, stretched
 from loadtest.straight import StraightDoor
 from loadtest.streams import Ask
 from paceline.cluster.local import LocalFleet
-from paceline.planning.report import PROMPT_TOKENS, SETTLING, tokens_of
-from paceline.planning.simulation import Shared, Way, run_shared
-from paceline.simulated.model import find_profile
+from paceline.planning.report import SETTLING, lengths
+from paceline.planning.simulation import Outcome, Way, run_closed
 from paceline.simulated.profile import Profile, write_profile
 from tools.scrape import scrape
 
@@ -134,13 +133,13 @@ async def measure(arguments: argparse.Namespace) -> bool:
     return report("shared", simulated=True, rows=rows, ok=bench.same_texts)
 
 
-def planned(load: Load, arguments: argparse.Namespace) -> Shared:
-    """The planner's prediction."""
+def planned(load: Load, arguments: argparse.Namespace) -> list[Outcome]:
+    """The planner's prediction of each verifier."""
     until_s = PLANNED_S * arguments.stretch
-    return run_shared(
+    return run_closed(
         load.profiles(arguments),
         PLANNED[load.way],
-        lambda number: (PROMPT_TOKENS, tokens_of(number, arguments.max_tokens)),
+        lengths(arguments.max_tokens),
         streams=load.each,
         until_s=until_s,
         warm_up_s=SETTLING * until_s,
@@ -186,7 +185,7 @@ class Bench:
                     first, second = (Path(folder) / name for name in ("first.json", "second.json"))
                     named = self._arguments.profile, self._arguments.second_profile or self._arguments.profile
                     for path, name in zip((first, second), named, strict=True):
-                        write_profile(find_profile(name).stretched(self._arguments.stretch), path)
+                        write_profile(stretched(name, self._arguments.stretch), path)
                     others = {"environ": environ_of({"--profile": second})}
                     launcher = {"modules": {"verifier": "loadtest.alternating"}}
                     await self._measure_fleet(mine, simulate=str(first), launcher=launcher, **others, **settings)
@@ -253,7 +252,11 @@ def each_of(rounds: Sequence[Round]) -> list[float]:
 
 
 def row_of(
-    load: Load, profiles: Sequence[Profile], rounds: Sequence[Round], own: Sequence[Round] | None, ideal: Shared
+    load: Load,
+    profiles: Sequence[Profile],
+    rounds: Sequence[Round],
+    own: Sequence[Round] | None,
+    ideal: Sequence[Outcome],
 ) -> dict[str, Any]:
     """A row of the table.
 
@@ -265,7 +268,7 @@ def row_of(
     compared = [each.tokens_per_s[1:] if load.busy else each.tokens_per_s for each in rounds]
     verifier = statistics.fmean(map(statistics.fmean, compared))
     mean, gpus = statistics.fmean(fleet), load.num_gpus(profiles)
-    planned_rate = sum(each.tokens_per_s for each in ideal.outcomes)
+    planned_rate = sum(each.tokens_per_s for each in ideal)
     alone = statistics.fmean(sum(each.tokens_per_s) for each in own) if own else None
     drafting = statistics.fmean(each.drafting for each in rounds)
     figures = {

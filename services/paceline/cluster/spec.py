@@ -138,9 +138,6 @@ class FleetSpec:
     acceptance: float | None = setting(
         None, help="With --simulate: chance that a first guess is right; without it as the profile says.", low=0, high=1
     )
-    mean_output_tokens: float = setting(
-        0.0, help="With --simulate: mean length of texts; 0: only max_tokens ends them.", unit="tokens", low=0
-    )
     verifier_python: Path | None = setting(
         None, help="Python of the verifiers, where vLLM and this package are installed; without it this one."
     )
@@ -409,7 +406,6 @@ class Launch:
             speculative_config=spec.speculative_config if verifies else "",
             engine=self._engine(endpoint.role),
             profile=spec.simulate,
-            mean_output_tokens=spec.mean_output_tokens or None,
             acceptance=spec.acceptance,
         )
         is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))

@@ -20,7 +20,7 @@ from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics, service_registry
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
-from paceline.service.config import loggable, named, parse
+from paceline.service.config import loggable, parse
 from paceline.service.credentials import load_tls
 from paceline.service.process import run
 
@@ -91,20 +91,12 @@ def _engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callable[[], Dra
 
 def _simulated_engine(config: DrafterConfig) -> tuple[ModelIdentity, int, Callable[[], DraftEngine]]:
     """Returns the real engine and scheduler, with a model on a simulated device that takes its time."""
-    from paceline.simulated.model import Simulation, find_profile, num_pages
+    from paceline.simulated.model import Simulation, num_pages
 
     refuse_settings(config, SIMULATED, NOT_FOR_SIMULATED)
-    with named("--profile", config.profile):
-        profile = find_profile(config.profile)
-    simulation = Simulation(
-        profile=profile,
-        folder=config.model,
-        mean_length=config.mean_output_tokens,
-        acceptance=config.acceptance,
-    )
+    simulation = Simulation.of(config.profile, config.model, config.acceptance)
     identity, facts = simulation.identity(config.model_name), simulation.profile.drafter
     pages = num_pages(facts, config.num_kv_blocks)
-    logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
 
     def make() -> DraftEngine:
         return simulation.draft_engine(facts, identity, num_blocks=pages)

@@ -28,9 +28,6 @@ class DrafterConfig(ModelServiceConfig):
     profile: str = setting(
         "", help="Simulated devices: a profile's file, or a name such as 70b+1b@4xh100+h100; see docs/simulation.md."
     )
-    mean_output_tokens: float = setting(
-        0.0, help="Simulated texts: their mean length, as the verifier has it.", unit="tokens", low=0
-    )
     acceptance: float | None = setting(
         None, help="Simulated guesses: chance that the first one is right; without it the profile's law.", low=0, high=1
     )

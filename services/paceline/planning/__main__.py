@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -171,63 +172,48 @@ def load_of(config: PlanConfig) -> list[Arrival]:
 
 
 def _plans(pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load: Sequence[Arrival]) -> dict[str, Plan]:
-    """The plan, followed by fleets of verifiers alone that have as many GPUs."""
+    """The plan, followed by others, and by fleets of verifiers alone that have as many GPUs.
+
+    Raises:
+        ConfigError: No fleet of any size meets the goals.
+    """
     goal = Goal(ttft_s=config.slo_ttft_ms / 1e3, itl_s=config.slo_itl_ms / 1e3)
+    judge = partial(evaluate, profile, load=load, goal=goal, seed=config.seed)
     if config.verifiers is None:
-        plans = _cheapest(pool, profile, load, goal, config.seed)
+        search = partial(least_fleet, profile, load=load, goal=goal, seed=config.seed)
+        tiers = {f"{Way.TIER.value}, {ratio} to a drafter": pool.submit(search, Way.TIER, ratio) for ratio in RATIOS}
+        alone = {way.value: pool.submit(search, way) for way in (Way.PLAIN, Way.COLOCATED)}
+        tried = _awaited(tiers | alone, "looking for fleets")
     else:
-        plans = _given(pool, config, profile, load, goal)
+        given = {title: pool.submit(judge, fleet) for title, fleet in _given(config, config.verifiers).items()}
+        tried = _awaited(given, "simulating the fleet")
+    found = [(title, plan) for title, plan in tried.items() if plan is not None]
+    if not found:
+        raise ConfigError(
+            f"--slo-ttft-ms {config.slo_ttft_ms:g} and --slo-itl-ms {config.slo_itl_ms:g}: no fleet meets them with "
+            f"this profile, as far as {len(load):,} requests can show; ask for less, or simulate more with --seconds"
+        )
+    plans = dict(sorted(found, key=lambda entry: (not entry[1].meets, entry[1].price_per_million_tokens)))
     tier = next((plan for plan in plans.values() if plan.fleet.way is Way.TIER), None)
     if tier is None:
         return plans
     count = tier.fleet.num_gpus(profile) // profile.target.num_devices
     equal = {
-        f"{way.value}, equal GPUs": pool.submit(
-            evaluate, profile, PlannedFleet(way=way, num_verifiers=count), load, goal, seed=config.seed
-        )
+        f"{way.value}, equal GPUs": pool.submit(judge, PlannedFleet(way=way, num_verifiers=count))
         for way in (Way.PLAIN, Way.COLOCATED)
     }
     return plans | _awaited(equal, "simulating fleets of as many GPUs")
 
 
-def _given(
-    pool: ProcessPoolExecutor, config: PlanConfig, profile: Profile, load: Sequence[Arrival], goal: Goal
-) -> dict[str, Plan]:
-    """A given number of verifiers with drafters, the best number first: it meets the goals, and is cheap per token."""
-    assert config.verifiers is not None, "a fleet is given"
-    counts = [config.drafters] if config.drafters else drafters_worth_trying(config.verifiers)
-    fleets = [PlannedFleet(way=Way.TIER, num_verifiers=config.verifiers, num_drafters=count) for count in counts]
-    given = {
-        f"{Way.TIER.value}, {fleet.num_drafters}" if len(fleets) > 1 else Way.TIER.value: pool.submit(
-            evaluate, profile, fleet, load, goal, seed=config.seed
+def _given(config: PlanConfig, num_verifiers: int) -> dict[str, PlannedFleet]:
+    """A given number of verifiers with drafters, as many as are given or as are worth trying."""
+    counts = [config.drafters] if config.drafters else drafters_worth_trying(num_verifiers)
+    return {
+        f"{Way.TIER.value}, {count}" if len(counts) > 1 else Way.TIER.value: PlannedFleet(
+            way=Way.TIER, num_verifiers=num_verifiers, num_drafters=count
         )
-        for fleet in fleets
+        for count in counts
     }
-    plans = _awaited(given, "simulating the fleet")
-    return dict(sorted(plans.items(), key=lambda entry: (not entry[1].meets, entry[1].price_per_million_tokens)))
-
-
-def _cheapest(
-    pool: ProcessPoolExecutor, profile: Profile, load: Sequence[Arrival], goal: Goal, seed: int
-) -> dict[str, Plan]:
-    """The least fleets that meet the goals, by way, the cheapest first.
-
-    Raises:
-        ConfigError: No fleet of any size does.
-    """
-    tiers = {f"{Way.TIER.value}, {ratio} to a drafter": (Way.TIER, ratio) for ratio in RATIOS}
-    alone = {way.value: (way, 1) for way in (Way.PLAIN, Way.COLOCATED)}
-    searches = {
-        title: pool.submit(least_fleet, profile, way, ratio, load, goal, seed=seed)
-        for title, (way, ratio) in (tiers | alone).items()
-    }
-    found = {title: plan for title, plan in _awaited(searches, "looking for fleets").items() if plan is not None}
-    if not found:
-        raise ConfigError(
-            f"--slo-ttft-ms {1e3 * goal.ttft_s:g} and --slo-itl-ms {1e3 * goal.itl_s:g}: no fleet meets them with this "
-            f"profile, as far as {len(load):,} requests can show; ask for less, or simulate more with --seconds"
-        )
-    return dict(sorted(found.items(), key=lambda entry: entry[1].fleet.price_per_hour(profile)))
 
 
 def _awaited(futures: Mapping[Key, Future[Found]], title: str) -> dict[Key, Found]:

@@ -44,11 +44,10 @@ from paceline.engine.target import TargetEngine
 from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.model import draft_engine
 from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile
-from paceline.simulated.text import TextLaw
 
 # Texts are made of these tokens; the first one of its prompt is a request's number, so that texts differ.
 VOCAB_SIZE = 256
-LAW = TextLaw(words=np.arange(VOCAB_SIZE), eos_token_id=None, mean_length=0.0)
+WORDS = np.arange(VOCAB_SIZE)
 # Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
 IDENTITY = ModelIdentity(
@@ -306,7 +305,7 @@ def _target(device: DeviceAtWork, profile: Profile, policy: Goodput, seed: int, 
     # A co-located drafter's time is its own, not a share of the verifier's.
     pace = device.pace(facts, seed, overhead=0.0 if colocated else profile.drafting_overhead)
     return TargetEngine(
-        decoder=SimulatedTarget(LAW, pace, VOCAB_SIZE),
+        decoder=SimulatedTarget(WORDS, pace, VOCAB_SIZE),
         identity=IDENTITY,
         num_blocks=facts.kv_tokens // BLOCK_SIZE,
         limits=facts.target_limits,
@@ -318,5 +317,5 @@ def _target(device: DeviceAtWork, profile: Profile, policy: Goodput, seed: int, 
 
 def _drafter(device: DeviceAtWork, profile: Profile, facts: DrafterFacts, seed: int) -> DraftEngine:
     pace = device.pace(facts, seed + OF_DRAFTERS)
-    draft = SimulatedDraft(LAW, pace, VOCAB_SIZE, profile.acceptance)
+    draft = SimulatedDraft(WORDS, pace, VOCAB_SIZE, profile.acceptance)
     return draft_engine(draft, facts, pace, IDENTITY, num_blocks=facts.kv_tokens // BLOCK_SIZE)

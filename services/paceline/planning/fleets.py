@@ -108,7 +108,7 @@ def dealt(load: Sequence[Arrival], share: int, of: int) -> list[Arrival]:
 
 
 def least_fleet(
-    profile: Profile, way: Way, ratio: int, load: Sequence[Arrival], goal: Goal, *, seed: int = 0
+    profile: Profile, way: Way, ratio: int = 1, *, load: Sequence[Arrival], goal: Goal, seed: int = 0
 ) -> Plan | None:
     """The smallest fleet that meets the goal, by growing and bisection; None when none of any size would.
 

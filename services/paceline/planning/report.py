@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.planning.fleets import Plan
@@ -28,6 +28,11 @@ def tokens_of(number: int, mean: int) -> int:
     return random.Random(number).randint(mean // 2, mean * 3 // 2)
 
 
+def lengths(mean_tokens: int) -> Iterator[tuple[int, int]]:
+    """Prompt and output tokens of a load without end."""
+    return ((PROMPT_TOKENS, tokens_of(number, mean_tokens)) for number in itertools.count())
+
+
 def steady(
     profile: Profile,
     way: Way,
@@ -45,15 +50,17 @@ def steady(
         seconds: Simulated for one stream; many streams show as much in fewer, down to `LEAST_S`.
         seed: Seed of random step times.
     """
-    lengths = ((PROMPT_TOKENS, tokens_of(number, mean_tokens)) for number in itertools.count())
     until_s = max(LEAST_S, seconds / streams)
-    return run_closed(
-        profile, _pair(way), lengths, streams=streams, warm_up_s=SETTLING * until_s, until_s=until_s, seed=seed
+    [outcome] = run_closed(
+        [profile],
+        way,
+        lengths(mean_tokens),
+        streams=[streams],
+        warm_up_s=SETTLING * until_s,
+        until_s=until_s,
+        seed=seed,
     )
-
-
-def _pair(way: Way) -> PlannedFleet:
-    return PlannedFleet(way=way, num_drafters=int(way is Way.TIER))
+    return outcome
 
 
 def best_way(rates: Mapping[Way, float]) -> Way:
@@ -64,7 +71,7 @@ def best_way(rates: Mapping[Way, float]) -> Way:
 
 def promise(profile: Profile, rates: Mapping[int, Mapping[Way, float]]) -> str:
     """Tokens/s by streams and way, for somebody who reads them for the first time."""
-    gpus = {way: _pair(way).num_gpus(profile) for way in Way}
+    gpus = {way: PlannedFleet.around(way).num_gpus(profile) for way in Way}
     titles = [f"{way.value}, {count} GPU{'s' if count > 1 else ''}" for way, count in gpus.items()]
     rows = [_promise_row(streams, each) for streams, each in rates.items()]
     return (

@@ -6,7 +6,7 @@ import asyncio
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,24 +32,16 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFleet:
-    """Verifiers, and with a tier the drafters that they share evenly.
-
-    Raises:
-        ConfigError: There is no verifier, no drafter or more of them than verifiers with a tier, or one without.
-    """
+    """Verifiers, and with a tier the drafters that they share evenly, as many as verifiers at most."""
 
     way: Way
     num_verifiers: int = 1
     num_drafters: int = 0
 
-    def __post_init__(self) -> None:
-        if self.num_verifiers < 1:
-            raise ConfigError(f"num_verifiers must be at least 1, got {self.num_verifiers}")
-        least, most = (1, self.num_verifiers) if self.way is Way.TIER else (0, 0)
-        if not least <= self.num_drafters <= most:
-            raise ConfigError(
-                f"num_drafters must be from {least} to {most} ({self.way.value}), got {self.num_drafters}"
-            )
+    @classmethod
+    def around(cls, way: Way, num_verifiers: int = 1) -> PlannedFleet:
+        """Verifiers around one drafter, if they have any."""
+        return cls(way=way, num_verifiers=num_verifiers, num_drafters=int(way is Way.TIER))
 
     @property
     def cell(self) -> PlannedFleet:
@@ -77,12 +69,14 @@ class Outcome:
         door_s: Seconds that a first token spends outside the verifier.
         since_s: Requests that came before are not counted in percentiles, tokens before not in the rate.
         until_s: The same at the end.
+        drafting_s: Time of a shared drafter's device for them, from the beginning on.
     """
 
     requests: Sequence[Request]
     door_s: float
     since_s: float
     until_s: float
+    drafting_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,19 +128,6 @@ class Outcome:
         """Percentiles of the time from a request to its last token."""
         ended = (each for each in self.counted if each.num_received >= each.num_output_tokens)
         return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """Several verifiers beside one another.
-
-    Args:
-        outcomes: Those of each one's requests.
-        drafting_s: Time of the drafter's device for each, from the beginning on.
-    """
-
-    outcomes: Sequence[Outcome]
-    drafting_s: Sequence[float]
 
 
 def _percentiles(values: Sequence[float]) -> list[float]:
@@ -249,82 +230,48 @@ def run_open(
 
 
 def run_closed(
-    profile: Profile,
-    cell: PlannedFleet,
+    profiles: Sequence[Profile],
+    way: Way,
     lengths: Iterable[tuple[int, int]],
     *,
-    streams: int,
+    streams: Sequence[int],
     warm_up_s: float = 0.0,
     until_s: float | None = None,
     seed: int = 0,
-) -> Outcome:
-    """Runs a cell under a closed load: streams that send one request after the other.
+) -> list[Outcome]:
+    """Runs verifiers with a closed load each: streams that send one request after the other.
 
     Args:
+        profiles: Facts of each verifier; in a tier all share the drafter of the first one.
         lengths: Prompt and output tokens of the requests in their order; may be without end where `until_s` is given.
+        streams: Streams of each verifier.
         warm_up_s: Time at the beginning that is not counted.
         until_s: When all of it ends; None: with the last request, and once a stream has none left nothing counts.
         seed: Seed of all random choices.
 
-    Raises:
-        ConfigError: A request is longer than the profile allows.
-    """
-    load, numbered, dry = list[Request](), enumerate(lengths), list[float]()
-
-    async def main(loop: JumpingLoop) -> float:
-        at_work = _CellAtWork([profile] * cell.num_verifiers, cell, loop, seed)
-
-        async def stream() -> None:
-            for number, (num_prompt_tokens, num_output_tokens) in numbered:
-                load.append(Request(number, loop.time(), num_prompt_tokens, num_output_tokens))
-                await at_work.serve(load[-1])
-            dry.append(loop.time())
-
-        await at_work.until((stream() for _ in range(streams)), until_s)
-        return dry[0] if dry else loop.time()
-
-    busy_s = simulate(main)
-    return Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=busy_s)
-
-
-def run_shared(
-    profiles: Sequence[Profile],
-    way: Way,
-    lengths: Callable[[int], tuple[int, int]],
-    *,
-    streams: Sequence[int],
-    until_s: float,
-    warm_up_s: float = 0.0,
-    seed: int = 0,
-) -> Shared:
-    """Runs verifiers with a closed load each; in a tier all share the drafter of the first profile.
-
-    Args:
-        profiles: Facts of each verifier.
-        lengths: Prompt and output tokens of request `number`.
-        streams: Streams of each verifier, which send one request after the other.
-        until_s: When all of it ends.
-        warm_up_s: Time at the beginning that is not counted.
-        seed: Seed of all random choices.
+    Returns:
+        The outcome of each verifier.
 
     Raises:
         ConfigError: A request is longer than a profile allows.
     """
-    loads = [list[Request]() for _ in profiles]
+    loads, numbered, dry = [list[Request]() for _ in profiles], enumerate(lengths), list[float]()
 
-    async def main(loop: JumpingLoop) -> Counter[int]:
-        cell = PlannedFleet(way=way, num_verifiers=len(profiles), num_drafters=int(way is Way.TIER))
-        at_work, numbers = _CellAtWork(profiles, cell, loop, seed), itertools.count()
+    async def main(loop: JumpingLoop) -> tuple[float, Counter[int]]:
+        at_work = _CellAtWork(profiles, PlannedFleet.around(way, len(profiles)), loop, seed)
 
         async def stream(verifier: int) -> None:
-            for number in numbers:
-                asked = Request(number, loop.time(), *lengths(number))
+            for number, (num_prompt_tokens, num_output_tokens) in numbered:
+                asked = Request(number, loop.time(), num_prompt_tokens, num_output_tokens)
                 loads[verifier].append(asked)
                 await at_work.serve(asked, verifier)
+            dry.append(loop.time())
 
         await at_work.until((stream(each) for each, count in enumerate(streams) for _ in range(count)), until_s)
-        return at_work.drafters[0].device_s if at_work.drafters else Counter()
+        return dry[0] if dry else loop.time(), Counter(at_work.drafters[0].device_s if at_work.drafters else {})
 
-    device_s = simulate(main)
-    outcomes = [Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=until_s) for load in loads]
-    return Shared(outcomes=outcomes, drafting_s=[device_s[number] for number in range(len(loads))])
+    busy_s, device_s = simulate(main)
+    return [
+        Outcome(requests=load, door_s=0.0, since_s=warm_up_s, until_s=busy_s, drafting_s=device_s[verifier])
+        for verifier, load in enumerate(loads)
+    ]

@@ -18,9 +18,9 @@ from paceline.engine.batch import Batch
 from paceline.engine.levels import draft_by_levels
 from paceline.engine.model import Burst, Drafted
 from paceline.engine.pending import HostPending, Rankings, Ranks, VerifyRequest, VerifyResult, follow_known
-from paceline.simulated.guesses import GuessLaw, GuessTable, Logits
+from paceline.simulated.guesses import GuessLaw, Logits
 from paceline.simulated.profile import DeviceFacts
-from paceline.simulated.text import GUESS, LAW, Digests, Ints, TextLaw, contributions, mixed
+from paceline.simulated.text import GUESS, LAW, Digests, Ints, contributions, mixed, next_tokens
 
 # Keys the digests of all simulated models: drafters know the truth of their targets.
 KEY = 0x5061_6365_6C69_6E65
@@ -179,14 +179,14 @@ class SimulatedTarget:
     """A target model: its text's next token has all the weight; the others' logits only rank them.
 
     Args:
-        law: Distribution of its texts.
+        words: Tokens that its texts are made of, int64 [n].
         pace: Pace of its device.
     """
 
     feature_width = state_width = 0
 
-    def __init__(self, law: TextLaw, pace: Pace, vocab_size: int) -> None:
-        self._law, self._pace = law, pace
+    def __init__(self, words: Ints, pace: Pace, vocab_size: int) -> None:
+        self._words, self._pace = words, pace
         ranks = np.random.default_rng(KEY).uniform(LEAST, MOST, (NUM_TABLES, vocab_size))
         self._tables = ranks.astype(np.float32)
 
@@ -197,7 +197,7 @@ class SimulatedTarget:
         """Takes a step's time."""
         started_s = self._pace.now_s()
         digests = cache.write(batch)[batch.logit_rows]
-        tokens = self._law.next_tokens(digests)
+        tokens = next_tokens(self._words, digests)
 
         def make(rows: Ints) -> Logits:
             logits = self._tables[(mixed(digests[rows], LAW) % np.uint64(NUM_TABLES)).astype(np.int64)]
@@ -214,16 +214,16 @@ class SimulatedDraft:
     """A draft model that knows its target's texts, and guesses them as well as a distribution says.
 
     Args:
-        law: Distribution of the target's texts.
+        words: Tokens that the target's texts are made of, int64 [n].
         pace: Pace of its device.
         truth: Distribution of its guesses.
     """
 
     feature_width = state_width = 0
 
-    def __init__(self, law: TextLaw, pace: Pace, vocab_size: int, truth: GuessLaw) -> None:
-        self._law, self._pace, self._vocab_size = law, pace, vocab_size
-        self._table = GuessTable.of(truth, vocab_size)
+    def __init__(self, words: Ints, pace: Pace, vocab_size: int, truth: GuessLaw) -> None:
+        self._words, self._pace, self._vocab_size = words, pace, vocab_size
+        self._ranks, self._logits, self._rest = truth.table(vocab_size)
 
     def new_cache(self, num_blocks: int) -> DigestCache:
         return DigestCache(num_blocks)
@@ -250,14 +250,14 @@ class SimulatedDraft:
         return drafted
 
     def _guesses(self, digests: Digests) -> Logits:
-        table, width = self._table, self._table.logits.shape[1]
-        places = (mixed(digests, GUESS) % np.uint64(len(table.ranks))).astype(np.int64)
-        ranks, rows = table.ranks[places], np.arange(len(digests))
+        width = self._logits.shape[1]
+        places = (mixed(digests, GUESS) % np.uint64(len(self._ranks))).astype(np.int64)
+        ranks, rows = self._ranks[places], np.arange(len(digests))
         # The true token first, then wrong ones; those before its rank move up.
-        tokens = self._law.next_tokens(digests, others=width)
+        tokens = next_tokens(self._words, digests, others=width)
         order = np.broadcast_to(np.arange(1, 1 + width), (len(digests), width)).copy()
         right = ranks >= 0
         order[rows[right], ranks[right]] = 0
-        logits = np.repeat(table.rest[places, None], self._vocab_size, axis=1)
-        logits[rows[:, None], tokens[rows[:, None], order]] = table.logits[places]
+        logits = np.repeat(self._rest[places, None], self._vocab_size, axis=1)
+        logits[rows[:, None], tokens[rows[:, None], order]] = self._logits[places]
         return logits

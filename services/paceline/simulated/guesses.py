@@ -57,6 +57,22 @@ class GuessLaw:
         ranks = np.where(draws < right_first, 0, np.where(draws < right_first + right_second, 1, -1))
         return ranks, np.stack([first, second], axis=1)
 
+    def table(self, vocab_size: int) -> tuple[Ints, Logits, Logits]:
+        """The places drawn, as logits whose confidences come out as drawn.
+
+        Returns:
+            Which guess is right, int64 [places], -1: none; logits of the guesses, best first, float32
+            [places, guesses]; logit of each of the tokens beside them, float32 [places].
+        """
+        ranks, confidences = self.drawn()
+        # `confidences` sharpens and sums up the likeliest tokens, and a good many of the rest.
+        beside = max(1, min(vocab_size, NUM_RANKED) - NUM_GUESSES)
+        rest = np.maximum(1.0 - confidences.sum(axis=1), 1e-9) / beside
+        logits, others = (
+            (GREEDY_SHARPNESS * np.log(np.maximum(each, LEAST))).astype(np.float32) for each in (confidences, rest)
+        )
+        return ranks, logits, others
+
     def _chances(self, confidences: Floats) -> Floats:
         """True probabilities that guesses match, if their parents do."""
         with np.errstate(divide="ignore"):
@@ -67,30 +83,3 @@ class GuessLaw:
 def _sigmoid(log_odds: Floats) -> Floats:
     chances: Floats = 1.0 / (1.0 + np.exp(-log_odds))
     return chances
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuessTable:
-    """Places of texts at which a drafter guesses.
-
-    Attributes:
-        ranks: Which of the guesses is right, int64 [places]; -1: none.
-        logits: The guesses' logits, best first, whose confidences come out as drawn, float32 [places, guesses].
-        rest: Logit of each of the tokens beside them, float32 [places].
-    """
-
-    ranks: Ints
-    logits: Logits
-    rest: Logits
-
-    @classmethod
-    def of(cls, law: GuessLaw, vocab_size: int) -> GuessTable:
-        """Makes a table of the places drawn from a distribution."""
-        ranks, confidences = law.drawn()
-        # `confidences` sharpens and sums up the likeliest tokens, and a good many of the rest.
-        beside = max(1, min(vocab_size, NUM_RANKED) - NUM_GUESSES)
-        rest = np.maximum(1.0 - confidences.sum(axis=1), 1e-9) / beside
-        logits, others = (
-            (GREEDY_SHARPNESS * np.log(np.maximum(each, LEAST))).astype(np.float32) for each in (confidences, rest)
-        )
-        return cls(ranks=ranks, logits=logits, rest=others)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import SIMULATED, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.engine.drafter import DraftEngine
+from paceline.service.config import named
 from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile, read_profile
 from paceline.simulated.roofline import computed_profile
-from paceline.simulated.text import TextLaw, words_of
+from paceline.simulated.text import Ints, words_of
+
+logger = logging.getLogger(__name__)
 
 # Longest session; pages may hold less.
 MOST_CONTEXT = 131_072
@@ -65,35 +69,39 @@ class Simulation:
     Attributes:
         profile: Facts of the devices.
         folder: With the tokenizer whose words texts are made of; no weights are read.
-        mean_length: Mean length of a text in tokens; 0: only `max_tokens` ends it.
-        acceptance: Chance that a first guess is right; None: by the profile's distribution.
     """
 
     profile: Profile
     folder: Path
-    mean_length: float = 0.0
-    acceptance: float | None = None
+
+    @classmethod
+    def of(cls, profile: str, folder: Path, acceptance: float | None) -> Simulation:
+        """The simulation that a service's settings describe; the log says that it is one.
+
+        Args:
+            acceptance: Chance that a first guess is right; None: by the profile's distribution.
+
+        Raises:
+            ConfigError: There is no such profile; names the flag.
+        """
+        with named("--profile", profile):
+            found = find_profile(profile)
+        logger.warning("nothing is computed: devices are simulated", extra={"profile": found.name})
+        if acceptance is not None:
+            found = replace(found, acceptance=GuessLaw.at(acceptance))
+        return cls(profile=found, folder=folder)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return read_tokenizer(self.folder)
-
-    @cached_property
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        config = self.folder / "config.json"
-        found = read_object(config).get("eos_token_id") if config.is_file() else None
-        return eos_token_ids(self.folder, found, self._vocab_size)
 
     @property
     def _vocab_size(self) -> int:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @cached_property
-    def _law(self) -> TextLaw:
-        ends = self._eos_token_ids
-        return TextLaw(
-            words=words_of(self._tokenizer), eos_token_id=ends[0] if ends else None, mean_length=self.mean_length
-        )
+    def _words(self) -> Ints:
+        return words_of(self._tokenizer)
 
     def identity(self, name: str) -> ModelIdentity:
         """The identity that a service of this model announces, if its pages hold as much.
@@ -101,23 +109,23 @@ class Simulation:
         Args:
             name: Name for users; empty: the folder's.
         """
-        law = f"{self.profile.name} {self.mean_length}"
+        config = self.folder / "config.json"
+        ends = read_object(config).get("eos_token_id") if config.is_file() else None
         return ModelIdentity(
             name=name or served_name(self.folder),
             vocab_hash=vocab_hash(self.folder),
             vocab_size=self._vocab_size,
             context_len=MOST_CONTEXT,
-            eos_token_ids=self._eos_token_ids,
-            weights_hash=fingerprint([law.encode()], []),
+            eos_token_ids=eos_token_ids(self.folder, ends, self._vocab_size),
+            weights_hash=fingerprint([self.profile.name.encode()], []),
             arithmetic=SIMULATED,
         )
 
     def target(self) -> SimulatedTarget:
-        return SimulatedTarget(self._law, Pace(self.profile.target), self._vocab_size)
+        return SimulatedTarget(self._words, Pace(self.profile.target), self._vocab_size)
 
     def draft(self, pace: Pace) -> SimulatedDraft:
-        truth = self.profile.acceptance if self.acceptance is None else GuessLaw.at(self.acceptance)
-        return SimulatedDraft(self._law, pace, self._vocab_size, truth)
+        return SimulatedDraft(self._words, pace, self._vocab_size, self.profile.acceptance)
 
     def draft_engine(self, facts: DrafterFacts, identity: ModelIdentity, *, num_blocks: int) -> DraftEngine:
         """Makes an engine with the draft model on a device, and runs its first steps."""

@@ -7,11 +7,9 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
 
 from paceline.checkpoints.json_files import read_object
 from paceline.core.errors import ConfigError
@@ -22,7 +20,6 @@ from paceline.service.config import from_mapping, setting
 from paceline.simulated.guesses import GuessLaw
 
 MEASURED, COMPUTED = "measured", "computed"
-FactsT = TypeVar("FactsT", bound="DeviceFacts")
 
 
 # Without slots, so that a property can be kept.
@@ -57,11 +54,6 @@ class DeviceFacts:
         """Step costs as a measurement at start-up would find them: one row a session, and no KV."""
         rows = tuple(count for count in KNOTS if count <= max(4, self.max_rows))
         return StepCost(rows=rows, seconds=tuple(self.step_s(count, num_sessions=1) for count in rows))
-
-    def stretched(self: FactsT, factor: float) -> FactsT:
-        """Returns the same with steps that take `factor` times as long."""
-        seconds = tuple(factor * each for each in self.seconds)
-        return replace(self, seconds=seconds, session_s=factor * self.session_s, kv_token_s=factor * self.kv_token_s)
 
     @property
     def target_limits(self) -> TargetLimits:
@@ -125,11 +117,6 @@ class Profile:
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
 
-    def stretched(self, factor: float) -> Profile:
-        """Returns the same with devices and links that take `factor` times as long: our own code weighs less beside."""
-        devices = {name: getattr(self, name).stretched(factor) for name in ("target", "drafter", "colocated")}
-        return replace(self, link_s=factor * self.link_s, door_s=factor * self.door_s, **devices)
-
     def sharing(self) -> Profile:
         """Returns the same with the drafter on the target's devices, where it takes room that was the target's."""
         left = min(self.target.kv_tokens, self.colocated_kv_tokens)
@@ -143,14 +130,9 @@ def read_profile(path: Path) -> Profile:
         ConfigError: It cannot be read, or a key is missing, unknown or outside its limits; the message names it.
     """
     try:
-        return profile_from(read_object(path))
+        return from_mapping(Profile, read_object(path), "")
     except ConfigError as error:
         raise ConfigError(f"profile {path}: {error}") from None
-
-
-def profile_from(given: Mapping[str, Any]) -> Profile:
-    """A profile from the object in its file; raises as `read_profile`, without the file's name."""
-    return from_mapping(Profile, given, "")
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ Digests = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 # Streams of choices made of a digest, each with its own number.
-NEXT, ENDS, GUESS, LAW = 1, 2, 3, 4
+NEXT, GUESS, LAW = 1, 3, 4
 # A sentence has words, and now and then something that ends it, or a string, or a line.
 _WORD = re.compile(r" [a-z]{2,}")
 _MARKS = (".", ",", '"', "\n")
@@ -36,11 +35,6 @@ def mixed(values: Digests, stream: int = 0) -> Digests:
         return state ^ (state >> np.uint64(31))
 
 
-def uniform(values: Digests, stream: int) -> npt.NDArray[np.float64]:
-    """A number of [0, 1) for each digest."""
-    return (mixed(values, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def contributions(token_ids: Ints, positions: Ints, key: int) -> Digests:
     """Parts of tokens in the digest of their text; sums of them, modulo 2**64, are digests."""
     with np.errstate(over="ignore"):
@@ -48,32 +42,17 @@ def contributions(token_ids: Ints, positions: Ints, key: int) -> Digests:
         return mixed(mixed(places) ^ token_ids.astype(np.uint64))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextLaw:
-    """Which token follows a text.
+def next_tokens(words: Ints, digests: Digests, *, others: int = 0) -> Ints:
+    """The tokens that follow texts, int64 [n]; with `others` the other words that could be taken for them.
 
-    Attributes:
+    Args:
         words: Tokens that texts are made of, int64 [n].
-        eos_token_id: Ends texts; None: nothing does.
-        mean_length: Mean length of a text in tokens; lengths are geometric; 0: only `max_tokens` ends it.
+        digests: Digests of the texts.
+        others: How many wrong guesses are wanted beside each: then int64 [n, 1 + others], the true one first.
     """
-
-    words: Ints
-    eos_token_id: int | None
-    mean_length: float
-
-    def next_tokens(self, digests: Digests, *, others: int = 0) -> Ints:
-        """The tokens that follow texts, int64 [n]; with `others` the other words that could be taken for them.
-
-        Args:
-            digests: Digests of the texts.
-            others: How many wrong guesses are wanted beside each: then int64 [n, 1 + others], the true one first.
-        """
-        at = (mixed(digests, NEXT) % np.uint64(len(self.words))).astype(np.int64)
-        chosen: Ints = self.words[(at[:, None] + np.arange(1 + others)) % len(self.words)]
-        if self.eos_token_id is not None and self.mean_length > 0:
-            chosen[uniform(digests, ENDS) < 1.0 / self.mean_length, 0] = self.eos_token_id
-        return chosen if others else chosen[:, 0]
+    at = (mixed(digests, NEXT) % np.uint64(len(words))).astype(np.int64)
+    chosen: Ints = words[(at[:, None] + np.arange(1 + others)) % len(words)]
+    return chosen if others else chosen[:, 0]
 
 
 def words_of(tokenizer: Tokenizer) -> Ints:

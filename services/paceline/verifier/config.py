@@ -52,9 +52,6 @@ class VerifierConfig(ModelServiceConfig):
     profile: str = setting(
         "", help="Simulated devices: a profile's file, or a name such as 70b+1b@4xh100+h100; see docs/simulation.md."
     )
-    mean_output_tokens: float = setting(
-        0.0, help="Simulated texts: their mean length; 0: only max_tokens ends them.", unit="tokens", low=0
-    )
     acceptance: float | None = setting(
         None,
         help="A simulated drafter inside this verifier: chance that its first guess is right; without it the profile's "

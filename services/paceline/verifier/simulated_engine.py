@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 
@@ -18,14 +17,10 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.source_interface import source_class
 from paceline.engine.target import TargetEngine
 from paceline.model_service import refuse_settings
-from paceline.service.config import named
 from paceline.service.learned import TunedState
-from paceline.simulated.model import Simulation, find_profile, num_pages
+from paceline.simulated.model import Simulation, num_pages
 from paceline.verifier.config import NAME, SIMULATED, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.served import ALONE, GREEDY, SAMPLED, ServedEngine, longest_served, warm_up
-
-logger = logging.getLogger(__name__)
-
 
 # Our settings that the profile decides.
 NOT_FOR_SIMULATED = {
@@ -52,15 +47,10 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         ConfigError: The profile, the tokenizer or another setting makes serving impossible.
     """
     speculation = speculation_from(config.speculative_config)
-    with named("--profile", config.profile):
-        profile = find_profile(config.profile)
+    simulation = Simulation.of(config.profile, config.model, config.acceptance)
     inside = speculation.own_draft is not None
-    simulation = Simulation(
-        profile=profile.sharing() if inside else profile,
-        folder=config.model,
-        mean_length=config.mean_output_tokens,
-        acceptance=config.acceptance,
-    )
+    if inside:
+        simulation = replace(simulation, profile=simulation.profile.sharing())
     refuse_settings(config, SIMULATED, NOT_FOR_SIMULATED)
     if beyond := sorted(set(speculation.methods) - {*TIER_METHODS, NGRAM, GRAMMAR}):
         raise ConfigError(f"{NAME}: the method {beyond[0]} needs a real model, and devices are simulated")
@@ -73,7 +63,6 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
         methods=speculation.methods,
         acceptance_rules=served_rules(speculation.acceptance, speculation.methods),
     )
-    logger.warning("nothing is computed: devices are simulated", extra={"profile": simulation.profile.name})
     return ServedEngine(
         identity=identity,
         own_drafter=LOCAL if inside else "",

@@ -78,13 +78,15 @@ def test_all_cells_together_have_the_whole_rate() -> None:
 def test_the_least_fleet_does_and_a_smaller_one_does_not() -> None:
     goal = Goal(ttft_s=0.1, itl_s=0.03)
     heavy = [Arrival(0.01 * index, 20, 60) for index in range(200)]
-    best = least_fleet(profile(), Way.PLAIN, 1, heavy, goal)
+    best = least_fleet(profile(), Way.PLAIN, load=heavy, goal=goal)
     assert best is not None
     assert best.meets
     assert best.fleet.num_verifiers > 1
     fewer = PlannedFleet(way=Way.PLAIN, num_verifiers=best.fleet.num_verifiers - 1)
     assert not evaluate(profile(), fewer, heavy, goal).meets
-    assert least_fleet(profile(), Way.PLAIN, 1, LOAD, Goal(ttft_s=5.0, itl_s=0.001)) is None, "none of any size does"
+    assert least_fleet(profile(), Way.PLAIN, load=LOAD, goal=Goal(ttft_s=5.0, itl_s=0.001)) is None, (
+        "none of any size does"
+    )
 
 
 def test_an_answer_may_take_as_long_as_the_goal_lets_each_of_its_tokens_take() -> None:

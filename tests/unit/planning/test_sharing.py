@@ -9,9 +9,9 @@ import pytest
 
 from paceline.core.messages import CloseSession, OpenSession
 from paceline.core.params import SamplingParams
+from paceline.planning import report
 from paceline.planning.engines import DrafterAtWork, JumpingLoop, VerifierAtWork, simulate
-from paceline.planning.report import tokens_of
-from paceline.planning.simulation import Outcome, Request, Shared, Way, run_shared
+from paceline.planning.simulation import Outcome, Request, Way, run_closed
 from paceline.simulated.model import find_profile
 
 PROFILE = find_profile("70b+1b@4xh100+h100")
@@ -24,20 +24,16 @@ BURST, PROMPT_TOKENS, EVERY_S = 64, 1000, 0.5
 Disturb = Callable[[JumpingLoop, DrafterAtWork], Awaitable[None]]
 
 
-def lengths(number: int) -> tuple[int, int]:
-    return 16, tokens_of(number, 96)
-
-
-def beside(streams: Sequence[int]) -> Shared:
+def beside(streams: Sequence[int]) -> list[Outcome]:
     """Verifiers with so many streams, all with one drafter."""
-    profiles = [PROFILE] * len(streams)
-    return run_shared(profiles, Way.TIER, lengths, streams=streams, until_s=UNTIL_S, warm_up_s=WARM_UP_S)
+    profiles, lengths = [PROFILE] * len(streams), report.lengths(report.MEAN_TOKENS)
+    return run_closed(profiles, Way.TIER, lengths, streams=streams, until_s=UNTIL_S, warm_up_s=WARM_UP_S)
 
 
 @pytest.fixture(scope="module")
 def alone() -> Outcome:
     """A verifier with a drafter of its own."""
-    return beside([STREAMS]).outcomes[0]
+    return beside([STREAMS])[0]
 
 
 @pytest.mark.full
@@ -45,13 +41,14 @@ def test_a_busy_verifier_leaves_three_others_nine_tenths_of_what_they_have_with_
     alone: Outcome,
 ) -> None:
     shared = beside([16 * STREAMS, *[STREAMS] * 3])
-    for other in shared.outcomes[1:]:
+    for other in shared[1:]:
         assert other.gamma > KEPT * alone.gamma
         assert other.tokens_per_s > KEPT * alone.tokens_per_s
-    busy = beside([16 * STREAMS]).outcomes[0]
-    assert shared.outcomes[0].tokens_per_s > KEPT * busy.tokens_per_s
-    assert sum(shared.drafting_s) == pytest.approx(UNTIL_S, rel=0.1), "the device is never idle"
-    assert min(shared.drafting_s[1:]) > 0.15 * UNTIL_S, "a quarter of the rows is each one's"
+    busy = beside([16 * STREAMS])[0]
+    assert shared[0].tokens_per_s > KEPT * busy.tokens_per_s
+    drafting_s = [each.drafting_s for each in shared]
+    assert sum(drafting_s) == pytest.approx(UNTIL_S, rel=0.1), "the device is never idle"
+    assert min(drafting_s[1:]) > 0.15 * UNTIL_S, "a quarter of the rows is each one's"
 
 
 async def burst(loop: JumpingLoop, drafter: DrafterAtWork) -> None:
@@ -106,7 +103,8 @@ def disturbed(disturb: Disturb) -> Outcome:
 
         async def stream(first: int) -> None:
             for number in range(first, 10_000, STREAMS):
-                load.append(Request(number, loop.time(), *lengths(number)))
+                length = report.tokens_of(number, report.MEAN_TOKENS)
+                load.append(Request(number, loop.time(), report.PROMPT_TOKENS, length))
                 await verifier.serve(load[-1])
 
         others = [drafter.run(), verifier.run(), disturb(loop, drafter), *map(stream, range(STREAMS))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,13 +20,18 @@ from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
 from paceline.planning.engines import DrafterAtWork, JumpingLoop, Link, VerifierAtWork, simulate
 from paceline.planning.simulation import Outcome, PlannedFleet, Way, run_closed, run_open
+from paceline.simulated.profile import Profile
 from tests.unit.planning.facts import ROW_S, STEP_S, equal, profile, sure_guesses
 
-PLAIN = PlannedFleet(way=Way.PLAIN)
-TIER = PlannedFleet(way=Way.TIER, num_drafters=1)
-COLOCATED = PlannedFleet(way=Way.COLOCATED)
+PLAIN, TIER, COLOCATED = map(PlannedFleet.around, (Way.PLAIN, Way.TIER, Way.COLOCATED))
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
+
+
+def closed(facts: Profile, cell: PlannedFleet, lengths: Sequence[tuple[int, int]], *, streams: int) -> Outcome:
+    """A load of streams on one verifier."""
+    [outcome] = run_closed([facts], cell.way, lengths, streams=[streams])
+    return outcome
 
 
 def received(outcome: Outcome) -> list[int]:
@@ -49,7 +55,7 @@ def test_the_seed_decides_everything(cell: PlannedFleet) -> None:
 
 @pytest.mark.parametrize("streams", [1, 4, 16])
 def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -> None:
-    outcome = run_closed(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
+    outcome = closed(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
     step_s = STEP_S + (streams - 1) * ROW_S
     assert outcome.itl_s()[0] == pytest.approx(step_s)
     assert outcome.requests[0].num_steps == 23
@@ -66,13 +72,13 @@ def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
 
 def test_pages_bound_the_sessions_of_a_step() -> None:
     # Three pages each, and six pages in all.
-    outcome = run_closed(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
+    outcome = closed(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
     assert outcome.itl_s()[0] == pytest.approx(STEP_S + ROW_S)
     assert received(outcome) == [14] * 8
 
 
 def test_guesses_that_are_always_wrong_commit_nothing() -> None:
-    outcome = run_closed(profile(sure_guesses(right=False)), TIER, equal(2, 1, 150), streams=1)
+    outcome = closed(profile(sure_guesses(right=False)), TIER, equal(2, 1, 150), streams=1)
     assert outcome.tokens_per_step == 1.0
     assert received(outcome) == [150] * 2
     assert outcome.gamma < 0.5, "the controller has drafters rest"
@@ -80,7 +86,7 @@ def test_guesses_that_are_always_wrong_commit_nothing() -> None:
 
 def test_guesses_that_are_always_right_save_most_steps() -> None:
     plain, tier, colocated = (
-        run_closed(profile(sure_guesses(right=True)), cell, equal(2, 1, 150), streams=1)
+        closed(profile(sure_guesses(right=True)), cell, equal(2, 1, 150), streams=1)
         for cell in (PLAIN, TIER, COLOCATED)
     )
     assert tier.tokens_per_step > 4.0
@@ -91,14 +97,14 @@ def test_guesses_that_are_always_right_save_most_steps() -> None:
 
 def test_where_every_row_costs_a_step_speculation_stops_by_itself() -> None:
     dear = StepCost(rows=(1, 2, 513), seconds=(0.010, 0.020, 5.13))
-    plain, tier = (run_closed(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
+    plain, tier = (closed(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
     assert tier.tokens_per_s > 0.95 * plain.tokens_per_s
     assert tier.gamma < 0.2
 
 
 def test_a_distant_drafter_is_of_less_use() -> None:
     rates = [
-        run_closed(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
+        closed(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
         for link_s in (0.0001, 0.005, 0.05)
     ]
     assert rates == sorted(rates, reverse=True)
@@ -114,15 +120,13 @@ def test_what_is_simulated_is_the_engine_that_serves() -> None:
 
 
 def test_a_simulated_verifier_tries_drafting_at_once_however_many_sessions_it_has() -> None:
-    outcome = run_closed(profile(sure_guesses(right=True)), TIER, equal(16, 1, 60), streams=16)
+    outcome = closed(profile(sure_guesses(right=True)), TIER, equal(16, 1, 60), streams=16)
     assert outcome.gamma > 1.0
 
 
 def test_drafters_at_work_lengthen_the_steps_of_their_target() -> None:
     rates = [
-        run_closed(
-            replace(profile(sure_guesses(right=True)), drafting_overhead=share), TIER, equal(2, 1, 100), streams=1
-        )
+        closed(replace(profile(sure_guesses(right=True)), drafting_overhead=share), TIER, equal(2, 1, 100), streams=1)
         for share in (0.0, 1.0)
     ]
     assert rates[0].tokens_per_s > 1.2 * rates[1].tokens_per_s
@@ -187,7 +191,7 @@ def test_an_engine_that_raises_ends_the_simulation(cell: PlannedFleet, monkeypat
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_policy, "best_each", lambda survivals, _: np.zeros(len(survivals), np.int32))
-    outcome = run_closed(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
+    outcome = closed(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0
 
 
@@ -201,11 +205,3 @@ def test_what_never_keeps_up_is_given_up_and_counted() -> None:
     outcome = run_open(profile(), PLAIN, flood, give_up_s=8.0)
     assert 0 < outcome.num_unfinished < 300
     assert math.isfinite(outcome.e2e_s()[0])
-
-
-def test_fleets_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_verifiers"):
-        PlannedFleet(way=Way.PLAIN, num_verifiers=0)
-    for way, drafters in ((Way.TIER, 0), (Way.TIER, 2), (Way.COLOCATED, 1)):
-        with pytest.raises(ConfigError, match="num_drafters"):
-            PlannedFleet(way=way, num_drafters=drafters)

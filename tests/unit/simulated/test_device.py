@@ -18,6 +18,7 @@ from paceline.simulated.device import DigestCache, Pace
 from paceline.simulated.guesses import GuessLaw
 from paceline.simulated.model import Simulation, find_profile
 from paceline.simulated.roofline import computed_profile
+from paceline.simulated.text import next_tokens
 
 PROFILE = computed_profile("70b+1b@4xh100+l4")
 STILL = replace(PROFILE, target=replace(PROFILE.target, noise=0.0))
@@ -102,25 +103,20 @@ def test_a_step_takes_the_time_of_its_rows_sessions_and_kv_and_leaves_the_interp
     assert len(slept) == 1
 
 
-def test_a_text_is_made_of_words_and_ends_by_its_length_law() -> None:
-    endless, ending = (
-        Simulation(profile=STILL, folder=DEMO_TARGET),
-        Simulation(profile=STILL, folder=DEMO_TARGET, mean_length=20.0),
-    )
+def test_a_text_is_made_of_words_and_does_not_end() -> None:
+    simulation = Simulation(profile=STILL, folder=DEMO_TARGET)
     digests = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    eos = endless.identity("").eos_token_ids[0]
-    assert not np.any(endless._law.next_tokens(digests) == eos)
-    assert np.mean(ending._law.next_tokens(digests) == eos) == pytest.approx(1 / 20, abs=0.01)
-    text = endless._tokenizer.decode(endless._law.next_tokens(digests[:60]).tolist())
+    assert not np.any(next_tokens(simulation._words, digests) == simulation.identity("").eos_token_ids[0])
+    text = simulation._tokenizer.decode(next_tokens(simulation._words, digests[:60]).tolist())
     assert len(text.split()) > 30
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.8])
 def test_a_drafter_guesses_right_as_often_as_it_is_told_and_is_as_sure_as_that(chance: float) -> None:
-    simulation = Simulation(profile=PROFILE, folder=DEMO_TARGET, acceptance=chance)
-    draft, law = simulation.draft(Pace(PROFILE.drafter)), simulation._law
+    simulation = Simulation(profile=replace(PROFILE, acceptance=GuessLaw.at(chance)), folder=DEMO_TARGET)
+    draft = simulation.draft(Pace(PROFILE.drafter))
     digests = np.arange(4_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    logits, truth = draft._guesses(digests), law.next_tokens(digests)
+    logits, truth = draft._guesses(digests), next_tokens(simulation._words, digests)
     best = logits.argmax(axis=1)
     assert np.mean(best == truth) == pytest.approx(chance, abs=0.03)
     row = np.sort(logits[0])[::-1].astype(np.float64)

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loadtest.scale import stretched
 
 from paceline.core.errors import ConfigError
 from paceline.simulated.guesses import GuessLaw
-from paceline.simulated.profile import (
-    profile_from,
-    read_profile,
-    write_profile,
-)
+from paceline.simulated.model import find_profile
+from paceline.simulated.profile import read_profile, write_profile
 from paceline.simulated.roofline import computed_profile
 from tests.unit.planning.facts import profile
 
@@ -38,8 +36,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_stretched_devices_take_as_many_times_as_long_and_hold_as_much() -> None:
-    given = profile()
-    longer = given.stretched(4.0)
+    given, longer = find_profile("8b+1b@h100+l4"), stretched("8b+1b@h100+l4", 4.0)
     for device, slow in ((given.target, longer.target), (given.drafter, longer.drafter)):
         for rows in (1, 7, 300):
             at = {"num_sessions": 3, "kv_tokens": 500}
@@ -66,10 +63,12 @@ def test_stretched_devices_take_as_many_times_as_long_and_hold_as_much() -> None
         ({"drafter": None}, "drafter is required"),
     ],
 )
-def test_a_wrong_fact_is_named(changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_fact_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({key: value for key, value in broken(**changes).items() if value is not None}))
     with pytest.raises(ConfigError) as caught:
-        profile_from({key: value for key, value in broken(**changes).items() if value is not None})
-    assert message in str(caught.value)
+        read_profile(path)
+    assert str(caught.value).startswith(f"profile {path}: {message}")
 
 
 def test_a_computed_step_reads_all_weights_or_computes_all_rows() -> None:

@@ -11,7 +11,6 @@ from loadtest import gpu, gpu_fleet, gpu_parts
 from paceline.simulated.device import Pace, SimulatedTarget
 from paceline.simulated.model import find_profile
 from paceline.simulated.profile import read_profile, write_profile
-from paceline.simulated.text import TextLaw
 from tests.unit.engine.cuda.interpreted import DEVICE, INTERPRETED
 from tests.unit.engine.tiny_models import NUM_BLOCKS, PROMPT, TABLE, chain, pack
 
@@ -75,9 +74,9 @@ def test_a_computed_target_says_what_a_simulated_one_says(monkeypatch):
     monkeypatch.setenv(gpu_fleet.SHAPE, "tiny")
     monkeypatch.setenv(gpu_fleet.DEVICE, DEVICE.type)
     monkeypatch.setattr(gpu_fleet, "MOST_ROWS", 1)
-    law = TextLaw(words=np.arange(3, 90), eos_token_id=None, mean_length=0.0)
+    words = np.arange(3, 90)
     pace = Pace(find_profile(gpu.LIKE).target, sleep=lambda _: None)
-    targets = [kind(law, pace, 97) for kind in (gpu_fleet.ComputedTarget, SimulatedTarget)]
+    targets = [kind(words, pace, 97) for kind in (gpu_fleet.ComputedTarget, SimulatedTarget)]
     caches = [target.new_cache(NUM_BLOCKS) for target in targets]
     walks = gpu_parts.chains(1, 1, 5, gpu_parts.GREEDY)
     for cache in caches:
