@@ -47,7 +47,7 @@ from paceline.client.resuming import ResumingClient
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import ServicePort
-from paceline.cluster.supervisor import BackOff
+from paceline.service.supervision import BackOff
 from paceline.store.opening import open_store
 from tools.delay_proxy import DelayProxy
 

@@ -31,9 +31,9 @@ from loadtest.histories import History, judge
 from loadtest.steadfast import Answer, Request, keep_running, over, run_each
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.supervisor import BackOff
 from paceline.planning.report import tokens_of
 from paceline.rpc.v1 import common_pb2
+from paceline.service.supervision import BackOff
 
 PROFILE = "70b+1b@4xh100+h100"
 TIERS = ("drafter", "verifier", "gateway")

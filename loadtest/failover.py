@@ -30,8 +30,8 @@ from loadtest.histories import History
 from loadtest.steadfast import mixed_requests, over, run_one
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.supervisor import BackOff
 from paceline.core.params import DRAFT_MODEL
+from paceline.service.supervision import BackOff
 from tools.scrape import scrape
 
 MOST_PAUSE_S = 1.0

@@ -12,8 +12,9 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paceline.cluster.valkey import find_server, free_port, server_command
+from paceline.cluster.valkey import find_server, server_command
 from tools.delay_proxy import DelayProxy
+from tools.ports import free_port
 
 # Longer than entries live in the registry, so that what cannot be renewed is taken for gone.
 UNWRITABLE_S = 7.0

@@ -42,8 +42,8 @@ from loadtest.bench import add_round_flags, bench_parser, report, run, show
 from loadtest.client import BatchResult, asks_of, joined, run_batch, same_texts
 from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
-from paceline.cluster.valkey import free_port
 from tools.delay_proxy import DelayProxy
+from tools.ports import free_port
 from tools.procfs import children_of, environment_of
 from tools.scrape import mean_between, scrape
 

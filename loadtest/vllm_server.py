@@ -16,11 +16,11 @@ from loadtest.fleet import say
 from loadtest.peers.inside.protocol import WARM_UP_TOKENS, Job
 from loadtest.peers.run import VLLM, PeerFigure
 from loadtest.streams import Ask, Completion
-from paceline.cluster.health import http_health
+from paceline.cluster.spec import http_health
 from paceline.cluster.supervisor import ChildSpec, ProcessSupervisor
-from paceline.cluster.valkey import free_port
 from paceline.core.errors import UnavailableError
 from tools.environments import child_environ
+from tools.ports import free_port
 
 SERVICES = Path(__file__).parents[1] / "services"
 HOST, MODEL = "127.0.0.1", "target"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from paceline.cluster.valkey import find_server, free_port, server_command
+from paceline.cluster.valkey import find_server, server_command
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.store.base import (
@@ -32,8 +32,8 @@ from paceline.store.base import (
 )
 from paceline.store.opening import open_store
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, URL_OPTIONS, RedisStore
-from tests.support.listening import listens
 from tests.support.memory_store import MemoryStore
+from tools.ports import free_port, listens
 
 HOST = "127.0.0.1"
 IDENTITY = ModelIdentity(name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.valkey import find_server, free_port, server_command
+from paceline.cluster.valkey import find_server, server_command
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.gateway.access.keys import ApiKey
 from paceline.gateway.access.rate_limit import RateLimit
 from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
 from paceline.store.opening import open_store
-from tests.support.listening import listens
+from tools.ports import free_port, listens
 
 HOST = "127.0.0.1"
 PASSWORD = "open-sesame"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from paceline.cluster.valkey import find_server, free_port, server_command
+from paceline.cluster.valkey import find_server, server_command
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.store.base import require
 from paceline.store.redis import RedisStore
 from tests.contract.test_store import HOST, VERIFIER, eventually, server_process
-from tests.support.listening import listens
+from tools.ports import free_port, listens
 
 ALL = ("on", "nopass", "~*", "+@all")
 

@@ -99,7 +99,7 @@ def is_one(document: Any, names: frozenset[str]) -> bool:
 
 
 def as_fleet(document: dict[str, Any]) -> object:
-    return config.load(FleetSpec, [], {}, "", "", fleet_file.parse_fleet(document, "").given)
+    return config.load(FleetSpec, [], {}, "", "", fleet_file.parse_fleet(document, "")[0])
 
 
 def as_values(document: dict[str, Any]) -> object:

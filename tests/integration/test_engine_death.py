@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline.cluster.valkey import free_port
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -36,6 +35,7 @@ from tests.support.log_stream import ScriptedLog, VerifierCalls, verifier_calls
 from tests.support.memory_store import MemoryStore
 from tests.support.poison import DIES, HANGS, Poison
 from tools.delay_proxy import DelayProxy
+from tools.ports import free_port
 
 PROMPT = tuple(range(5, 25))
 PLAIN = SpeculationParams(enabled=False)

@@ -13,8 +13,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from paceline import model_service
-from paceline.cluster.health import grpc_health
-from paceline.cluster.valkey import free_port
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.drafter.config import DrafterConfig
 from paceline.engine.loop import Device
@@ -22,7 +20,9 @@ from paceline.model_service import serve_model
 from paceline.service.credentials import PROBE, FleetTls, channel
 from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
+from paceline.store.registry import answers_health
 from tests.support.memory_store import MemoryStore
+from tools.ports import free_port
 
 
 class IdleHost:
@@ -83,7 +83,7 @@ async def announced_drafter(
 
 async def test_a_service_announces_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with announced_drafter(monkeypatch) as replica:
-        assert await grpc_health(replica.address, DRAFTER)()
+        assert await answers_health(replica.address, DRAFTER)
         assert replica.replica_id == f"drafter-{replica.address}"
 
 
@@ -99,9 +99,9 @@ async def test_with_certificates_only_the_health_port_is_open_to_all(
     own, verifier, probe = (FleetTls.from_folder(tmp_path / "ca" / role, role) for role in (DRAFTER, VERIFIER, PROBE))
     health_port = free_port("127.0.0.1")
     async with announced_drafter(monkeypatch, tls=own, health_port=health_port) as replica:
-        assert await grpc_health(f"127.0.0.1:{health_port}", DRAFTER)()
-        assert not await grpc_health(replica.address, DRAFTER)()
-        assert await grpc_health(replica.address, DRAFTER, probe)()
+        assert await answers_health(f"127.0.0.1:{health_port}", DRAFTER)
+        assert not await answers_health(replica.address, DRAFTER)
+        assert await answers_health(replica.address, DRAFTER, probe)
         assert await services_of(replica.address, verifier) >= {"paceline.rpc.v1.Drafter"}
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await services_of(replica.address, probe)

@@ -12,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from paceline.cluster.valkey import free_port
 from paceline.core.errors import ConfigError, PacelineError, PermissionDeniedError, UnavailableError
 from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2_grpc
@@ -33,6 +32,7 @@ from paceline.service.status import error_from_rpc
 from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_serving import SERVING, FailingServicer
 from tests.integration.test_verifier_service import ask, drafted_tokens
+from tools.ports import free_port
 
 
 @pytest.fixture(scope="module")

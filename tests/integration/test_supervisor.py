@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.supervisor import BackOff, Child, ChildSpec, ProcessSupervisor
+from paceline.cluster.supervisor import Child, ChildSpec, ProcessSupervisor
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.service.supervision import BackOff
 
 SLEEPER = "import sys, time; open(sys.argv[1], 'a').close(); time.sleep(600)"
 POLITE = """

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from paceline.client.rehearse import listening
-from paceline.cluster.valkey import free_port
 from paceline.core.draft_policy import REHEARSED
 from paceline.verifier.vllm.helper_line import HelperLine
 from paceline.vllm import tier_client
@@ -26,6 +25,7 @@ from paceline.vllm.proposer import Proposer
 from tests.integration.conftest import running_drafter
 from tests.support.fuzzing import until
 from tests.support.vllm_batch import VllmBatch, vllm_config
+from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, MAX_LEN = 512, 4096

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.service import supervision
-from paceline.service.supervision import SETTLED_S, TaskSupervisor
+from paceline.service.supervision import SETTLED_S, BackOff, TaskSupervisor
 from tests.support.clock import Clock
 
 
@@ -54,7 +54,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervision, "QUICK", BackOff(first_s=0.0))
 
 
 def restarts(registry: CollectorRegistry) -> float | None:
@@ -92,7 +92,7 @@ async def test_a_task_is_failing_until_it_has_run_for_a_while(registry: Collecto
 async def test_a_task_that_pauses_after_its_death_is_failing_however_long_it_pauses(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(supervision, "QUICK", BackOff(first_s=3600.0))
     clock = Clock()
     supervisor = TaskSupervisor(registry, clock)
     died = asyncio.Event()

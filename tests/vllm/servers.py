@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER
-from paceline.cluster.health import grpc_health
 from paceline.cluster.supervisor import child_environment
-from paceline.cluster.valkey import free_port
+from paceline.store.registry import answers_health
 from tools.environments import child_environ
+from tools.ports import free_port
 from tools.procfs import children_of
 
 HOST = "127.0.0.1"
@@ -126,7 +127,7 @@ class Drafter:
         argv += ["--threads", "1"]
         env = child_environment(os.environ, num_threads=1)
         self._process = Process(argv, env, TIER_CPUS, self._log)
-        check = grpc_health(self.address, "drafter")
+        check = partial(answers_health, self.address, "drafter")
         self._process.until(lambda: _answered(check))
 
     def kill(self) -> None:

@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from paceline.client.server import ServerConfig, chosen_model, connection, error_message, reached
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
-from paceline.service.config import as_called, parse, setting
+from paceline.service.config import parse, setting
 from paceline.service.learned import Learned
+from paceline.service.process import run
 from paceline.vllm.places import mode_sockets, runtime_folder
 from paceline.vllm.rehearsal import LINE_BYTES
 
@@ -104,13 +105,7 @@ class HelperLink:
 
 def main(argv: Sequence[str]) -> None:
     config = parse(RehearseConfig, argv, os.environ, PROG, DESCRIPTION, first="url")
-    try:
-        sys.stdout.write(table(asyncio.run(rehearse(config))))
-    except PacelineError as error:
-        sys.stderr.write(f"{as_called(PROG)}: error: {error}\n")
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    sys.stdout.write(table(run(rehearse(config), prog=PROG)))
 
 
 async def rehearse(config: RehearseConfig) -> list[Sequence[str]]:

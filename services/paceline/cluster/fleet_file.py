@@ -49,12 +49,8 @@ class RayTier(FleetTier):
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class FleetFile:
-    """Settings of `FleetSpec` with their places, and what replicas take of a Ray cluster, by role."""
-
-    given: Mapping[str, Given]
-    tiers: Mapping[str, RayTier]
+# Settings of `FleetSpec` with their places, and what replicas take of a Ray cluster, by role.
+FleetFile = tuple[Mapping[str, Given], Mapping[str, RayTier]]
 
 
 def read_fleet_file(path: Path) -> FleetFile:
@@ -81,7 +77,7 @@ def parse_fleet(document: Any, where: str) -> FleetFile:
             raise ConfigError(f"{name} is no setting; there are {', '.join((RAY, *NAMES))}")
     if isinstance(values.get("speculative_config"), dict):
         values["speculative_config"] = json.dumps(values["speculative_config"])
-    return FleetFile({name: Given(value, f"{where}: {name}") for name, value in values.items()}, tiers)
+    return {name: Given(value, f"{where}: {name}") for name, value in values.items()}, tiers
 
 
 def ray_tiers(section: Any) -> Mapping[str, RayTier]:
@@ -92,10 +88,6 @@ def ray_tiers(section: Any) -> Mapping[str, RayTier]:
     """
     sections = _mapping(RAY, section)
     for name in sections:
-        if name == "scaling":
-            raise ConfigError(
-                f"{RAY}.{name} has left: set num_drafters, or start more on any host with paceline drafter --redis-url"
-            )
         if name not in ROLES:
             raise ConfigError(f"{RAY}.{name} is no section; there are {', '.join(ROLES)}")
     return {role: _tier(f"{RAY}.{role}", sections.get(role, {})) for role in ROLES}

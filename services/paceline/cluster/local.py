@@ -31,10 +31,11 @@ from paceline.cluster.spec import (
     share_memory,
     store_child,
 )
-from paceline.cluster.supervisor import BackOff, Child, ChildSpec, ProcessSupervisor
+from paceline.cluster.supervisor import Child, ChildSpec, ProcessSupervisor
 from paceline.cluster.valkey import find_server
 from paceline.service.config import named, public_url
 from paceline.service.credentials import read_certificates, utc_now
+from paceline.service.supervision import BackOff
 from paceline.store.base import require
 from paceline.store.opening import open_store, require_server
 

@@ -1,6 +1,6 @@
 """The parts of a fleet on one machine: settings in, commands of its processes out.
 
-Pure, except that it looks which ports and CPUs are free. It knows the services by their flags, and lets their own
+It looks which ports and CPUs are free, and starts nothing. It knows the services by their flags, and lets their own
 classes check these before a process is started.
 """
 
@@ -14,21 +14,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from paceline.checkpoints.source import Repository
-from paceline.cluster.health import HealthCheck, grpc_health, http_health, store_health
-from paceline.cluster.supervisor import ChildSpec, child_environment
-from paceline.cluster.valkey import server_command
+from paceline.cluster.supervisor import ChildSpec, HealthCheck, child_environment
+from paceline.cluster.valkey import server_command, store_health
 from paceline.core.addresses import check_host, host_port, is_ipv6
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.obs.tracing import ENDPOINT_HELP
 from paceline.service.config import load, named, setting
 from paceline.service.credentials import PROBE, folder_of, load_tls
+from paceline.store.registry import answers_health
 
 PORT_STRIDE = 10
 # Free ports are looked for here, below those that systems give to outgoing connections.
@@ -59,6 +62,7 @@ FREE_PORTS: dict[str, Any] = {
 # Memory of a service apart from its model, when memory is shared out.
 SERVICE_BYTES = 10**9
 LEAST_SHARE = 0.01
+CHECK_TIMEOUT_S = 1.0
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
 
 
@@ -408,7 +412,8 @@ class Launch:
             profile=spec.simulate,
             acceptance=spec.acceptance,
         )
-        is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))
+        tls = load_tls(folder_of(spec.tls_dir, PROBE), PROBE)
+        is_healthy = partial(answers_health, endpoint.address, endpoint.role, tls)
         more = spec.verifier_arg if verifies else spec.drafter_arg
         return self._child(endpoint, (*own, *more), is_healthy, share.num_threads + len(share.spare_cpus))
 
@@ -451,6 +456,19 @@ class Launch:
             is_healthy=is_healthy,
             log_path=self.log_dir / f"{endpoint.name}.log",
         )
+
+
+def http_health(url: str) -> HealthCheck:
+    """Returns a check that a URL answers 200; whose certificate it shows is for its clients to judge."""
+
+    async def check() -> bool:
+        try:
+            async with httpx.AsyncClient(timeout=CHECK_TIMEOUT_S, trust_env=False, verify=False) as client:
+                return (await client.get(url)).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    return check
 
 
 def check_settings(role: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:

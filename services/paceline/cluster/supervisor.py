@@ -22,6 +22,9 @@ from typing import Any
 import paceline
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import EXIT_STATUS_CONFIG
+from paceline.service.supervision import BackOff
+
+HealthCheck = Callable[[], Awaitable[bool]]
 
 POLL_S = 0.1
 # After so long, and twice as long each time, the last message in the log of a process that starts is shown.
@@ -55,28 +58,8 @@ class ChildSpec:
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    is_healthy: Callable[[], Awaitable[bool]]
+    is_healthy: HealthCheck
     log_path: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackOff:
-    """How long to wait before a restart: doubling, bounded, forgotten after a long life."""
-
-    first_s: float = 0.5
-    most_s: float = 30.0
-    reset_after_s: float = 60.0
-
-    def delay_s(self, previous_s: float | None, alive_s: float) -> float:
-        """Returns the next delay.
-
-        Args:
-            previous_s: Delay before the life that has just ended; None: it was the first life.
-            alive_s: Length of that life.
-        """
-        if previous_s is None or alive_s >= self.reset_after_s:
-            return self.first_s
-        return min(self.most_s, 2 * previous_s)
 
 
 class Child:

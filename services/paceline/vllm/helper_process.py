@@ -25,14 +25,11 @@ from typing import TypeAlias
 
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse_cpus
+from paceline.service.supervision import QUICK
 from paceline.vllm.board import SharedTrees, make_board
 from paceline.vllm.settings import HelperJob
 from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
-FIRST_PAUSE_S = 0.1
-LAST_PAUSE_S = 5.0
-# After a helper that ran this long, the next one starts after the first pause again.
-SETTLED_S = 10.0
 # Until a helper is ready; the first one on a machine compiles its loops.
 START_S, POLL_S = 300.0, 0.05
 MOST_MISSES = 8
@@ -176,19 +173,17 @@ class HelperProcess:
         raise HelperLostError(f"it sent more than {MOST_UNREAD_MESSAGES} messages at once")
 
     def _supervise(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s: float | None = None
         while not self._ended.is_set():
             started_s = time.monotonic()
             outcome = self._run()
             if self._ended.is_set():
                 return
-            if time.monotonic() - started_s >= SETTLED_S:
-                pause_s = FIRST_PAUSE_S
+            pause_s = QUICK.delay_s(pause_s, time.monotonic() - started_s)
             # If it never starts, this is logged a few times only.
-            if pause_s < LAST_PAUSE_S:
+            if pause_s < QUICK.most_s:
                 _log.warning("the helper process %s; another one starts in %.1f s", outcome, pause_s)
             self._ended.wait(pause_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _run(self) -> str:
         """Runs a helper to its end, and returns how it ended."""

@@ -65,7 +65,6 @@ def test_a_file_names_settings_as_flags_do_and_flags_win(tmp_path: Path) -> None
         ({"ray": {"verifier": {"resources": {"big": 0}}}}, "ray.verifier.resources.big must be a number above 0"),
         ({"ray": {"verifier": {"env": {"PACELINE_PORT": 1}}}}, "ray.verifier.env.PACELINE_PORT: settings of a service"),
         ({"ray": {"verifier": {"env": {"A": None}}}}, "ray.verifier.env.A must be text or a number, got None"),
-        ({"ray": {"scaling": {"max_drafters": 3}}}, "ray.scaling has left: set num_drafters, or start more on"),
     ],
 )  # fmt: skip
 def test_a_bad_key_or_value_is_refused_with_its_name_and_limit(document: Any, message: str) -> None:

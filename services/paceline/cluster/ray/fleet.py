@@ -25,11 +25,10 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.fleet_file import RayTier, check_for_ray
-from paceline.cluster.health import store_health
 from paceline.cluster.ray.host import Report, ServiceHost, ServiceSpec, own_address
 from paceline.cluster.spec import STORE_FLAG, FleetSpec, Ports, ServicePort, store_child
 from paceline.cluster.supervisor import ProcessSupervisor
-from paceline.cluster.valkey import find_server
+from paceline.cluster.valkey import find_server, store_health
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER

@@ -19,9 +19,10 @@ import ray
 from paceline.checkpoints.source import Repository, repository_of
 from paceline.cluster.foreground import say
 from paceline.cluster.spec import CpuShare, FleetSpec, Launch, Ports, ServicePort
-from paceline.cluster.supervisor import BackOff, Child, ChildSpec
+from paceline.cluster.supervisor import Child, ChildSpec
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import GATEWAY
+from paceline.service.supervision import BackOff
 
 # Grace of a process that never got well.
 FAILED_GRACE_S = 2.0
