@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,49 @@ from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.link import commit
-from paceline.core.messages import ToDrafter
-from paceline.core.params import METHODS, TIER_METHODS
+from paceline.core.link import SessionLink, commit
+from paceline.core.messages import GenerateRequest, ToDrafter
+from paceline.core.params import METHODS, TIER_METHODS, SamplingParams, SpeculationParams
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport, num_accepted_of
+from paceline.core.tree import DraftTree
 from paceline.forest import NONE, Calls, Forest, Gathered, Ints, rows_of, warm_up
 from paceline.service.learned import learning
 from paceline.tier.drafters import Drafters
 from paceline.vllm.board import MOST_NODES, BoardTree, SharedTrees
-from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_message import RowTokens, StepMessage
 
 # Steps of a new vLLM that teach nothing.
 WARM_UP_STEPS = 2
 # Key of the drafters' calibration: all of them share it, since they have other addresses after a restart.
 DRAFTERS = "drafters"
+# vLLM judges a guess by the target's probability of it alone, so the best guess is the drafter's likeliest token.
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ChainSession:
+    """A row of vLLM from its first step to its last.
+
+    Attributes:
+        number: Its name at the proposer, which it keeps when it begins anew.
+        tokens: Committed tokens.
+        max_chain: Most guesses in a step.
+        methods: Methods of drafters that may draft for it.
+        verifies: The guesses that the step under way verifies.
+        reads: Its prompt is being read.
+        shown: Version of the tree that stands on the board: committed tokens, nodes, guesses since the last commit.
+    """
+
+    number: int
+    tokens: list[int]
+    tree: DraftTree
+    link: SessionLink
+    max_chain: int
+    methods: Sequence[str]
+    verifies: list[int] = field(default_factory=list)
+    reads: bool = False
+    shown: tuple[int, int, int] = (0, 0, 0)
 
 
 class ChainScheduler:
@@ -73,7 +101,7 @@ class ChainScheduler:
         # When the last step began, and the steps left that teach nothing: the first ones are slow.
         self._began_s: float | None = None
         self._warm_up_steps = WARM_UP_STEPS
-        self._sessions: dict[str, ChainSession] = {}
+        self._sessions: dict[int, ChainSession] = {}
         self._link_numbers = itertools.count(1)
         # Rows of the finished step, and those that take guesses in the next one.
         self._rows: list[ChainSession] = []
@@ -104,7 +132,7 @@ class ChainScheduler:
                 start over.
         """
         for number in message.closed:
-            self._close(self._sessions.get(self._id(number)))
+            self._close(self._sessions.get(number))
         self._take_time(message)
         self._rows = [self._session_of(row) for row in message.rows]
         self._commit_tokens(message.rows)
@@ -114,10 +142,10 @@ class ChainScheduler:
         self._committed_s = now_s
 
     def _take_time(self, message: StepMessage) -> None:
-        decoding = {session.session_id for session in self._rows if not session.reads}
+        decoding = {session.number for session in self._rows if not session.reads}
         roots, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
         tokens = sum(len(row.token_ids) for row in message.rows)
-        counts = all(self._id(row.session) in decoding and row.base_len and not row.reads for row in message.rows)
+        counts = all(row.session in decoding and row.base_len and not row.reads for row in message.rows)
         # The proposer may have taken guesses from the board before it heard that drafting is over.
         counts = counts and (self._policy.drafts or not guesses)
         last_s, self._began_s = self._began_s, message.began_s
@@ -132,7 +160,7 @@ class ChainScheduler:
             self._policy.observe(roots=roots, guesses=guesses, tokens=tokens, step_s=seconds, cycle_s=seconds)
 
     def _session_of(self, row: RowTokens) -> ChainSession:
-        session = self._sessions.get(self._id(row.session))
+        session = self._sessions.get(row.session)
         if not row.base_len or session is None:
             self._close(session)
             session = self._open(row)
@@ -146,22 +174,40 @@ class ChainScheduler:
         drafted = row.most_guesses > 0 and min(row.token_ids) >= 0 and max(row.token_ids) < self._vocab_size
         methods = self._methods if drafted else ()
         address = self._drafters.choose(methods)
-        session = self._sessions[self._id(row.session)] = ChainSession(
-            self._id(row.session),
-            row.session,
-            next(self._link_numbers),
-            row.token_ids,
-            max_model_len=self._max_model_len,
-            max_chain=min(self._max_chain, row.most_guesses),
-            methods=methods,
-            drafter_address=address,
-            forest=self._forest,
-            calibrations=self._calibrations_for(address),
-            price=self._policy.price,
-        )
+        session = self._sessions[row.session] = self._session(row, methods, address)
         self._drafters.count(address, +1)
         self._tier.connect(session.link)
         return session
+
+    def _session(self, row: RowTokens, methods: Sequence[str], address: str) -> ChainSession:
+        tokens = list(row.token_ids)
+        max_chain, calibrations = min(self._max_chain, row.most_guesses), self._calibrations_for(address)
+        tree = DraftTree(self._forest, tokens, calibrations)
+        request = GenerateRequest(
+            session_id=f"{self._name}/{row.session}",
+            epoch=0,
+            prompt_token_ids=tuple(tokens),
+            sampling=GREEDY,
+            speculation=SpeculationParams(),
+        )
+        number, price = next(self._link_numbers), self._policy.price
+        link = SessionLink(request, number, tokens, tree, calibrations, address=address, price=price)
+        # Its end is not known, and vLLM verifies no trees.
+        self._forest.links.bound(
+            tree.row,
+            most_guesses=max_chain,
+            last_len=self._max_model_len,
+            waits_up_to=self._max_model_len,
+            takes_chains=True,
+        )
+        return ChainSession(
+            number=row.session,
+            tokens=tokens,
+            tree=tree,
+            link=link,
+            max_chain=max_chain,
+            methods=methods,
+        )
 
     def _commit_tokens(self, rows: Sequence[RowTokens]) -> None:
         """Commits the tokens of sessions that go on."""
@@ -192,7 +238,7 @@ class ChainScheduler:
         self._tier.part(session.link)
         session.tree.close()
         self._drafters.count(session.link.address, -1)
-        del self._sessions[session.session_id]
+        del self._sessions[session.number]
 
     def receive(self, event: DraftsArrived) -> None:
         """Merges messages of a drafter."""
@@ -321,9 +367,6 @@ class ChainScheduler:
 
     def _calibrations_for(self, address: str) -> dict[str, int]:
         return dict.fromkeys(TIER_METHODS, self._calibrations.of(address))
-
-    def _id(self, number: int) -> str:
-        return f"{self._name}/{number}"
 
 
 def _forest_rows(sessions: Sequence[ChainSession]) -> Ints:

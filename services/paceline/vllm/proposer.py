@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.vllm.plugin import extend_v1_runner
-from paceline.vllm.requests import TOKENS, HandedOut, RequestSessions, RequestStep, TierDrafter
+from paceline.vllm.requests import TOKENS, HandedOut, RequestStep, TierDrafter
 from paceline.vllm.settings import most_guesses
 from paceline.vllm.tier_client import TierClient
 
@@ -27,11 +27,10 @@ class Proposer(TierDrafter):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__()
-        self._sessions = RequestSessions()
         self._names: Sequence[str] = ()
         self._requests: Mapping[str, Any] = {}
         self._verified: Mapping[str, Sequence[int]] = {}
-        self.client = TierClient(vllm_config, self._sessions)
+        self.client = TierClient(vllm_config)
         extend_v1_runner()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -68,9 +67,7 @@ class Proposer(TierDrafter):
         """
         guesses = self.client.guesses(
             len(sampled_token_ids),
-            lambda _, most_tokens: self._sessions.observe(
-                self._step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu), most_tokens
-            ),
+            lambda: self._step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu),
         )
         self.handed_out = HandedOut(self._names, guesses)
         return guesses

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.vllm.requests import HandedOut, RequestSessions, RequestStep, TierDrafter
+from paceline.vllm.requests import HandedOut, RequestStep, TierDrafter
 from paceline.vllm.settings import V2_VARIABLE, most_guesses
 from paceline.vllm.tier_client import TierClient
 
@@ -47,8 +47,7 @@ class Speculator(TierDrafter):
         self._sampling: dict[str, Any] = {}
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._has_other_ranks = parallel.tensor_parallel_size > 1
-        self._sessions = RequestSessions()
-        self.client = TierClient(vllm_config, self._sessions)
+        self.client = TierClient(vllm_config)
 
     def init_cudagraph_manager(self, cudagraph_mode: object) -> None:
         """Starts the helper, now that the target is loaded."""
@@ -89,10 +88,7 @@ class Speculator(TierDrafter):
             # On every rank, whether its client has a helper or not.
             for name in self._sampling.keys() - self._states.req_id_to_index.keys():
                 del self._sampling[name]
-            found = self.client.guesses(
-                num_rows,
-                lambda _, most_tokens: self._sessions.observe(self._step(input_batch, num_sampled), most_tokens),
-            )
+            found = self.client.guesses(num_rows, lambda: self._step(input_batch, num_sampled))
             guesses = [chain[:most] for chain in found]
             self.handed_out = HandedOut([*input_batch.req_ids], guesses)
         padded = [[*chain, *[FILLER] * (self._most - len(chain))] for chain in guesses]

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.goodput import MovingAverage
 from paceline.service.config import parse_cpus
@@ -19,6 +19,7 @@ from paceline.vllm.board import NO_DRAFTS, ReadyDrafts, SharedTrees, worth_waiti
 from paceline.vllm.expansion import mend_expansion
 from paceline.vllm.helper_process import HelperProcess, free_cpus
 from paceline.vllm.places import mode_socket, tokenizer_folder
+from paceline.vllm.requests import RequestSessions, RequestStep
 from paceline.vllm.settings import (
     SECTION,
     HelperJob,
@@ -40,22 +41,11 @@ WAIT_PER_STEP = 2.0
 _log = logging.getLogger(__name__)
 
 
-class RowReader(Protocol):
-    """Which session each of vLLM's rows has, as a runner shows them; sessions have numbers here."""
-
-    def forget(self) -> None:
-        """Drops all sessions, since the helper is new; they are opened again under new numbers."""
-
-    def since(self, number: int, length: int) -> Sequence[int]:
-        """Tokens of a session after its first `length`."""
-
-
 class TierClient:
     """Asks the drafter tier for guesses, on the rank whose guesses vLLM takes.
 
     Args:
         vllm_config: vLLM's whole configuration.
-        sessions: Sessions of the runner's rows.
 
     Attributes:
         failures: How often each kind of exception was caught.
@@ -64,7 +54,7 @@ class TierClient:
         ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
     """
 
-    def __init__(self, vllm_config: Any, sessions: RowReader) -> None:
+    def __init__(self, vllm_config: Any) -> None:
         settings = settings_of(vllm_config.additional_config)
         check_version(installed_version(), settings.untested)
         self.failures: Counter[str] = Counter()
@@ -72,7 +62,7 @@ class TierClient:
         self._vocab_size = job.vocab_size
         self._max_model_len = job.max_model_len
         self._max_chain = job.max_chain
-        self._sessions = sessions
+        self._sessions = RequestSessions()
         # vLLM's steps without the time spent here, of which a pause without requests is no part.
         self._vllm_s, self._ended_s = MovingAverage(LEAST_WAIT_S / WAIT_PER_STEP), time.monotonic()
         self._step = 0
@@ -91,13 +81,12 @@ class TierClient:
         if self._helper is not None:
             self._end_helper()
 
-    def guesses(self, num_rows: int, observe: Callable[[float, int], Observed]) -> list[list[int]]:
+    def guesses(self, num_rows: int, step: Callable[[], RequestStep]) -> list[list[int]]:
         """Guesses for each row of vLLM's batch, after a step.
 
         Args:
             num_rows: Rows of the batch.
-            observe: Returns what the step has brought, given the monotonic time and how many tokens of new sessions
-                there is room for.
+            step: Reads the step from vLLM, where there is a helper to tell.
 
         Returns:
             A list for each row, possibly empty.
@@ -105,14 +94,14 @@ class TierClient:
         began_s = time.monotonic()
         self._vllm_s.add(min(began_s - self._ended_s, MOST_WAIT_S / WAIT_PER_STEP))
         try:
-            return self._guesses(num_rows, observe, began_s)
+            return self._guesses(num_rows, step, began_s)
         except Exception as error:  # noqa: BLE001 - an exception would end vLLM's engine
             self._failed(error)
             return [[] for _ in range(num_rows)]
         finally:
             self._ended_s = time.monotonic()
 
-    def _guesses(self, num_rows: int, observe: Callable[[float, int], Observed], began_s: float) -> list[list[int]]:
+    def _guesses(self, num_rows: int, step: Callable[[], RequestStep], began_s: float) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in range(num_rows)]
         helper = self._helper
         if helper is None:
@@ -123,7 +112,7 @@ class TierClient:
         helper.listen()
         if helper.board is None:
             return guesses
-        observed = observe(began_s, max(MOST_OPENED_TOKENS, self._max_model_len))
+        observed = self._sessions.observe(step(), max(MOST_OPENED_TOKENS, self._max_model_len))
         self._step += 1
         chains = self._exchange(helper, helper.board, observed, began_s)
         if chains:

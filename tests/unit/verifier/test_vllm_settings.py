@@ -156,7 +156,7 @@ def test_a_folder_that_lacks_a_file_says_which(folder: Path, missing: str, messa
 
 def test_a_checkpoint_without_a_vocabulary_size_is_refused(folder: Path) -> None:
     write(folder / "config.json", {})
-    with pytest.raises(ConfigError, match="vocab_size must be a positive number"):
+    with pytest.raises(ConfigError, match="vocab_size must be a whole number from 1"):
         identity(folder)
 
 

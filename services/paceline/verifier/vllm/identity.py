@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from paceline.checkpoints.families import text_config
 from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
-from paceline.checkpoints.json_files import read_object
+from paceline.checkpoints.json_files import CONFIG, read_object, whole
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VLLM_ARITHMETIC, ModelIdentity
@@ -31,10 +30,10 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
     """
     path = checkpoint_folder(folder)
     config = read_object(path / "config.json")
-    # Models that read more than text have it.
-    text = config.get("text_config")
+    # At the top, or in the part of a model that reads more than text.
+    given = config.get("vocab_size") or text_config(config).get("vocab_size")
+    vocab_size = whole(given, f"{path / CONFIG}: vocab_size")
     arithmetic = f"{VLLM_ARITHMETIC}{versions}, {precision}"
-    vocab_size = _vocab_size(path, [config, *([text] if isinstance(text, dict) else [])])
     return ModelIdentity(
         name=name or served_name(path),
         vocab_hash=vocab_hash(path),
@@ -65,11 +64,3 @@ def _weights(folder: Path) -> list[Path]:
     if found is None:
         raise ConfigError(f"{folder} has no weights: there is no file {', '.join(WEIGHT_FILES)}")
     return found
-
-
-def _vocab_size(folder: Path, configs: list[Mapping[str, Any]]) -> int:
-    for config in configs:
-        size = config.get("vocab_size")
-        if isinstance(size, int) and size > 0:
-            return size
-    raise ConfigError(f"{folder / 'config.json'}: vocab_size must be a positive number")
