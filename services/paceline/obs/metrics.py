@@ -50,8 +50,8 @@ from paceline.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from paceline.core.messages import REPLICA_ROLES, FinishReason
-from paceline.core.target_events import Reason, StepReport
+from paceline.core.messages import NS_PER_S, REPLICA_ROLES, CommittedTokens, FinishReason, GenerateResult
+from paceline.core.target_events import Reason, StepReport, TargetOutput
 
 MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
 
@@ -345,6 +345,17 @@ class VerifierMetrics:
         self._rates: dict[tuple[str, str], float] = {}
         self._of_steps(meter)
 
+    def add(self, output: TargetOutput) -> None:
+        """Counts what a step did, and what became of its sessions."""
+        report = output.report
+        whole = [each for _, each in output.news if isinstance(each, CommittedTokens)]
+        num_tokens = len(output.commit.tokens) + sum([len(each.token_ids) for each in whole])
+        report.count("vllm:generation_tokens", by=num_tokens)
+        for each in (*whole, *output.commit.rare.values()):
+            if each.result is not None:
+                _add_session(report, each.result)
+        self.steps.add(report)
+
     def record(self, report: StepReport) -> None:
         """Shows what steps have reported; see `StepTotals`."""
         report.levels["vllm:num_requests_running"] = report.num_running
@@ -440,6 +451,18 @@ def _of_sessions(meter: Meter) -> None:
         "vllm:request_time_per_output_token_seconds",
         "Mean time per token after a session's first, once a session.",
     )
+
+
+def _add_session(report: StepReport, result: GenerateResult) -> None:
+    """Counts where the time of an ended session went."""
+    timings = result.timings
+    decode_s = timings.decode_ns / NS_PER_S
+    seconds = {"queue": timings.queue_ns / NS_PER_S, "prefill": timings.prefill_ns / NS_PER_S, "decode": decode_s}
+    for name, value in seconds.items():
+        report.sample(f"vllm:request_{name}_time_seconds", value)
+    if result.num_generated_tokens > 1:
+        mean_s = decode_s / (result.num_generated_tokens - 1)
+        report.sample("vllm:request_time_per_output_token_seconds", mean_s)
 
 
 _BY_DRAFTER = (

@@ -31,31 +31,7 @@ EXPORT_TIMEOUT_S, FLUSH_TIMEOUT_S = 5.0, 3.0
 MAX_EVENTS = 128
 MAX_ATTRIBUTE_CHARS = 1024
 SCHEMES = ("http", "https", "grpc")
-# Where the exporter logs; a filter is asked by the very logger that is logged to.
-EXPORTER_LOGGER, EXPORTER_MODULE = "opentelemetry.exporter.otlp", "opentelemetry.exporter.otlp.proto.grpc.exporter"
-LOG_INTERVAL_S = 60.0
-
-
-class Seldom(logging.Filter):
-    """Lets one record through in an interval, which tells how many were held back before it.
-
-    Args:
-        interval_s: Seconds.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        super().__init__()
-        self._interval_s, self._next_s, self._num_held = interval_s, 0.0, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the record is logged."""
-        if record.created < self._next_s:
-            self._num_held += 1
-            return False
-        if self._num_held:
-            record.msg, record.args = f"{record.getMessage()} ({self._num_held} more since the last)", ()
-        self._next_s, self._num_held = record.created + self._interval_s, 0
-        return True
+EXPORTER_LOGGER = "opentelemetry.exporter.otlp"
 
 
 @asynccontextmanager
@@ -76,9 +52,8 @@ async def sending_spans(
     except (InvalidCompressionValueException, ValueError, KeyError) as error:
         # The SDK has read its variables; its messages name them.
         raise ConfigError(f"OpenTelemetry's variables: {error}") from error
-    # The exporter logs an error for each lost batch, and would log a warning for each retry.
+    # The exporter logs an error of lost batches, every 20 s at most, and would log a warning for each retry.
     logging.getLogger(EXPORTER_LOGGER).setLevel(logging.ERROR)
-    logging.getLogger(EXPORTER_MODULE).addFilter(Seldom(LOG_INTERVAL_S))
     provider.add_span_processor(
         BatchSpanProcessor(
             exporter,

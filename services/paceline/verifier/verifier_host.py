@@ -38,7 +38,6 @@ from paceline.engine.grammar import NICENESS
 from paceline.engine.loop import SLICE_S, Device, EngineLoop, Stepper
 from paceline.engine.rehearsing import RehearsalClient
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import verifier_pb2
 from paceline.service.credentials import FleetTls
@@ -558,7 +557,7 @@ class TargetHost:
                 self._sessions[number].log.tally = tally
                 self._tell(self._sessions[number], committed, now_s)
         self._gathering.after_step()
-        asyncio.get_running_loop().call_soon(record_output, self._metrics, output)
+        asyncio.get_running_loop().call_soon(self._metrics.add, output)
 
     def _tell(self, session: _ActiveSession, outcome: CommittedTokens | PacelineError, now_s: float) -> None:
         """Notes for the gateway what a step committed of a session, or that it ended it."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
-from paceline.obs.otlp import Seldom
 from paceline.obs.tracing import SampledEvents, TimedEvent
 
 
@@ -33,12 +30,3 @@ def test_the_slowest_are_kept_beside_the_even_sample_in_their_order() -> None:
     sampled = sample(took_s, slowest=3)
     assert [each.at_ns for each in sampled.kept] == [0, 77, 128, 256, 384, 512, 640, 701, 768, 896]
     assert sampled.num_left_out == 990
-
-
-def test_what_an_exporter_logs_again_and_again_is_logged_once_in_a_while() -> None:
-    seldom = Seldom(60.0)
-    records = [logging.LogRecord("x", logging.ERROR, "", 0, "batch %d lost", (index,), None) for index in range(5)]
-    for record, created_s in zip(records, (100.0, 101.0, 159.0, 160.0, 161.0), strict=True):
-        record.created = created_s
-    logged = [record.getMessage() for record in records if seldom.filter(record)]
-    assert logged == ["batch 0 lost", "batch 3 lost (2 more since the last)"]

@@ -9,7 +9,6 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
 from paceline.core.target_events import StepCommit, StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.steps import record_output
 
 MODEL = {"model_name": "tiny"}
 
@@ -42,7 +41,7 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
     news = [(1, CommittedTokens(token_ids=(7, 8))), (3, UnavailableError("its model gave nothing to choose from"))]
     commit = StepCommit(ends=[1, 3], tokens=[9, 5, 6], rare={0: CommittedTokens(token_ids=(9,), result=result)})
     output = TargetOutput(news=news, commit=commit, to_drafters={}, broken_links={}, report=StepReport())
-    record_output(VerifierMetrics(registry, "tiny"), output)
+    VerifierMetrics(registry, "tiny").add(output)
     assert registry.get_sample_value("vllm:generation_tokens_total", MODEL) == 5
     sums = {
         name: registry.get_sample_value(f"vllm:request_{name}_seconds_sum", MODEL)
