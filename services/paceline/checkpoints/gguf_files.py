@@ -109,10 +109,6 @@ _PRE_TOKENIZERS: Final[Mapping[str, pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX and path.is_file()
-
-
 def convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool = True) -> None:
     """Writes the checkpoint of a GGUF file into an existing folder.
 

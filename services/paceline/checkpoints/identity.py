@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoints.json_files import (
@@ -83,24 +82,14 @@ def _tokens(path: Path) -> dict[int, str]:
     return tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndTokens:
-    """The tokens that end a text.
-
-    Attributes:
-        ids: Within the vocabulary, in order.
-        ignored: Other ids that the files name, outside the vocabulary.
-    """
-
-    ids: tuple[int, ...]
-    ignored: tuple[int, ...]
-
-
-def end_tokens(folder: Path, found: object, vocab_size: int) -> EndTokens:
+def end_tokens(folder: Path, found: object, vocab_size: int) -> tuple[tuple[int, ...], list[int]]:
     """Reads the tokens that end a text, as vLLM does.
 
     They are those of generation_config.json, or otherwise `found` from config.json, and the tokenizer's own end token:
     files of chat models may name the base model's only.
+
+    Returns:
+        Those within the vocabulary, in order; and other ids that the files name.
 
     Raises:
         ConfigError: A value has another type; names file, field and value.
@@ -113,22 +102,20 @@ def end_tokens(folder: Path, found: object, vocab_size: int) -> EndTokens:
     given = found if isinstance(found, list | tuple) else [] if found is None else [found]
     named = [whole(each, f"{source}: each of eos_token_id", 0, MOST_LENGTH) for each in given]
     unique = dict.fromkeys((*named, *_tokenizers_own(folder)))
-    return EndTokens(
-        ids=tuple(token_id for token_id in unique if token_id < vocab_size),
-        ignored=tuple(token_id for token_id in unique if token_id >= vocab_size),
-    )
+    ids = tuple(token_id for token_id in unique if token_id < vocab_size)
+    return ids, [token_id for token_id in unique if token_id >= vocab_size]
 
 
 def eos_token_ids(folder: Path, found: object, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids of `end_tokens`; logs those that are ignored.
+    """Returns the ids within the vocabulary, see `end_tokens`; logs the others, which are ignored.
 
     Raises:
         ConfigError: As `end_tokens`.
     """
-    ends = end_tokens(folder, found, vocab_size)
-    if ends.ignored:
-        _warn(IGNORED.format(list(ends.ignored), vocab_size, folder))
-    return ends.ids
+    ids, ignored = end_tokens(folder, found, vocab_size)
+    if ignored:
+        _warn(IGNORED.format(ignored, vocab_size, folder))
+    return ids
 
 
 @functools.cache

@@ -18,14 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import unquote
 
 from paceline.checkpoints.cached import gguf_checkpoint, packaged_checkpoint, packaged_model
 from paceline.checkpoints.gguf_files import SUFFIX
 from paceline.checkpoints.json_files import CONFIG, read_object
 from paceline.core.errors import ConfigError
-from paceline.service.config import exit_with_error, named
+from paceline.service.config import exit_with_error, named, reason
 
 ConfigT = TypeVar("ConfigT")
 Say = Callable[[str], None]
@@ -57,7 +57,6 @@ PART: Final = re.compile(r"-of-\d+\.")
 MAIN = "main"
 # Files named in a message.
 MOST_NAMED: Final = 4
-REFUSED = (401, 403)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -150,7 +149,11 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
     except errors.LocalEntryNotFoundError as error:
         raise _unreachable(error, source, flag) from error
     except errors.HfHubHTTPError as error:
-        raise _refusal(error, source, flag) from error
+        # It says the same of a repository that is not there and of one that the token may not read.
+        raise ConfigError(
+            f"{flag} {source}: there is no such folder here, and the Hub refuses it: {reason(error)}; for a private or "
+            "gated repository set HF_TOKEN to a token that may read it"
+        ) from error
     except (OSError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno in NOT_WRITABLE:
             raise ConfigError(
@@ -256,26 +259,6 @@ def _cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _refusal(error: Any, source: Repository, flag: str) -> ConfigError:
-    """Returns the error for a refusal by the Hub."""
-    from huggingface_hub import constants, errors
-
-    page = f"{constants.ENDPOINT}/{source.name}"
-    status = error.response.status_code
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ConfigError(f"{flag} {source}: {source.name} has no revision {source.revision}; {page} lists them")
-    if isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError):
-        return ConfigError(
-            f"{flag} {source}: there is no such folder here, and no repository {source.name} (revision "
-            f"{source.revision}) at {constants.ENDPOINT}; if it is private, set HF_TOKEN to a token that may read it"
-        )
-    if status in REFUSED:
-        return ConfigError(
-            f"{flag} {source} is gated: accept its licence at {page}, and set HF_TOKEN to a token of that account"
-        )
-    return ConfigError(f"{flag} {source}: {constants.ENDPOINT} answered with status {status}; try again later")
-
-
 def _unreachable(error: Exception, source: Repository, flag: str) -> ConfigError:
     from huggingface_hub import constants
 
@@ -284,10 +267,9 @@ def _unreachable(error: Exception, source: Repository, flag: str) -> ConfigError
         return ConfigError(
             f"{flag} {source}: HF_HUB_OFFLINE forbids to ask the Hub, {where}: fetch it once without that variable"
         )
-    reason = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(
-        f"{flag} {source}: it could not be fetched from {constants.ENDPOINT} ({reason}), {where}: check the connection "
-        "and HF_ENDPOINT, and start again; whole files are kept"
+        f"{flag} {source}: it could not be fetched from {constants.ENDPOINT} ({reason(error)}), {where}: check the "
+        "connection and HF_ENDPOINT, and start again; whole files are kept"
     )
 
 

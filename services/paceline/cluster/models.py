@@ -100,14 +100,15 @@ def check(argv: Sequence[str]) -> None:
 
 def remarks(folder: Path, config: Config) -> Iterator[str]:
     """Lines on what our engine warns of, or refuses, in the other files of a checkpoint folder."""
-    vocab_size = text_config(config).get("vocab_size")
+    given = text_config(config).get("vocab_size")
+    vocab_size = given if isinstance(given, int) else 2**31
     try:
-        ends = end_tokens(folder, config.get("eos_token_id"), vocab_size if isinstance(vocab_size, int) else 2**31)
+        _, ignored = end_tokens(folder, config.get("eos_token_id"), vocab_size)
     except ConfigError as error:
         yield f"our engine  no: {error}"
         return
-    if ends.ignored:
-        yield f"warning     {IGNORED.format(list(ends.ignored), vocab_size, folder)}"
+    if ignored:
+        yield f"warning     {IGNORED.format(ignored, vocab_size, folder)}"
 
 
 def answer(name: str, config: Config) -> Iterator[str]:
