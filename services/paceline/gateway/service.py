@@ -188,7 +188,8 @@ class _Gateway:
             await self._client.close()
 
     def _is_ready(self) -> bool:
-        return readiness(self._sessions, self._fleet, self._supervisor.failing).ready
+        ready, _ = readiness(self._sessions, self._fleet, self._supervisor.failing)
+        return ready
 
     def _follow_fleet(self) -> None:
         metrics, fleet = self._metrics, self._fleet

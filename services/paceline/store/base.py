@@ -125,7 +125,6 @@ class SessionRecord:
         weights_hash: Fingerprint of the weights it began with; others would continue differently.
         arithmetic: Arithmetic of the verifiers that computed it, several joined by ` + `; see `ModelIdentity`.
         engine_deaths: Engines that died of it, one after another.
-        prompt_hash: SHA-256 of the prompt's ids, as little-endian 32-bit numbers.
         committed_len: Generated tokens in the log, behind `prompt_len` of the prompt.
         params_json: Sampling and speculation parameters and stop strings.
     """
@@ -139,8 +138,6 @@ class SessionRecord:
     arithmetic: str = ""
     engine_deaths: int = 0
     verifier_id: str
-    seed: int
-    prompt_hash: str
     prompt_len: int
     committed_len: int
     state: SessionState

@@ -23,8 +23,6 @@ FIELDS: dict[str, bytes | None] = {
     "owner": b"g1",
     "model": b"demo",
     "verifier_id": b"v1",
-    "seed": b"7",
-    "prompt_hash": b"h",
     "prompt_len": b"3",
     "committed_len": b"2",
     "state": b"running",

@@ -117,8 +117,8 @@ def _status_routes(
         return JSONResponse({"status": "alive"})
 
     async def health(_: Request) -> Response:
-        now = readiness(sessions, fleet, supervisor.failing, "" if keys is None else keys.problem)
-        return JSONResponse(now.report, status_code=200 if now.ready else 503)
+        ready, report = readiness(sessions, fleet, supervisor.failing, "" if keys is None else keys.problem)
+        return JSONResponse(report, status_code=200 if ready else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

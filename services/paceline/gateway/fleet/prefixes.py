@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -98,11 +99,4 @@ class PrefixIndex:
 
 
 def _num_leading(known: Mapping[int, None], blocks: Sequence[int]) -> int:
-    low, high = 0, len(blocks)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks[middle - 1] in known:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(blocks, True, key=lambda block: block not in known)

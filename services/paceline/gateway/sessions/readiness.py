@@ -6,7 +6,6 @@ It knows neither HTTP nor gRPC. Liveness is another question, which any answer a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER
@@ -17,28 +16,20 @@ UNREACHABLE = "verifiers unreachable"
 _UNREACHED = "none of its verifiers can be reached from here"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
-    """Answers health checks.
-
-    Attributes:
-        ready: Whether new requests can be served.
-        report: The state of the gateway and its fleet. `status` is `ok`, `degraded` if something is wrong that does not
-            stop requests, or the reason that requests are refused.
-    """
-
-    ready: bool
-    report: dict[str, object]
-
-
-def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str], keys_problem: str = "") -> Readiness:
-    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway.
+def readiness(
+    sessions: Sessions, fleet: Fleet, failing: Sequence[str], keys_problem: str = ""
+) -> tuple[bool, dict[str, object]]:
+    """Answers health checks; a dead registry or a failing task is shown, but does not stop the gateway.
 
     Args:
         sessions: Sessions of the gateway.
         fleet: As the gateway knows it.
         failing: Names of failing tasks.
         keys_problem: Which API keys are not in force, and why; empty: all are.
+
+    Returns:
+        Whether new requests can be served; and the state of the gateway and its fleet. `status` is `ok`, `degraded` if
+        something is wrong that does not stop requests, or the reason that requests are refused.
     """
     problems = {name: problem for name in fleet.own_names if (problem := _problem(fleet, name)) is not None}
     served = len(problems) < len(fleet.own_names)
@@ -59,7 +50,7 @@ def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str], keys_pro
         "drafters": roles.count(DRAFTER),
         "sessions": sessions.num_running,
     }
-    return Readiness(ready=served and not sessions.draining, report=report)
+    return served and not sessions.draining, report
 
 
 def _problem(fleet: Fleet, name: str) -> str | None:

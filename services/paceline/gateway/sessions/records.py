@@ -7,7 +7,6 @@ first token on. A store that does not answer costs records, never tokens; one th
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import time
@@ -15,8 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
-
-import numpy as np
 
 from paceline.core.errors import UnavailableError
 from paceline.gateway.sessions.recorded import RecordedSession
@@ -39,7 +36,6 @@ _log = logging.getLogger(__name__)
 
 def session_record(request: SessionRequest, owner: str) -> SessionRecord:
     """Returns the record of a session before its first placement."""
-    prompt = np.asarray(request.prompt_token_ids, dtype="<u4").tobytes()
     # Without the prediction, which may be long: it can only change speed.
     speculation = replace(request.speculation, predicted_token_ids=())
     parameters: dict[str, Any] = {
@@ -66,8 +62,6 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         arithmetic=request.arithmetic,
         engine_deaths=request.engine_deaths,
         verifier_id="",
-        seed=request.sampling.seed,
-        prompt_hash=hashlib.sha256(prompt).hexdigest(),
         prompt_len=len(request.prompt_token_ids),
         committed_len=len(request.committed_token_ids),
         state=SessionState.RUNNING,
