@@ -6,14 +6,13 @@ Reads a checkpoint folder and computes logits; which state to give and what to g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from paceline.checkpoints.families import architectures
-from paceline.checkpoints.json_files import read_object
+from paceline.checkpoints.json_files import CONFIG, read_object, whole
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.engine.backends.interface import memory_errors
@@ -27,40 +26,6 @@ MOST_BLOCKS: Final = 16
 
 # From final hidden states, float32 [rows, hidden], to logits, float32 [rows, vocab].
 Head = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaShape:
-    """Heads as config.json of their folder describes them.
-
-    Attributes:
-        num_heads: Tokens guessed beyond the one that the target has chosen.
-        num_blocks: Residual blocks a head.
-    """
-
-    num_heads: int
-    num_blocks: int
-
-    @classmethod
-    def from_folder(cls, folder: Path, hidden_size: int, vocab_size: int) -> MedusaShape:
-        """Reads a folder whose heads are for a target of these sizes.
-
-        Raises:
-            ConfigError: It holds no Medusa heads, or those of another target; names the field.
-        """
-        described = read_object(folder / "config.json")
-        if described.get("model_type") != MODEL_TYPE and ARCHITECTURE not in architectures(described):
-            raise ConfigError(f"{folder} holds no Medusa heads: model_type in its config.json is not {MODEL_TYPE!r}")
-        for field, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-            if described.get(field, size) != size:
-                raise ConfigError(
-                    f"{folder}: {field} in config.json is {described[field]!r}, the target's is {size}: "
-                    "these heads were trained for another target"
-                )
-        return cls(
-            num_heads=_count(described, "medusa_num_heads", folder, MAX_DRAFT_TOKENS),
-            num_blocks=_count(described, "medusa_num_layers", folder, MOST_BLOCKS),
-        )
 
 
 class MedusaHeads:
@@ -92,7 +57,7 @@ class MedusaHeads:
             ConfigError: A file or tensor is missing, pickled, or does not fit the target; says what to do.
         """
         hidden, vocab = decoder.hidden_size, decoder.config.vocab_size
-        shape = MedusaShape.from_folder(folder, hidden, vocab)
+        num_heads, num_blocks = _sizes(folder, hidden, vocab)
         checkpoint = Checkpoint(folder)
 
         def weight(name: str, *size: int) -> torch.Tensor:
@@ -102,11 +67,11 @@ class MedusaHeads:
             [
                 decoder.platform.linear(weight(f"{head}.{block}.linear.weight", hidden, hidden),
                        weight(f"{head}.{block}.linear.bias", hidden))
-                for block in range(shape.num_blocks)
+                for block in range(num_blocks)
             ]
-            for head in range(shape.num_heads)
+            for head in range(num_heads)
         ]  # fmt: skip
-        names = [f"{head}.{shape.num_blocks}.weight" for head in range(shape.num_heads)]
+        names = [f"{head}.{num_blocks}.weight" for head in range(num_heads)]
         if not any(map(checkpoint.has, names)):
             return cls(blocks, [decoder.head])
         return cls(blocks, [decoder.platform.head(weight(name, vocab, hidden)) for name in names])
@@ -130,8 +95,23 @@ def _through(blocks: Sequence[Linear], rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _count(described: dict[str, Any], field: str, folder: Path, most: int) -> int:
-    value = described.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConfigError(f"{folder}: {field} in config.json must be from 1 to {most}, got {value!r}")
-    return value
+def _sizes(folder: Path, hidden_size: int, vocab_size: int) -> tuple[int, int]:
+    """Returns how many heads a folder holds for a target of these sizes, and how many residual blocks each has.
+
+    Raises:
+        ConfigError: It holds no Medusa heads, or those of another target; names the field.
+    """
+    described = read_object(folder / CONFIG)
+    if described.get("model_type") != MODEL_TYPE and ARCHITECTURE not in architectures(described):
+        raise ConfigError(f"{folder} holds no Medusa heads: model_type in its config.json is not {MODEL_TYPE!r}")
+    for field, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if described.get(field, size) != size:
+            raise ConfigError(
+                f"{folder}: {field} in config.json is {described[field]!r}, the target's is {size}: "
+                "these heads were trained for another target"
+            )
+    num_heads, num_blocks = (
+        whole(described.get(field), f"{folder / CONFIG}: {field}", high=most)
+        for field, most in (("medusa_num_heads", MAX_DRAFT_TOKENS), ("medusa_num_layers", MOST_BLOCKS))
+    )
+    return num_heads, num_blocks
