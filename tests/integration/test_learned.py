@@ -59,9 +59,7 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: T
     await written(file, before)
     file.load_into(after.target)
     old, new = before.target._policy, after.target._policy
-    assert {mode: each.factors for mode, each in new.times.items()} == {
-        mode: each.factors for mode, each in old.times.items()
-    }
+    assert new.times.factors == old.times.factors
     assert new.mode.learned() == pytest.approx(old.mode.learned())
     assert new.mode.learned() != fresh(tiny_pair).target._policy.mode.learned()
     after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))

@@ -10,7 +10,6 @@ Whether drafters work, or sources inside the verifier alone, is measured (`pacel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from paceline.forest import Bools, Ints, Picked
 # In what is learned.
 REHEARSED = "rehearsed"
 # Highest price of a verifier that drafts, in tokens: at 1 drafters would idle.
-MOST_PRICE = 0.99
+MOST_PRICE = 1.0 - LEAST_SURVIVAL
 # Rows of prompts over a step's others up to which the rest of its time, without theirs, is known well enough. Under
 # load nearly every step reads a few rows of some prompt: when none of them counted, 64 sessions lost 7 % to their first
 # trial.
@@ -44,7 +43,7 @@ class Goodput:
             drafters have hardware of their own, so that a trial takes nothing from the verifier.
 
     Attributes:
-        times: Step times of modes that were seen; begun with those of plain steps.
+        times: Step times of modes that were seen.
         mode: Origin of drafts: drafters and sources inside the verifier, these alone, or none.
         least_survival: Least survival worth one more row in the last step, for sources inside the verifier.
         step_s: Expected seconds of the step that `allocate` was for.
@@ -70,18 +69,10 @@ class Goodput:
         rehearsing = self.mode.rehearsing
         self.mode = DraftingMode(self._max_eager_batch)
         self.mode.rehearsing = rehearsing
-        self.times = {Mode.PLAIN: StepTimes(self._cost)}
+        self.times = StepTimes(self._cost)
         self.least_survival, self.rehearsed = 0.0, ""
         self.step_s, self.responded = FIRST_STEP_S, True
         self._price: MovingAverage | None = None
-
-    @property
-    def _times(self) -> StepTimes:
-        """Step times of the present mode."""
-        mode = self.mode.mode
-        if mode not in self.times:
-            self.times[mode] = StepTimes(self._cost, self.times[Mode.PLAIN].factors)
-        return self.times[mode]
 
     @property
     def price(self) -> float:
@@ -94,11 +85,6 @@ class Goodput:
     def drafts(self) -> bool:
         """Whether drafters work for the step that `enter` announced."""
         return self.mode.mode is Mode.DRAFTING
-
-    @property
-    def step_mode(self) -> Mode:
-        """The mode of that step."""
-        return self.mode.mode
 
     @property
     def guesses(self) -> bool:
@@ -114,8 +100,7 @@ class Goodput:
     def measured(self) -> list[tuple[str, int, float]]:
         """Mode, about how many sessions, and tokens a second of all of them, as measured at the present load."""
         num_sessions, rates = self.mode.measured
-        each_s = self._cost.at(num_sessions) if rates else math.inf
-        return [(mode, num_sessions, num_sessions * rate / each_s) for mode, rate in rates.items()]
+        return [(mode, num_sessions, num_sessions * rate / self._cost.at(num_sessions)) for mode, rate in rates.items()]
 
     def rehearse(self, drafts: bool | None, *, over: str = "") -> None:
         """Steps are of one mode from now on, see `DraftingMode.rehearse`; they teach their times as usual.
@@ -129,8 +114,7 @@ class Goodput:
 
     def learned(self) -> dict[str, Any]:
         """State that a successor may begin with: step times, rates, and the draft model they were rehearsed with."""
-        step_times = {mode: times.factors for mode, times in self.times.items() if times.factors}
-        return {"step_times": step_times, "mode_rates": self.mode.learned(), REHEARSED: self.rehearsed}
+        return {"step_times": {**self.times.factors}, "mode_rates": self.mode.learned(), REHEARSED: self.rehearsed}
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Begins where a predecessor ended; called after `start_from`.
@@ -138,9 +122,9 @@ class Goodput:
         Raises:
             KeyError, TypeError, ValueError: It is not the output of `learned`.
         """
-        times = {Mode(mode): StepTimes(self._cost, factors) for mode, factors in learned["step_times"].items()}
+        times = StepTimes(self._cost, {Mode(mode): factors for mode, factors in learned["step_times"].items()})
         self.mode.resume(learned["mode_rates"])
-        self.times, self.rehearsed = {**self.times, **times}, str(learned[REHEARSED])
+        self.times, self.rehearsed = times, str(learned[REHEARSED])
 
     def enter(self, num_sessions: int, *, drafters: bool = True, sources: bool = False) -> bool:
         """Announces a step over so many sessions, those included whose prompts are read; returns whether it drafts.
@@ -149,8 +133,8 @@ class Goodput:
             drafters: Whether some of them have a drafter.
             sources: Whether sources inside the verifier may guess for some.
         """
-        able = {Mode.PLAIN: True, Mode.SOURCES: sources, Mode.DRAFTING: drafters}
-        drafts = self.mode.enter(num_sessions, [mode for mode in Mode if able[mode]]) is Mode.DRAFTING
+        possible = [mode for mode, able in zip(Mode, (True, sources, drafters), strict=True) if able]
+        drafts = self.mode.enter(num_sessions, possible) is Mode.DRAFTING
         if not drafts:
             self._price, self.responded = None, True
         return drafts
@@ -167,29 +151,28 @@ class Goodput:
         Returns:
             How many of its best nodes each session verifies, int32 `[sessions]`.
         """
-        num_sessions = len(picked.survivals)
+        (num_sessions, most), survivals = picked.survivals.shape, picked.survivals.ravel()
         # Beside a prompt a row must be worth as much as in other steps: it delays the first token.
         least = LEAST_SURVIVAL if self._price is None or not other_rows else self._price.value
-        held = np.where(picked.survivals >= least, picked.survivals, 0.0)
+        best = np.argsort(-survivals, kind="stable")[: np.count_nonzero(survivals >= least)]
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
-        ranked = np.sort(held[held > 0.0])[::-1][: max(0, MOST_ROWS - num_sessions)]
+        ranked = survivals[best[: max(0, MOST_ROWS - num_sessions)]]
         count = 0
         if num_sessions:
             # At least one guess is priced: the price of a first one.
-            seconds = self._times.with_guesses(num_sessions + other_rows, max(1, len(ranked)))
-            best = best_prefix(num_sessions, ranked, seconds[: len(ranked) + 1])
-            count = best.count
+            seconds = self.times.with_guesses(self.mode.mode, num_sessions + other_rows, max(1, len(ranked)))
+            count, rate = best_prefix(num_sessions, ranked, seconds[: len(ranked) + 1])
             self._expect(float(seconds[count]), other_rows)
             # The price of the last guess, not the next: where times bend, the next row may cost ten times as much, and
             # sessions that hold less than usual have not come to it.
             last = max(1, count)
-            self._set_prices(best.rate * float(seconds[last] - seconds[last - 1]), has_prefill=other_rows > 0)
+            self._set_prices(rate * float(seconds[last] - seconds[last - 1]), has_prefill=other_rows > 0)
         self.responded = responded is None or bool(2 * responded.sum() >= len(responded))
-        return best_each(held, count)
+        return np.bincount(best[:count] // max(1, most), minlength=num_sessions).astype(np.int32)
 
     def _expect(self, seconds: float, other_rows: int) -> None:
         # Before the first step a shape says nothing of seconds, and a prompt's step is no usual one.
-        if self._times.factors and not other_rows:
+        if self.times.factors and not other_rows:
             self.step_s = seconds
 
     def _set_prices(self, price: float, *, has_prefill: bool) -> None:
@@ -216,7 +199,7 @@ class Goodput:
         has_prefill = other_rows > MOST_PROMPT * rows
         without_prompts = base_s(rows) / base_s(rows + other_rows)
         if not has_prefill:
-            self._times.observe(roots=roots, guesses=guesses, seconds=without_prompts * step_s)
+            self.times.observe(self.mode.mode, roots=roots, guesses=guesses, seconds=without_prompts * step_s)
         self.mode.observe(
             num_sessions=roots,
             tokens=tokens,
@@ -231,7 +214,7 @@ class Goodput:
 
     def plain_s(self, rows: int) -> float:
         """Expected seconds of a step of so many rows without prompts."""
-        return float(self._times.with_guesses(rows, 0)[0]) if rows else 0.0
+        return float(self.times.with_guesses(self.mode.mode, rows, 0)[0]) if rows else 0.0
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Whether a step of `step_s` seconds should wait `wait_s` for the next nodes: the same objective.
@@ -270,27 +253,10 @@ class FixedGamma(Goodput):
 
     def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
-        counts = best_each(picked.survivals[:, : self.max_nodes], picked.survivals.size)
-        self._expect(float(self._times.with_guesses(len(counts), int(counts.sum()))[-1]), other_rows)
+        counts: Ints = (picked.survivals[:, : self.max_nodes] > 0.0).sum(axis=1, dtype=np.int32)
+        self._expect(float(self.times.with_guesses(self.mode.mode, len(counts), int(counts.sum()))[-1]), other_rows)
         return counts
 
     def waits(self, expected: Floats, gains: Floats, *, wait_s: float, step_s: float) -> bool:
         """Waits until every session has its nodes, or they are overdue."""
         return bool(gains.any())
-
-
-def best_each(survivals: Floats, count: int) -> Ints:
-    """How many of its best nodes each session gets when `count` of all are taken, of equals those that come first.
-
-    Args:
-        survivals: Survivals of each session's nodes, best first, `[sessions, most]`; those that are not taken become 0.
-        count: Most nodes of all sessions.
-    """
-    flat = survivals[survivals > 0.0]
-    if count < len(flat):
-        least = np.partition(flat, len(flat) - count)[len(flat) - count] if count else np.inf
-        ties = survivals == least
-        left = count - int((survivals > least).sum())
-        survivals[(survivals < least) | (ties & (np.cumsum(ties).reshape(ties.shape) > left))] = 0.0
-    counts: Ints = (survivals > 0.0).sum(axis=1, dtype=np.int32)
-    return counts

@@ -23,16 +23,10 @@ from paceline.core.step_time import Floats
 LEAST_SURVIVAL = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """How many options are worth taking, those of most merit first, and the tokens/s with them."""
-
-    count: int
-    rate: float
-
-
-def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> Best:
-    """The fewest options of highest goodput; see the module docstring.
+def best_prefix(
+    expected: float, gains: Sequence[float] | Floats, seconds: Sequence[float] | Floats
+) -> tuple[int, float]:
+    """The fewest options of highest goodput, and the tokens/s with them; see the module docstring.
 
     Args:
         expected: Tokens without any of them.
@@ -41,7 +35,7 @@ def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Seque
     """
     rates = (expected + np.concatenate(([0.0], np.cumsum(gains)))) / seconds
     count = int(np.argmax(rates))
-    return Best(count, float(rates[count]))
+    return count, float(rates[count])
 
 
 def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:

@@ -109,7 +109,7 @@ class StepDrafts:
     def describe(self, report: StepReport) -> None:
         """Adds to a report the mode of its step, at which price, why, and the rates of all modes."""
         policy = self._policy
-        report.price, report.mode, report.reason = policy.price, policy.step_mode, policy.reason
+        report.price, report.mode, report.reason = policy.price, policy.mode.mode, policy.reason
         report.measured = policy.measured
         report.responded = self._policy.responded
         if self._num_unmet:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,18 +26,16 @@ Floats = npt.NDArray[np.float64]
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # No guesses are taken beyond so many rows of a step: no profile has shown their time.
 MOST_ROWS = KNOTS[-1]
+# A factor, or its inverse, beyond which nothing is learned.
+MOST_FACTOR = 2.0**20
 # Share of its error by which a step moves the factors, more at first; how much less that of all rows moves than that of
-# guesses, of which the table knows less; the largest error of a step that is no accident; and bounds of the factors.
-WEIGHT, STIFFNESS, MOST_ERROR, FACTORS = 0.05, 0.25, 0.3, (1e-6, 1e6)
+# guesses, of which the table knows less; and the largest error of a step that is no accident.
+WEIGHT, STIFFNESS, MOST_ERROR = 0.05, 0.25, 0.3
 # Time that a guess is expected to take besides its row, as a share of a step of one row.
 NODE_SHARE = 0.0025
 # Longest step that has rows of prompts, and fewest such rows. A prompt of 1,501 tokens on a model of 1 G parameters,
 # 512 rows a step, stopped a stream beside it for 9.8 s at a time.
 PROMPT_STEP_S, LEAST_PROMPT_ROWS = 1.0, 16
-
-
-def _is_monotone(values: Sequence[float]) -> bool:
-    return all(map(operator.le, values, values[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +54,10 @@ class StepCost:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        increasing = all(map(operator.lt, self.rows, self.rows[1:]))
-        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not (increasing and _is_monotone(self.seconds)):
+        increase = all(map(operator.lt, self.rows, self.rows[1:])) and all(
+            map(operator.le, self.seconds, self.seconds[1:])
+        )
+        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not increase:
             raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")
 
     def at(self, rows: int) -> float:
@@ -80,26 +81,30 @@ DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15
 
 
 class StepTimes:
-    """Seconds of one mode's steps, learned from every one of them; see the module docstring.
+    """Seconds of steps by mode, learned from every one of them; see the module docstring.
 
     Args:
         cost: Measured at start, or a shape of any scale: the first step sets both factors.
-        factors: As learned by another mode or a predecessor; None: nothing is known.
+        factors: By mode, as a predecessor learned them.
 
     Attributes:
-        factors: `whole` and `extra`; None before the first step.
+        factors: `whole` and `extra` by mode; a mode without steps goes by the first one with some.
 
     Raises:
         ValueError: The factors are none.
     """
 
-    def __init__(self, cost: StepCost, factors: Sequence[float] | None = None) -> None:
-        self._cost, self._node_s = cost, NODE_SHARE * cost.at(1)
-        self._num_steps, self.factors = 0, None if factors is None else tuple(map(float, factors))
-        if self.factors is not None and (len(self.factors) != 2 or self.factors != _bounded(*self.factors)):
-            raise ValueError(f"needs two factors from {FACTORS[0]:g} to {FACTORS[1]:g}, got {self.factors}")
+    def __init__(self, cost: StepCost, factors: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._cost, self._node_s, self._num_steps = cost, NODE_SHARE * cost.at(1), Counter[str]()
+        self.factors = {mode: (float(whole), float(extra)) for mode, (whole, extra) in (factors or {}).items()}
+        for pair in self.factors.values():
+            if pair != tuple(map(_bounded, pair)):
+                raise ValueError(f"needs two factors from {1.0 / MOST_FACTOR:g} to {MOST_FACTOR:g}, got {pair}")
 
-    def observe(self, *, roots: int, guesses: int, seconds: float) -> None:
+    def _known(self, mode: str) -> tuple[float, float] | None:
+        return self.factors.get(mode) or next(iter(self.factors.values()), None)
+
+    def observe(self, mode: str, *, roots: int, guesses: int, seconds: float) -> None:
         """Adds the time of one step; of those with more than `MOST_ROWS` rows nothing is known.
 
         Args:
@@ -111,25 +116,24 @@ class StepTimes:
             return
         base = self._cost.at(roots)
         more = self._cost.at(roots + guesses) - base + self._node_s * guesses
-        if self.factors is None:
-            self.factors = _bounded(*[seconds / (base + more)] * 2)
-        whole, extra = self.factors
+        whole, extra = self._known(mode) or [_bounded(seconds / (base + more))] * 2
         expected = whole * base + extra * more
         error = min(max(seconds - expected, -MOST_ERROR * expected), MOST_ERROR * expected)
         # A step of normalised least mean squares (Widrow and Hoff, 1960), in which guesses take more of the error.
-        trusted, self._num_steps = STIFFNESS * base, self._num_steps + 1
-        share = max(WEIGHT, 1.0 / (1 + self._num_steps)) * error / (trusted * base + more * more)
-        self.factors = _bounded(whole + share * trusted, extra + share * more)
+        trusted = STIFFNESS * base
+        self._num_steps[mode] += 1
+        share = max(WEIGHT, 1.0 / (1 + self._num_steps[mode])) * error / (trusted * base + more * more)
+        self.factors[mode] = _bounded(whole + share * trusted), _bounded(extra + share * more)
 
-    def with_guesses(self, rows: int, most: int) -> Floats:
+    def with_guesses(self, mode: str, rows: int, most: int) -> Floats:
         """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
-        seconds, (whole, extra) = self._cost.from_to(rows, rows + most), self.factors or (1.0, 1.0)
+        seconds, (whole, extra) = self._cost.from_to(rows, rows + most), self._known(mode) or (1.0, 1.0)
         more = seconds - seconds[0] + self._node_s * np.arange(most + 1)
         return np.asarray(whole * seconds[0] + extra * more)
 
 
-def _bounded(*factors: float) -> tuple[float, ...]:
-    return tuple(min(max(FACTORS[0], each), FACTORS[1]) for each in factors)
+def _bounded(factor: float) -> float:
+    return min(max(1.0 / MOST_FACTOR, factor), MOST_FACTOR)
 
 
 class PromptRows:

@@ -16,6 +16,7 @@ from paceline.core.step_time import (
 )
 
 PROFILE = StepCost(rows=(1, 128), seconds=(0.010, 0.137))
+MODE = "plain"
 
 
 def test_a_profile_is_read_between_and_beyond_its_points():
@@ -25,46 +26,48 @@ def test_a_profile_is_read_between_and_beyond_its_points():
 
 def test_nothing_observed_leaves_the_profile():
     expected = [PROFILE.at(8 + guesses) + NODE_SHARE * PROFILE.at(1) * guesses for guesses in range(5)]
-    assert StepTimes(PROFILE).with_guesses(8, 4).tolist() == pytest.approx(expected)
+    assert StepTimes(PROFILE).with_guesses(MODE, 8, 4).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("factor", [0.01, 1.5, 300.0])
 def test_the_first_step_sets_the_scale_of_a_shape(factor):
     times = StepTimes(PROFILE)
-    times.observe(roots=4, guesses=0, seconds=factor * PROFILE.at(4))
-    assert times.with_guesses(4, 0)[0] == pytest.approx(factor * PROFILE.at(4))
-    assert times.with_guesses(32, 32)[-1] > factor * PROFILE.at(64)
+    times.observe(MODE, roots=4, guesses=0, seconds=factor * PROFILE.at(4))
+    assert times.with_guesses(MODE, 4, 0)[0] == pytest.approx(factor * PROFILE.at(4))
+    assert times.with_guesses(MODE, 32, 32)[-1] > factor * PROFILE.at(64)
 
 
-def test_a_mode_that_begins_with_the_times_of_another_learns_its_own_in_a_few_steps():
-    times = StepTimes(PROFILE, (1.0, 1.0))
+def test_a_mode_begins_with_the_times_of_the_first_one_and_learns_its_own_in_a_few_steps():
+    times = StepTimes(PROFILE, {"another": (1.2, 1.2)})
+    assert times.with_guesses(MODE, 4, 0)[0] == pytest.approx(1.2 * PROFILE.at(4))
     for _ in range(30):
-        times.observe(roots=4, guesses=0, seconds=1.8 * PROFILE.at(4))
-    assert times.with_guesses(4, 0)[0] == pytest.approx(1.8 * PROFILE.at(4), rel=0.05)
+        times.observe(MODE, roots=4, guesses=0, seconds=1.8 * PROFILE.at(4))
+    assert times.with_guesses(MODE, 4, 0)[0] == pytest.approx(1.8 * PROFILE.at(4), rel=0.05)
+    assert times.with_guesses("another", 4, 0)[0] == pytest.approx(1.2 * PROFILE.at(4))
 
 
 def test_one_accident_hardly_counts():
     times = StepTimes(PROFILE)
     for _ in range(200):
-        times.observe(roots=8, guesses=0, seconds=PROFILE.at(8))
-    times.observe(roots=8, guesses=0, seconds=100.0)
-    assert times.with_guesses(8, 0)[0] < 1.25 * PROFILE.at(8)
+        times.observe(MODE, roots=8, guesses=0, seconds=PROFILE.at(8))
+    times.observe(MODE, roots=8, guesses=0, seconds=100.0)
+    assert times.with_guesses(MODE, 8, 0)[0] < 1.25 * PROFILE.at(8)
 
 
 def test_guesses_never_save_time_whatever_was_observed():
     times, rng = StepTimes(PROFILE), np.random.default_rng(5)
     for _ in range(500):
         guesses = int(rng.integers(0, 64))
-        times.observe(roots=int(rng.integers(1, 64)), guesses=guesses, seconds=float(rng.uniform(1e-4, 1.0)))
-        assert np.all(np.diff(times.with_guesses(8, 64)) > 0.0)
+        times.observe(MODE, roots=int(rng.integers(1, 64)), guesses=guesses, seconds=float(rng.uniform(1e-4, 1.0)))
+        assert np.all(np.diff(times.with_guesses(MODE, 8, 64)) > 0.0)
 
 
 def test_steps_with_more_rows_than_any_profile_has_are_left_out():
     times = StepTimes(PROFILE)
-    times.observe(roots=MOST_ROWS, guesses=1, seconds=9.0)
-    assert times.factors is None
-    times.observe(roots=MOST_ROWS - 1, guesses=1, seconds=9.0)
-    assert times.factors is not None
+    times.observe(MODE, roots=MOST_ROWS, guesses=1, seconds=9.0)
+    assert not times.factors
+    times.observe(MODE, roots=MOST_ROWS - 1, guesses=1, seconds=9.0)
+    assert times.factors
 
 
 def test_steps_that_scatter_do_not_shake_the_factors():
@@ -73,11 +76,11 @@ def test_steps_that_scatter_do_not_shake_the_factors():
     for number in range(1500):
         guesses = int(rng.choice([0, 0, 0, 4]))
         seconds = PROFILE.at(8 + guesses) * float(np.exp(0.35 * rng.standard_normal()))
-        times.observe(roots=8, guesses=guesses, seconds=seconds)
+        times.observe(MODE, roots=8, guesses=guesses, seconds=seconds)
         if number >= 300:
-            alone, one_more = times.with_guesses(8, 1)
+            alone, one_more = times.with_guesses(MODE, 8, 1)
             slopes.append(one_more / alone - 1.0)
-            ratios.append(times.with_guesses(8, 4)[-1] / times.with_guesses(8, 0)[0])
+            ratios.append(times.with_guesses(MODE, 8, 4)[-1] / times.with_guesses(MODE, 8, 0)[0])
     truth = (PROFILE.at(9) - PROFILE.at(8)) / PROFILE.at(8)
     assert np.std(ratios) < 0.1
     assert np.std(slopes) < 0.35 * truth
@@ -89,8 +92,8 @@ def test_what_guesses_cost_is_told_from_what_the_rest_of_a_step_does():
     for _ in range(2000):
         roots, guesses = int(rng.integers(1, 40)), int(rng.integers(0, 2)) * int(rng.integers(1, 40))
         seconds = 1.5 * PROFILE.at(roots) + 0.4 * (PROFILE.at(roots + guesses) - PROFILE.at(roots))
-        times.observe(roots=roots, guesses=guesses, seconds=seconds)
-    whole, extra = times.factors
+        times.observe(MODE, roots=roots, guesses=guesses, seconds=seconds)
+    whole, extra = times.factors[MODE]
     assert whole == pytest.approx(1.5, rel=0.02)
     node_s = NODE_SHARE * PROFILE.at(1)
     assert extra * (1.0 + node_s / (PROFILE.at(9) - PROFILE.at(8))) == pytest.approx(0.4, rel=0.05)

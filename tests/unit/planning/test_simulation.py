@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from paceline.core import draft_policy
@@ -190,7 +189,7 @@ def test_an_engine_that_raises_ends_the_simulation(cell: PlannedFleet, monkeypat
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_policy, "best_each", lambda survivals, _: np.zeros(len(survivals), np.int32))
+    monkeypatch.setattr(draft_policy, "best_prefix", lambda *_: (0, 1.0))
     outcome = closed(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0
 
