@@ -41,8 +41,8 @@ def experienced(folders) -> EnginePair:
     for _ in range(40):
         pair.round()
     for _ in range(200):
-        pair.target._policy.enter(1)
-        pair.target._policy.observe(roots=1, guesses=3, tokens=3, step_s=3 * COST.at(4), cycle_s=3 * COST.at(4))
+        guesses, step_s = 3 * pair.target._policy.enter(1), 3 * COST.at(4)
+        pair.target._policy.observe(roots=1, guesses=guesses, tokens=1 + guesses, step_s=step_s, cycle_s=step_s)
     return pair
 
 

@@ -92,6 +92,11 @@ class Goodput:
         return self.drafts or self.mode.mode is not Mode.PLAIN
 
     @property
+    def awaits(self) -> bool:
+        """Whether a step may wait for drafters: they work for it and, in a trial, have responded."""
+        return self.drafts and (self.responded or not self.mode.is_trying)
+
+    @property
     def reason(self) -> Reason:
         """Why that step verifies guesses, or does not."""
         return self.mode.reason

@@ -7,10 +7,11 @@ work as well. The best mode is the one whose steps commit most tokens a second, 
 
 Other modes are tried now and then, by one rule: trials may lose a small share of the time. Each load has an allowance
 that grows by this share; a trial begins when the allowance covers its expected loss, and ends before the step that
-would exceed it, or as soon as the difference is clear.
+would exceed it, or as soon as the difference is clear. A trial of drafting begins with a call: until drafters respond,
+its steps are plain ones.
 
-Tokens count by session, and seconds by what the start-up profile has for so many sessions, of any scale, so that steps
-over five sessions and over eight compare. Losses count in steps of the mode in use.
+Tokens count by session, and seconds by the start-up profile's step of so many sessions, so that steps over five
+sessions and over eight compare. Losses count in steps of the mode in use.
 """
 
 from __future__ import annotations
@@ -20,40 +21,33 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from paceline.core.step_time import MOST_FACTOR
 from paceline.core.target_events import Reason
 
-# Steps after which an observation counts half, and what is kept of the steps of a mode however long ago they were. With
-# 200, eight sampled streams stayed for 80 steps in a mode that greedy ones had won, and lost 3 % of 190.
-HALF_LIFE, LEAST_KEPT = 64, 1e-6
+# Steps after which an observation counts half, and the most of a trial: so many count, or do not. With 200, eight
+# sampled streams stayed for 80 steps in a mode that greedy ones had won, and lost 3 % of 190.
+HALF_LIFE = MOST_STEPS = 64
+# Steps of a trial that count before it may be called off, and usually.
+LEAST_STEPS, USUAL_STEPS = 6, MOST_STEPS / 4
 # Share of the time that trials may lose; and in steps, the allowance of a load that was never seen, and the least of it
 # for which a mode of which nothing is known is tried, or that any trial may lose.
-EXPLORATION, ALLOWANCE, LEAST_LOST = 0.005, 2.5, 0.5
-# Steps of a trial that count: before it may be called off, usually, and at most. As many at most do not count, while
-# drafters read missing tokens, or prompts are read.
-LEAST_STEPS, USUAL_STEPS, MOST_STEPS = 6, 16, 64
+EXPLORATION, ALLOWANCE = 0.005, 2.5
+LEAST_LOST = ALLOWANCE / 5
 # Standard errors that make a difference clear when a trial begins; the longer it lasts, the smaller a difference will
 # do. And the least spread of single steps, as a share of their mean.
 CLEAR, LEAST_SPREAD = 3.0, 0.05
-# Sessions up to which one step of the mode in use is enough to try another: alone, a session nearly always gains from
-# drafts, and a first text may be short.
-FEW_SESSIONS = 2
-# Sessions up to which drafting is tried at once where drafters lend their verifier cores. With more, a step that drafts
-# took as long as nine plain ones there, and half a dozen of them a fifth of the first seconds of such sessions.
-MAX_EAGER_BATCH = 4
-# Share by which drafting is expected to be slower with more sessions than that.
-UNKNOWN_LOSS = 1 / 3
-# A load stays the same up to this factor, in powers of two.
-SAME_LOAD = 0.7
-# Octaves by which a load falls from one step to the next, at most. Between two waves of requests there are moments with
-# few sessions: drafting for these, drafters on a verifier's cores read every prompt, which cost plain steps 4 %.
-FALL = 1 / 8
-# No step counts for more than this many usual ones: a longer one is an accident. In a trial one may lose more: beside a
-# verifier's cores one that drafts took as long as nine.
-MOST_DELAY, MOST_STEP_LOST = 3.0, 10.0
-# Octaves of sessions, and a rate and its inverse, beyond which nobody learns: decisions divide by rates.
-MOST_LOAD, MOST_RATE = 20, 1e6
+# Sessions up to which drafting is tried at once where drafters lend their verifier cores, and the share by which it is
+# expected to be slower with more: there a step that drafts took as long as nine plain ones.
+MAX_EAGER_BATCH, UNKNOWN_LOSS = 4, 1 / 3
+# A load stays the same up to this factor, in powers of two, and falls by so many of them in a step, at most. Between
+# two waves of requests there are moments with few sessions: drafting for these, drafters on a verifier's cores read
+# every prompt, which cost plain steps 4 %.
+SAME_LOAD, FALL = 0.7, 1 / 8
+# No step counts for more than this many usual ones: a longer one is an accident.
+MOST_DELAY = 3.0
+# Rates, their inverses, and sessions beyond which nothing is learned: decisions divide by rates.
+MOST_RATE = MOST_FACTOR
+MOST_LOAD = int(math.log2(MOST_RATE))
 
 
 class Mode(enum.StrEnum):
@@ -65,7 +59,6 @@ class Mode(enum.StrEnum):
 
 
 Modes = Collection[Mode]
-GUESSING: Modes = (Mode.SOURCES, Mode.DRAFTING)
 
 
 class Rate:
@@ -76,30 +69,21 @@ class Rate:
 
     Attributes:
         num_seen: Steps that were ever added.
+        steps: Their weight; older ones count less.
     """
 
     def __init__(self, value: float = 0.0) -> None:
-        # Sums over steps of 1, tokens, time, tokens squared, tokens * time and time squared.
-        self._sums = np.zeros(6)
         self.num_seen = LEAST_STEPS if value else 0
-        if value:
-            time = 1.0 / max(value, 1.0 / MOST_RATE)
-            self._sums += LEAST_STEPS * np.array([1.0, 1.0, time, 1.0, time, time * time])
+        self.steps = float(self.num_seen)
+        self._means = _moments(1.0, 1.0 / max(value, 1.0 / MOST_RATE)) if value else _moments(0.0, 0.0)
 
     def add(self, tokens: float, time: float) -> None:
         if self.steps >= LEAST_STEPS:
             time = min(time, MOST_DELAY * self.step_time)
         self.num_seen += 1
-        self._sums += (1.0, tokens, time, tokens * tokens, tokens * time, time * time)
-
-    def forget(self, most_steps: float) -> None:
-        """Makes this rate count for at most so many steps."""
-        if self.steps > most_steps:
-            self._sums *= most_steps / self.steps
-
-    @property
-    def steps(self) -> float:
-        return float(self._sums[0])
+        self.steps += 1.0
+        moments = zip(self._means, _moments(tokens, time), strict=True)
+        self._means = [mean + (moment - mean) / self.steps for mean, moment in moments]
 
     @property
     def is_known(self) -> bool:
@@ -107,21 +91,25 @@ class Rate:
 
     @property
     def step_time(self) -> float:
-        return float(self._sums[2] / self._sums[0])
+        return self._means[1]
 
     @property
     def value(self) -> float:
-        """Tokens over time, within the bounds of a rate; 0 before the first step."""
-        return min(max(1.0 / MOST_RATE, float(self._sums[1] / self._sums[2])), MOST_RATE) if self.is_known else 0.0
+        """Tokens over time; 0 before the first step."""
+        return self._means[0] / self._means[1] if self.is_known else 0.0
 
     @property
     def error(self) -> float:
         """Standard error of that; 0 before the first step."""
         if not self.is_known:
             return 0.0
-        value, (steps, tokens, time, tokens2, cross, time2) = self.value, self._sums
-        residual = tokens2 - value * (2.0 * cross - value * time2)
-        return math.sqrt(max(residual, (LEAST_SPREAD * tokens) ** 2 / steps)) / float(time)
+        value, (tokens, time, tokens2, cross, time2) = self.value, self._means
+        variance = max(tokens2 - value * (2.0 * cross - value * time2), (LEAST_SPREAD * tokens) ** 2)
+        return math.sqrt(variance / max(self.steps, 1.0 / MOST_RATE)) / time
+
+
+def _moments(tokens: float, time: float) -> list[float]:
+    return [tokens, time, tokens * tokens, tokens * time, time * time]
 
 
 @dataclass(slots=True)
@@ -129,12 +117,15 @@ class Trial:
     """Another mode at work for a few steps.
 
     Attributes:
-        counted: Steps that count.
-        lost: Its loss so far, in steps of the mode in use.
+        call: Steps that do not count, as drafters have not responded.
+        call_lost: Loss of these so far, in steps of the mode in use.
+        steps: Those that count.
+        lost: Loss of these.
     """
 
     mode: Mode
-    counted: int = 0
+    call: Rate = field(default_factory=Rate)
+    call_lost: float = 0.0
     steps: int = 0
     lost: float = 0.0
 
@@ -145,20 +136,17 @@ class Load:
 
     Args:
         mode: The mode in use, trials apart.
-        steps_before_trial: Steps of it that must be known first.
-        loss: Share by which drafting is expected to be slower before it was tried; None: nothing is known.
+        least_loss: Steps that a trial of drafting is expected to lose at least, before it has shown anything.
 
     Attributes:
         allowance: Loss that trials may still cause, in steps; less than 0: they have lost more.
-        cut_off: By mode, the loss of its last trial, if its own limits ended that before it could show anything.
+        possible: Modes that the next step's sessions can be served in.
     """
 
     mode: Mode
-    steps_before_trial: int = LEAST_STEPS
-    loss: float | None = None
-    allowance: float = ALLOWANCE
+    least_loss: float = 0.0
     rates: dict[Mode, Rate] = field(default_factory=lambda: {mode: Rate() for mode in Mode})
-    cut_off: dict[Mode, float] = field(default_factory=dict)
+    allowance: float = ALLOWANCE
     trial: Trial | None = None
     possible: Modes = tuple(Mode)
 
@@ -170,10 +158,13 @@ class Load:
     @property
     def usual(self) -> Mode:
         """The mode in use, or the best one that is possible instead."""
-        return self.mode if self.mode in self.possible else max(self.possible, key=lambda mode: self.rates[mode].value)
+        return self.mode if self.mode in self.possible else max(self.possible, key=self._value)
+
+    def _value(self, mode: Mode) -> float:
+        return self.rates[mode].value
 
     def allow(self, possible: Modes) -> None:
-        """Limits the next step to these modes, those that its sessions can be served in."""
+        """Limits the next step to some modes."""
         usual, self.possible = self.usual, possible
         if self.trial is not None and (self.trial.mode not in possible or usual is not self.usual):
             self.end_trial()
@@ -189,54 +180,68 @@ class Load:
             self.allowance += EXPLORATION * min(time / usual.step_time, MOST_DELAY)
         if trial is not None:
             self._continue(trial, tokens, time, counts=counts)
-        elif usual.steps >= self.steps_before_trial:
+        elif usual.steps >= LEAST_STEPS:
             self._begin_trial()
 
     def count(self, mode: Mode, tokens: float, time: float) -> None:
-        """Adds a step of a mode to its rate."""
+        """Adds a step of a mode to its rate; those of all modes count a little less."""
         for rate in self.rates.values():
-            # A little of each is kept: better than nothing.
-            rate.forget(max(LEAST_KEPT, rate.steps * 0.5 ** (1.0 / HALF_LIFE)))
+            rate.steps *= 0.5 ** (1.0 / HALF_LIFE)
         self.rates[mode].add(tokens, time)
 
     def settle(self) -> None:
         """Decides by the known rates, which a few steps are enough to change."""
         for rate in self.rates.values():
-            rate.forget(LEAST_STEPS)
+            rate.steps = min(rate.steps, LEAST_STEPS)
         if self.rates[Mode.PLAIN].is_known and self.rates[Mode.DRAFTING].is_known:
-            self.mode = max(Mode, key=lambda mode: self.rates[mode].value)
+            self.mode, self.least_loss = max(Mode, key=self._value), 0.0
 
     def _begin_trial(self) -> None:
         """Begins a trial if the allowance covers its expected loss: of a better mode, else of the one least known."""
         losses = {mode: self._expected_loss(mode) for mode in reversed(Mode) if mode in self.possible}
         del losses[self.usual]
         # Of equal ones, drafting.
-        mode = min(
-            losses, key=lambda mode: (max(0.0, losses[mode]) and self.rates[mode].steps, losses[mode]), default=None
-        )
-        if mode is not None and losses[mode] <= max(0.0, self.allowance):
-            self.trial = Trial(mode)
+        best = min(losses, key=lambda mode: (losses[mode] > 0.0 and self.rates[mode].steps, losses[mode]), default=None)
+        if best is not None and losses[best] <= max(0.0, self.allowance):
+            self.trial = Trial(best)
             # The machine and the texts may have changed since.
-            self.rates[mode].forget(LEAST_STEPS)
+            self.rates[best].steps = min(self.rates[best].steps, LEAST_STEPS)
+
+    def _expected_loss(self, mode: Mode) -> float:
+        """Steps that a trial is expected to lose; the error of the mode in use speaks for it."""
+        usual, rate, loss = self.rates[self.usual], self.rates[mode], LEAST_LOST
+        if rate.is_known:
+            loss = USUAL_STEPS * (1.0 - rate.value / (usual.value + usual.error))
+        return max(loss, self.least_loss) if mode is Mode.DRAFTING and self.least_loss else loss
 
     def _continue(self, trial: Trial, tokens: float, time: float, *, counts: bool) -> None:
         usual, tried = self.rates[self.usual], self.rates[trial.mode]
-        trial.steps += 1
-        trial.counted += counts
-        # A pause of the machine is no loss of the mode.
-        trial.lost += min((time - tokens / usual.value) / usual.step_time, MOST_STEP_LOST)
-        # With one more step like those before.
-        exceeds = trial.lost * (1.0 + 1.0 / trial.steps) > max(self.allowance, LEAST_LOST)
-        over = exceeds or max(trial.counted, trial.steps - trial.counted) >= MOST_STEPS
-        if trial.counted < LEAST_STEPS:
+        if counts:
+            trial.steps += 1
+            # A pause of the machine is no loss of the mode.
+            trial.lost += min((time - tokens / usual.value) / usual.step_time, MOST_DELAY)
+            # With one more step like those before.
+            lost = trial.lost * (1.0 + 1.0 / trial.steps)
+        else:
+            # A call's steps are plain ones, and lose what is clear.
+            trial.call.add(tokens, min(time, MOST_DELAY * usual.step_time))
+            most = trial.call.value + math.hypot(trial.call.error, usual.error)
+            lost = trial.call_lost = trial.call.steps * max(0.0, usual.value / most - 1.0)
+        exceeds = lost > max(self.allowance, LEAST_LOST)
+        over = exceeds or max(trial.steps, trial.call.steps) >= MOST_STEPS
+        if not trial.steps:
             if over:
-                self.cut_off[trial.mode] = max(trial.lost, ALLOWANCE)
+                # It has shown nothing, or at most that a call costs more than was allowed.
+                self.least_loss = 2.0 * max(trial.call_lost, ALLOWANCE) if exceeds else ALLOWANCE
+                self.allowance = min(self.allowance, trial.call_lost)
                 self.end_trial()
             return
-        self.cut_off.pop(trial.mode, None)
+        if trial.mode is Mode.DRAFTING:
+            self.least_loss = 0.0
         gain, error = tried.value - usual.value, math.hypot(usual.error, tried.error)
-        if over or abs(gain) > CLEAR * (1.0 - trial.counted / MOST_STEPS) * error:
-            self.end_trial(won=gain > 0.0)
+        is_known = trial.steps >= LEAST_STEPS
+        if over or (is_known and abs(gain) > CLEAR * (1.0 - trial.steps / MOST_STEPS) * error):
+            self.end_trial(won=is_known and gain > 0.0)
 
     def end_trial(self, *, won: bool = False) -> None:
         """Ends a trial, if there is one, and takes its loss from the allowance."""
@@ -244,19 +249,9 @@ class Load:
             return
         trial, self.trial = self.trial, None
         # Nothing is saved up for several trials in a row.
-        self.allowance = min(self.allowance, ALLOWANCE) - max(0.0, trial.lost)
+        self.allowance = min(self.allowance, ALLOWANCE) - max(0.0, trial.call_lost + trial.lost)
         if won:
             self.mode = trial.mode
-
-    def _expected_loss(self, mode: Mode) -> float:
-        """Steps that a trial is expected to lose; the error of the mode in use speaks for it."""
-        usual, rate, loss = self.rates[self.usual], self.rates[mode], LEAST_LOST
-        if rate.is_known:
-            loss = USUAL_STEPS * (1.0 - rate.value / (usual.value + usual.error))
-        elif mode is Mode.DRAFTING and self.loss is not None:
-            loss = USUAL_STEPS * self.loss
-        # A trial that ended before drafters responded gets twice as much the next time.
-        return max(2.0 * self.cut_off.get(mode, 0.0), loss)
 
 
 class DraftingMode:
@@ -287,6 +282,11 @@ class DraftingMode:
         return self.rehearsing if self.rehearsing in self._load.possible else Mode.PLAIN
 
     @property
+    def is_trying(self) -> bool:
+        """Whether the next step is of a trial."""
+        return self._load is not None and self._load.trial is not None
+
+    @property
     def measured(self) -> tuple[int, dict[Mode, float]]:
         """About how many sessions the present load has, and the rates there of some steps; 0 and none at first.
 
@@ -307,9 +307,9 @@ class DraftingMode:
             return Reason.TRYING
         if load.mode is not Mode.PLAIN:
             return Reason.PAYS
-        if any(load.rates[each].is_known for each in GUESSING):
+        if any(rate.is_known for mode, rate in load.rates.items() if mode is not Mode.PLAIN):
             return Reason.DID_NOT_PAY
-        return Reason.TRYING if load.loss is None else Reason.TOO_LOADED
+        return Reason.TOO_LOADED if load.least_loss > ALLOWANCE else Reason.TRYING
 
     def rehearse(self, mode: Mode | None) -> None:
         """Runs all steps in one mode from now on, which shows its rate; None: the known rates decide again."""
@@ -328,10 +328,9 @@ class DraftingMode:
         exact = self._recent = max(math.log2(num_sessions), self._recent - FALL)
         if self._load is None or abs(exact - self._at) > SAME_LOAD:
             self._at = round(exact)
-            load = self.loads.get(self._at)
-            if load is None:
-                load = self.loads[self._at] = self._new_load(self._at)
-            self._leave(load)
+            if self._at not in self.loads:
+                self.loads[self._at] = self._new_load(self._at)
+            self._leave(self.loads[self._at])
         assert self._load is not None, "it was found, or made"
         self._load.allow(possible)
         return self.mode
@@ -372,13 +371,8 @@ class DraftingMode:
             for place, load in known.items()
             if place < at and load.mode is not Mode.DRAFTING and load.rates[Mode.PLAIN].is_known
         ]
-        if below:
-            return Load(Mode.PLAIN, loss=max(0.0, 1.0 - min(below)))
-        return Load(
-            Mode.PLAIN,
-            steps_before_trial=1 if 2**at <= FEW_SESSIONS else LEAST_STEPS,
-            loss=None if 2**at <= self._max_eager_batch else UNKNOWN_LOSS,
-        )
+        ratio = min(below, default=1.0 if 2**at <= self._max_eager_batch else 1.0 - UNKNOWN_LOSS)
+        return Load(Mode.PLAIN, least_loss=max(0.0, USUAL_STEPS * (1.0 - ratio)))
 
     def learned(self) -> list[float]:
         """Each load's logarithm and rates of all modes, 0 for an unknown one; see `resume`."""
@@ -391,15 +385,16 @@ class DraftingMode:
         Raises:
             ValueError: It is not the output of `learned`.
         """
-        loads, eager = dict[int, Load](), self._max_eager_batch
+        loads = dict[int, Load]()
         for at, *values in zip(*[iter(learned)] * (1 + len(Mode)), strict=True):
             if not 0.0 <= at <= MOST_LOAD or not 0.0 <= min(values) <= max(values) <= MOST_RATE:
                 raise ValueError(f"needs loads to {MOST_LOAD} and rates to {MOST_RATE:g}, got {at:g} with {values}")
             rates = {mode: Rate(value) for mode, value in zip(Mode, values, strict=True)}
-            mode = max(Mode, key=lambda mode: rates[mode].value)
-            if mode is not Mode.DRAFTING and 2**at <= eager:
+            mode, eager = max(Mode, key=lambda mode: rates[mode].value), 2**at <= self._max_eager_batch
+            if mode is not Mode.DRAFTING and eager:
                 # It may not have paid because the machine was busy, or with another drafter: it is tried anew.
                 rates[Mode.DRAFTING] = Rate()
-            loads[int(at)] = Load(mode, loss=None if 2**at <= eager else UNKNOWN_LOSS, rates=rates)
+            waits = not eager and not rates[Mode.DRAFTING].is_known
+            loads[int(at)] = Load(mode, least_loss=waits * USUAL_STEPS * UNKNOWN_LOSS, rates=rates)
         self.loads, self._recent = loads, 0.0
         self._leave(None)

@@ -124,8 +124,11 @@ class StepDrafts:
             self._num_unmet += num_marked
 
     def waits(self, rows: Ints, now_s: float) -> Floats:
-        """By session the seconds until its next nodes, `[sessions]`; NaN: never."""
-        return self._forest.links.waits(rows, now_s)
+        """By session the seconds until its next nodes, `[sessions]`; NaN: never.
+
+        A trial waits for no drafter before it responds, and a plain step for none: they cost what plain ones do.
+        """
+        return self._forest.links.waits(rows, now_s) if self._policy.awaits else np.full(len(rows), np.nan)
 
     def pays(self, rows: Ints, draft_s: float, *, idle_s: float) -> bool:
         """Whether a draft step of `draft_s` seconds a level for all sessions is worth waiting for."""

@@ -109,6 +109,21 @@ def test_a_distant_drafter_is_of_less_use() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+def test_a_drafter_that_reads_a_prompt_for_ten_steps_drafts_in_the_first_text() -> None:
+    slow = StepCost(rows=(1, 1025), seconds=(0.001, 0.201))
+    facts = profile(sure_guesses(right=True), draft_cost=slow)
+    plain, tier = (run_closed(facts, cell, equal(1, 500, 400), streams=1) for cell in (PLAIN, TIER))
+    assert tier.tokens_per_s > 1.5 * plain.tokens_per_s
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_drafter_that_never_responds_costs_nothing(streams: int) -> None:
+    distant = profile(sure_guesses(right=True), link_s=1e6)
+    plain, tier = (run_closed(distant, cell, equal(streams, 1, 700), streams=streams) for cell in (PLAIN, TIER))
+    assert tier.gamma == 0.0
+    assert tier.tokens_per_s > 0.999 * plain.tokens_per_s
+
+
 def test_what_is_simulated_is_the_engine_that_serves() -> None:
     async def made(loop: JumpingLoop) -> VerifierAtWork:
         return VerifierAtWork(profile(), loop, colocated=False)

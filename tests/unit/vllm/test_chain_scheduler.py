@@ -136,8 +136,8 @@ def test_the_first_steps_say_how_fast_it_is_and_verify_nothing() -> None:
     vllm = Vllm(Goodput(max_nodes=MAX_CHAIN))
     vllm.begin(1)
     vllm.reach_drafter()
-    # The first step came after nothing: one more says the time of the last. One known step is enough for one session.
-    for _ in range(WARM_UP_STEPS + 2):
+    # The first step came after nothing: one more says the time of the last.
+    for _ in range(MEASURED + 2):
         assert vllm.step() == {1: []}
     assert vllm.step() != {1: []}
 
@@ -370,7 +370,9 @@ def test_a_successor_begins_where_its_predecessor_ended() -> None:
     learned = vllm.tier.learned()
     successor = Vllm(Goodput(max_nodes=MAX_CHAIN))
     successor.tier.resume(learned)
-    assert successor.tier.learned()["policy"] == learned["policy"]
+    again = successor.tier.learned()["policy"]
+    assert again | {"mode_rates": ...} == learned["policy"] | {"mode_rates": ...}
+    assert again["mode_rates"] == pytest.approx(learned["policy"]["mode_rates"])
     successor.begin(1)
     successor.reach_drafter()
     successor.run(8)
