@@ -72,7 +72,7 @@ class Ways:
     async def _straight(self, ask: Ask) -> Completion:
         started_s = time.perf_counter()
         arrived = await self._verifier.arrived(ask, SpeculationParams(enabled=False))
-        pieces = [(at_s, 1) for at_s, step in arrived for _ in step.token_ids]
+        pieces = [(at_s, 1) for at_s, token_ids in arrived for _ in token_ids]
         return Completion(started_s=started_s, ended_s=arrived[-1][0], pieces=pieces, num_tokens=len(pieces))
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from loadtest.gpu import LINES, PART
 from loadtest.gpu_models import SHAPES, ModelShape, RandomModel
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
+from paceline.core.messages import GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.noise import split_uint64
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -373,11 +373,10 @@ def _run_sessions(contact: Contact, engine: TargetEngine | ColocatedEngine, sess
     while len(run.records) < sessions:
         if not started_s and all(run.texts):
             before, started_s = sum(map(len, run.texts)), time.perf_counter()
-        for number, committed in run_sync(engine.step()).outcomes():
-            assert isinstance(committed, CommittedTokens), committed
-            run.texts[number] += committed.token_ids
-            if committed.result is not None:
-                run.records.append(committed.result.speculation)
+        commit = run_sync(engine.step()).commit
+        for number, _, token_ids, _ in commit:
+            run.texts[number] += token_ids
+        run.records += [each.result.speculation for each in commit.events.values() if each.result is not None]
     run.tokens_per_s = (sum(map(len, run.texts)) - before) / (time.perf_counter() - started_s)
     return run
 

@@ -6,7 +6,7 @@ import itertools
 import time
 
 from loadtest.streams import Ask, Completion, Door
-from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.messages import GenerateRequest, SessionEvent
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.verifier_client import VerifierClient
 
@@ -27,8 +27,8 @@ class StraightCalls:
         self._client = VerifierClient(SILENCE_S)
         self._numbers = itertools.count()
 
-    async def arrived(self, ask: Ask, speculation: SpeculationParams) -> list[tuple[float, CommittedTokens]]:
-        """Runs a session; what came of it, and when."""
+    async def arrived(self, ask: Ask, speculation: SpeculationParams) -> list[tuple[float, tuple[int, ...]]]:
+        """Runs a session; when which tokens came."""
         request = GenerateRequest(
             session_id=f"bench-{next(self._numbers)}",
             epoch=1,
@@ -36,10 +36,10 @@ class StraightCalls:
             sampling=SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True),
             speculation=speculation,
         )
-        arrived: list[tuple[float, CommittedTokens]] = []
+        arrived: list[tuple[float, tuple[int, ...]]] = []
 
-        def take(step: CommittedTokens) -> bool:
-            arrived.append((time.perf_counter(), step))
+        def take(token_ids: tuple[int, ...], _: bytes, __: SessionEvent) -> bool:
+            arrived.append((time.perf_counter(), token_ids))
             return False
 
         await self._client.run(self._client.running(self._address, request, VOCAB_SIZE, take))
@@ -62,7 +62,7 @@ class StraightDoor(Door):
 
     async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
         arrived = await self._calls.arrived(ask, SpeculationParams(**(ask.speculation or {})))
-        tokens = [(at_s - origin_s, step.token_ids) for at_s, step in arrived]
+        tokens = [(at_s - origin_s, token_ids) for at_s, token_ids in arrived]
         done.counts = [(at_s, len(token_ids)) for at_s, token_ids in tokens if token_ids]
         done.pieces = [(at_s, 1) for at_s, token_ids in tokens for _ in token_ids]
         done.text = " ".join(str(token_id) for _, token_ids in tokens for token_id in token_ids)

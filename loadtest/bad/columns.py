@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError, Message
 
 from loadtest.core import DRAFTER, PROMPT_TOKENS, VOCAB_SIZE, Drafter, Models, Stopwatch, Verifier
 from paceline.core.errors import PacelineError, RemoteProtocolError
-from paceline.core.messages import CommittedTokens, GenerateRequest, PositionLogprobs, SpeculationRecord
+from paceline.core.messages import GenerateRequest, PositionLogprobs, SessionEvent, SpeculationRecord, StepCommit
 from paceline.core.params import REJECTION, SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit
 from paceline.engine.draft_scheduler import VerifierLeft, VerifierMessages
@@ -60,15 +60,18 @@ ASKED = GenerateRequest(
 )
 _JUDGED = PositionLogprobs(token_id=4, logprob=-0.5, top=((5, -0.25),))
 _RECORD = SpeculationRecord(num_steps=2, num_spec_steps=1, acceptance_histogram=(0, 1), mean_batch_size=1.0)
-ANSWER = log_to_pb(
-    LogPart(
-        outcomes=[
-            (1, CommittedTokens(token_ids=(4, 4), logprobs=(_JUDGED, _JUDGED), speculation=_RECORD)),
-            (2, CommittedTokens(token_ids=(4,), running=True)),
-        ],
-        alive=True,
-    )
-).SerializeToString()
+_COMMIT = StepCommit(
+    numbers=[1, 2],
+    offsets=[0, 0],
+    ends=[2, 3],
+    tokens=[4, 4, 4],
+    origins=bytearray(3),
+    events={
+        1: SessionEvent(logprobs=(_JUDGED, _JUDGED), speculation=_RECORD),
+        2: SessionEvent(running=True),
+    },
+)
+ANSWER = log_to_pb(LogPart(commit=_COMMIT, alive=True)).SerializeToString()
 _BORDERS = (0, 1, 2, 3, 127, 1023, 1024, 2**16, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1)
 # Changed parts of each peer's messages: its lists of submessages.
 _LISTS = {"DraftResponse": ("drafts", "lagging"), "DraftRequest": ("commits", "opens", "states")}
@@ -235,7 +238,7 @@ class Peers:
         except (RemoteProtocolError, DecodeError):
             self._counts[f"answers {REFUSED}"] += 1
             return
-        for _, outcome in part.outcomes:
+        for *_, outcome in part:
             self._counts[f"answers {REFUSED if isinstance(outcome, PacelineError) else TAKEN}"] += 1
 
 

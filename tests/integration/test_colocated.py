@@ -7,7 +7,7 @@ import random
 import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
@@ -20,6 +20,7 @@ from paceline.engine.target import TargetEngine
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3
 from tests.support.engines import Clock
+from tests.support.steps import steps_of
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True),
@@ -91,8 +92,7 @@ class Colocated:
         while self.engine.has_work():
             output = run_sync(self.engine.step())
             assert not output.to_drafters
-            for number, committed in output.outcomes():
-                assert isinstance(committed, CommittedTokens)
+            for number, committed in steps_of(output.commit):
                 self.token_ids[number] += committed.token_ids
                 self.results[number] = committed.result
         return [self.token_ids[number] for number in sorted(self.token_ids)]

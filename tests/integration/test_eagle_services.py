@@ -101,5 +101,6 @@ async def first_drafter_of(calls, host, method: str) -> str:
         while True:
             request = replace(ask(method, max_tokens=200), speculation=SpeculationParams(method=method))
             async for _ in calls.generate(request):
-                if method in host._under_way and (address := host._under_way[method].drafter_address):
-                    return address
+                known = host._named(method)
+                if known is not None and known.drafter_address:
+                    return known.drafter_address

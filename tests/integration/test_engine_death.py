@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
-from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
+from paceline.core.messages import VERIFIER, GenerateRequest, SessionEvent
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.model_service import EXIT_HUNG, engine_ended
@@ -34,6 +34,7 @@ from tests.support.fuzzing import until
 from tests.support.log_stream import ScriptedLog, VerifierCalls, verifier_calls
 from tests.support.memory_store import MemoryStore
 from tests.support.poison import DIES, HANGS, Poison
+from tests.support.steps import Step
 from tools.delay_proxy import DelayProxy
 from tools.ports import free_port
 
@@ -57,7 +58,7 @@ class Stream:
     def __init__(self, calls: VerifierCalls, request: GenerateRequest) -> None:
         self.call = calls.running(request)
         self._steps = calls.generate_of(self.call)
-        self.heard: list[CommittedTokens] = []
+        self.heard: list[Step] = []
         self._hearing = asyncio.create_task(self._hear())
 
     async def _hear(self) -> PacelineError | None:
@@ -202,15 +203,15 @@ async def test_in_a_long_step_a_verifier_shows_life_and_for_how_long_until_the_e
 async def test_tokens_that_cannot_be_handed_on_end_their_sessions_and_nothing_else(
     tiny_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_verifier(tiny_pair[0]) as (calls, host):
-        tell = host._tell
+    async with running_verifier(tiny_pair[0]) as (calls, _):
+        put = commit_log.SessionLog.put
 
-        def failing(session, outcome, now_s) -> None:
-            if outcome.token_ids:
+        def failing(log, offset, token_ids, *rest) -> None:
+            if token_ids:
                 raise KeyError("a bug between engine and logs")
-            tell(session, outcome, now_s)
+            put(log, offset, token_ids, *rest)
 
-        monkeypatch.setattr(host, "_tell", failing)
+        monkeypatch.setattr(commit_log.SessionLog, "put", failing)
         error = await asyncio.wait_for(Stream(calls, ask("s")).end(), 30)
         assert type(error) is UnavailableError
         assert "could not be handed on" in str(error)
@@ -242,11 +243,12 @@ async def test_an_error_of_ours_ends_its_session_alone_and_frees_it(
     async with running_verifier(tiny_pair[0]) as (calls, host):
         other = Stream(calls, ask("other", max_tokens=100))
         await other.until_tokens()
-        tell, begin = host._tell, host._begin
+        put, begin = commit_log.SessionLog.put, host._begin
 
-        def telling(session, outcome, now_s) -> None:
-            bad = session.request.session_id == "bad" and outcome.token_ids
-            tell(session, outcome._replace(token_ids=(-1,) * len(outcome.token_ids)) if bad else outcome, now_s)
+        def putting(log, offset, token_ids, *rest) -> None:
+            named = [each for each in host._sessions.values() if each.request.session_id == "bad"]
+            bad = any(each.log is log for each in named)
+            put(log, offset, [-1] * len(token_ids) if bad else token_ids, *rest)
 
         def beginning(mine, *grammar) -> None:
             if mine.request.session_id == "bad":
@@ -254,7 +256,7 @@ async def test_an_error_of_ours_ends_its_session_alone_and_frees_it(
             begin(mine, *grammar)
 
         if fault.startswith("an outcome"):
-            monkeypatch.setattr(host, "_tell", telling)
+            monkeypatch.setattr(commit_log.SessionLog, "put", putting)
         else:
             monkeypatch.setattr(host, "_begin", beginning)
         error = await Stream(calls, ask("bad")).end()
@@ -321,14 +323,14 @@ async def test_a_verifier_that_vanished_had_the_session_or_was_never_reached(tin
     async with verifier_at(tiny_pair[0], poison=poison) as (address, _):
         host, port = address.rsplit(":", 1)
         with DelayProxy((host, int(port))) as proxy:
-            running = client.running(proxy.address, request, 256, lambda _: False)
+            running = client.running(proxy.address, request, 256, lambda *_: False)
             losing = asyncio.create_task(lost(client, running))
             while not running.ran:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
             proxy.cut()
             assert await losing == (True, False)
             poison.cure.set()
-        away = client.running(f"127.0.0.1:{free_port('127.0.0.1')}", request, 256, lambda _: False)
+        away = client.running(f"127.0.0.1:{free_port('127.0.0.1')}", request, 256, lambda *_: False)
         assert await lost(client, away) == (False, False)
     await client.close()
 
@@ -353,9 +355,9 @@ class Silent(verifier_pb2_grpc.VerifierServicer):
                 await self.lives.wait()
                 yield verifier_pb2.VerifyResponse(alive=True)
 
-    async def _run(self, _: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+    async def _run(self, _: GenerateRequest) -> AsyncIterator[Step]:
         await asyncio.Event().wait()
-        yield CommittedTokens(token_ids=())
+        yield Step()
 
 
 @pytest.mark.parametrize(("life_after_s", "unheard"), [(None, True), (0.5, True), (1.5, False)])
@@ -368,7 +370,7 @@ async def test_a_verifier_that_vanished_before_it_said_anything_may_have_compute
     await server.start()
     request, client = ask("s"), VerifierClient(60, clock=clock)
     with DelayProxy(("127.0.0.1", port)) as proxy:
-        running = client.running(proxy.address, request, 256, lambda _: False)
+        running = client.running(proxy.address, request, 256, lambda *_: False)
         losing = asyncio.create_task(lost(client, running))
         await until(lambda: running.taken_s is not None)
         if life_after_s is not None:
@@ -382,13 +384,13 @@ async def test_a_verifier_that_vanished_before_it_said_anything_may_have_compute
 
 
 async def test_an_error_in_taking_what_a_verifier_tells_ends_that_session_and_no_other_of_its_stream(tiny_pair) -> None:
-    def fail(_: CommittedTokens) -> bool:
+    def fail(*_: object) -> bool:
         raise ValueError("cannot be taken")
 
-    heard: list[CommittedTokens] = []
+    heard: list[SessionEvent] = []
 
-    def hear(told: CommittedTokens) -> bool:
-        heard.append(told)
+    def hear(_: tuple[int, ...], __: bytes, event: SessionEvent) -> bool:
+        heard.append(event)
         return False
 
     client = VerifierClient(60)
@@ -437,11 +439,12 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_others_are_served(
     monkeypatch.setattr(commit_log, "LOG_BYTES", 2000)
     async with running_verifier(tiny_pair[0]) as (calls, host):
         gateway = commit_log.GatewayLog()
-        host._gateways[gateway] = {}
+        host._gateways.add(gateway)
         host._start(gateway, 1, ask("unread"))
         other = Stream(calls, ask("other"))
         await until(lambda: gateway.closed)
         with pytest.raises(UnavailableError, match="the gateway does not read its log"):
             await gateway.take()
-        assert not host._gateways.pop(gateway)
+        assert not gateway.sessions
+        host._gateways.remove(gateway)
         assert await other.end() is None

@@ -445,7 +445,7 @@ def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(tiny_pair, plai
     pair.target.handle(DraftsArrived(address=DRAFTER, messages=[garbage], arrived_s=0.0))
     output = run_sync(pair.target.step())
     assert DRAFTER in output.broken_links
-    pair.sessions["s0"].token_ids += [token for _, message in output.outcomes() for token in message.token_ids]
+    pair.sessions["s0"].token_ids += output.commit.tokens
     pair.run()
     assert pair.sessions["s0"].token_ids == plain["greedy"][0]
 

@@ -19,7 +19,6 @@ from loadtest.bad.columns import REFUSED, TAKEN
 from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import (
     Commits,
-    CommittedTokens,
     LaggingSession,
     ModelIdentity,
     OpenSession,
@@ -32,8 +31,9 @@ from tests.integration.test_verifier_service import PROMPT, ask
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.fuzzing import holds_for_all, mangled, messages, until
 from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
+from tests.support.steps import Step
 
-Steps = list[CommittedTokens]
+Steps = list[Step]
 
 NUM_TOKENS = 48
 MOST_NODES = 12

@@ -197,7 +197,7 @@ async def test_a_verifier_with_a_strange_certificate_gets_no_drafts_and_serves_o
 
 async def refusal(client: VerifierClient, address: str) -> PacelineError:
     with pytest.raises((PermissionDeniedError, UnavailableError)) as refused:
-        await client.run(client.running(address, ask(), 64, lambda _: False))
+        await client.run(client.running(address, ask(), 64, lambda *_: False))
     return refused.value
 
 

@@ -36,7 +36,8 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(tiny_pair):
 
     output = run_sync(pair.target.step(compute, told.append))
     early = told[0]
-    assert [committed.token_ids for _, committed in early.outcomes()] == [()]
+    assert [each.running for each in early.commit.events.values()] == [True]
+    assert not early.commit.numbers
     assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
     assert output.report.num_prefill_rows == len(prompt)
     queries = [each.report.counts["vllm:prefix_cache_queries",] for each in (early, output)]
@@ -73,6 +74,5 @@ def test_a_commit_is_told_in_the_middle_of_its_step_and_not_again_at_its_end(tin
     output = run_sync(pair.target.step(tell=told.append))
     (news,) = told
     (commit,) = each_commit(news.to_drafters[DRAFTER])
-    ((_, committed),) = output.outcomes()
-    assert commit.token_ids == list(committed.token_ids)
+    assert commit.token_ids == output.commit.tokens
     assert output.to_drafters == {}

@@ -116,7 +116,7 @@ async def drafter_of(calls, host, speculation: SpeculationParams) -> str:
     """Who is to draft for a session of this kind."""
     async with aclosing(calls.generate(replace(ask(), speculation=speculation))) as session:
         await anext(session)
-        (under_way,) = host._under_way.values()
+        (under_way,) = host._sessions.values()
     while host.num_sessions:  # noqa: ASYNC110 - the host tells nobody
         await asyncio.sleep(0)
     return under_way.drafter_address

@@ -15,12 +15,12 @@ from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.features import Features
 from paceline.core.messages import (
     Commit,
-    CommittedTokens,
     Drafts,
     GenerateRequest,
     LaggingSession,
     ModelIdentity,
     OpenSession,
+    StepCommit,
     ToDrafter,
     ToVerifier,
 )
@@ -30,7 +30,6 @@ from paceline.core.target_events import (
     DrafterNews,
     DraftsArrived,
     LinkChanged,
-    SpeculationTally,
     StepReport,
     Submit,
     TargetLimits,
@@ -52,6 +51,7 @@ from paceline.engine.target_session import TargetSession
 from paceline.forest import NONE
 from tests.support.clock import Clock
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, each_commit, to_commits, to_drafts
+from tests.support.steps import Step, steps_of
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 1000
@@ -146,7 +146,6 @@ class Verifier:
     Attributes:
         told: What the drafter was told.
         heard: What clients were told, by the names of their sessions.
-        tallies: Speculation counts of the sessions that the last step committed tokens to.
         errors: Why sessions failed.
         report: Of the last step.
     """
@@ -158,8 +157,7 @@ class Verifier:
     clock: Clock = field(default_factory=Clock)
     sources: Sequence[AnySource] = ()
     told: list[ToDrafter | Commit] = field(default_factory=list)
-    heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)
-    tallies: list[SpeculationTally] = field(default_factory=list)
+    heard: dict[str, list[Step]] = field(default_factory=dict)
     errors: dict[str, PacelineError] = field(default_factory=dict)
     report: StepReport = field(default_factory=StepReport)
 
@@ -247,14 +245,11 @@ class Verifier:
         return [token for each in self.heard[name] for token in each.token_ids]
 
     def _hear(self, output: DrafterNews) -> None:
-        if isinstance(output, TargetOutput):
-            self.tallies = output.commit.tallies
-        for number, outcome in output.outcomes() if isinstance(output, TargetOutput) else ():
-            name = self.sessions[number].session_id
-            if isinstance(outcome, PacelineError):
-                self.errors[name] = outcome
-            else:
-                self.heard[name].append(outcome)
+        commit = output.commit if isinstance(output, TargetOutput) else StepCommit()
+        for number, error in commit.errors.items():
+            self.errors[self.sessions[number].session_id] = error
+        for number, step in steps_of(commit):
+            self.heard[self.sessions[number].session_id].append(step)
         assert not output.broken_links
         self.told += each_commit(output.to_drafters.get(DRAFTER, []))
 

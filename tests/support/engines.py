@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.errors import PacelineError
-from paceline.core.messages import Commit, CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
+from paceline.core.messages import Commit, GenerateRequest, GenerateResult, StepCommit, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import (
     Cancel,
@@ -35,6 +35,7 @@ from paceline.verifier.config import Speculation
 from paceline.verifier.own_engine import make_sources
 from tests.support.clock import Clock
 from tests.support.guesses import each_commit
+from tests.support.steps import Step, steps_of
 
 DRAFTER = "drafter:1"
 
@@ -44,7 +45,7 @@ class Generated:
     """What one session has given so far."""
 
     token_ids: list[int] = field(default_factory=list)
-    messages: list[CommittedTokens] = field(default_factory=list)
+    messages: list[Step] = field(default_factory=list)
     result: GenerateResult | None = None
     error: PacelineError | None = None
 
@@ -183,14 +184,13 @@ class EnginePair:
 
     def hear(self, output: DrafterNews) -> None:
         """What the target says reaches clients and the drafter."""
-        for number, committed in output.outcomes() if isinstance(output, TargetOutput) else ():
+        commit = output.commit if isinstance(output, TargetOutput) else StepCommit()
+        for number, error in commit.errors.items():
+            self.sessions[self.names[number - 1]].error = error
+        for number, committed in steps_of(commit):
             generated = self.sessions[self.names[number - 1]]
-            if isinstance(committed, PacelineError):
-                generated.error = committed
-                continue
-            if committed.running:
-                continue
-            generated.messages.append(committed)
+            if not committed.running:
+                generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result
         for messages in output.to_drafters.values():

@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
-from paceline.core.messages import GATEWAY, CommittedTokens, GenerateRequest
+from paceline.core.messages import GATEWAY, GenerateRequest, SessionEvent
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.rpc.v1 import verifier_pb2
 from paceline.service.credentials import folder_of, load_tls
 from paceline.wire import LogPart, log_to_pb, starts_from_pb
 from paceline.wire.common import PROTOCOL
+from tests.support.steps import Step, said
 
-Run = Callable[[GenerateRequest], AsyncIterator[CommittedTokens]]
+Run = Callable[[GenerateRequest], AsyncIterator[Step]]
 SILENCE_S = 30.0
 
 
@@ -26,7 +27,7 @@ class ScriptedLog:
         self._run = run
         self._messages: asyncio.Queue[verifier_pb2.VerifyResponse | None] = asyncio.Queue(1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._last: dict[int, CommittedTokens] = {}
+        self._last: dict[int, Step] = {}
 
     async def messages(
         self, requests: AsyncIterator[verifier_pb2.VerifyRequest]
@@ -58,7 +59,7 @@ class ScriptedLog:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             last = self._last.get(number)
-            await self._say(number, CommittedTokens(token_ids=(), speculation=last and last.speculation))
+            await self._say(number, Step(speculation=last and last.speculation))
 
     async def _session(self, number: int, generate: GenerateRequest) -> None:
         await self._messages.put(log_to_pb(LogPart(taken=[number])))
@@ -71,8 +72,8 @@ class ScriptedLog:
         except Exception as error:  # noqa: BLE001 - as a verifier's host does
             await self._say(number, PacelineError(f"internal error ({type(error).__name__})"))
 
-    async def _say(self, number: int, outcome: CommittedTokens | PacelineError) -> None:
-        await self._messages.put(log_to_pb(LogPart(outcomes=[(number, outcome)], alive=True)))
+    async def _say(self, number: int, outcome: Step | PacelineError) -> None:
+        await self._messages.put(log_to_pb(said([(number, outcome)], alive=True)))
 
 
 class VerifierCalls:
@@ -84,16 +85,16 @@ class VerifierCalls:
         self._vocab_size = vocab_size
 
     def running(self, request: GenerateRequest) -> RunningCall:
-        return self._client.running(self.address, request, self._vocab_size, lambda _: False)
+        return self._client.running(self.address, request, self._vocab_size, lambda *_: False)
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Step, None]:
         return self.generate_of(self.running(request))
 
-    async def generate_of(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
-        told: asyncio.Queue[CommittedTokens | None] = asyncio.Queue()
+    async def generate_of(self, running: RunningCall) -> AsyncGenerator[Step, None]:
+        told: asyncio.Queue[Step | None] = asyncio.Queue()
 
-        def take(step: CommittedTokens) -> bool:
-            told.put_nowait(step)
+        def take(token_ids: tuple[int, ...], origins: bytes, event: SessionEvent) -> bool:
+            told.put_nowait(Step(token_ids, origins, 0, *event))
             return False
 
         running.take = take
@@ -107,11 +108,11 @@ class VerifierCalls:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def steps(self, request: GenerateRequest) -> list[CommittedTokens]:
+    async def steps(self, request: GenerateRequest) -> list[Step]:
         """All messages of a session."""
         return await self.steps_of(self.running(request))
 
-    async def steps_of(self, running: RunningCall) -> list[CommittedTokens]:
+    async def steps_of(self, running: RunningCall) -> list[Step]:
         async with asyncio.timeout(60):
             return [each async for each in self.generate_of(running)]
 

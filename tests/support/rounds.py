@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.target_events import StepCommit
+from paceline.core.messages import StepCommit
 from paceline.engine.judging import Verification
 from paceline.engine.pending import HostPending, VerifyRequest, choices_of
 from paceline.engine.planned_step import Part, StepPlan

@@ -20,7 +20,6 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from paceline.core.messages import (
-    CommittedTokens,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -41,6 +40,7 @@ from paceline.store.base import Replica
 from tests.support import tiny_tokenizer
 from tests.support.log_stream import ScriptedLog
 from tests.support.memory_store import MemoryStore
+from tests.support.steps import Step
 
 MODEL = "tiny"
 CONTEXT_LEN = 256
@@ -158,7 +158,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             async for message in messages:
                 yield message
 
-    async def _session(self, generate: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+    async def _session(self, generate: GenerateRequest) -> AsyncIterator[Step]:
         self.requests.append(generate)
         # Of the test that asked, which may have ended when the session does.
         abandoned = self.abandoned
@@ -171,7 +171,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             if not finished:
                 abandoned.put_nowait(generate.session_id)
 
-    async def _run(self, generate: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+    async def _run(self, generate: GenerateRequest) -> AsyncIterator[Step]:
         script = self.script
         at = len(generate.committed_token_ids)
         letters = following(
@@ -188,7 +188,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             tokens = self._step(generate, at, letters)
             at += len(tokens)
             reason = self._finish_reason(generate, tokens, at)
-            yield CommittedTokens(
+            yield Step(
                 token_ids=tuple(tokens),
                 origins=script.origins(len(tokens)),
                 logprobs=_logprobs(generate, tokens),
@@ -227,7 +227,7 @@ def _logprobs(generate: GenerateRequest, tokens: list[int]) -> tuple[PositionLog
     )
 
 
-def _judged(generate: GenerateRequest, step_len: int) -> Iterator[CommittedTokens]:
+def _judged(generate: GenerateRequest, step_len: int) -> Iterator[Step]:
     """Log probabilities of the prompt, so many in a message."""
     num_top = generate.sampling.prompt_logprobs or 0
     for start in range(1, 1 + generate.num_to_judge, step_len):
@@ -235,7 +235,7 @@ def _judged(generate: GenerateRequest, step_len: int) -> Iterator[CommittedToken
             PositionLogprobs(token_id=token, logprob=-0.25, top=tuple((token + k, -0.25 - k) for k in range(num_top)))
             for token in generate.prompt_token_ids[start : start + step_len]
         )
-        yield CommittedTokens(token_ids=(), prompt_logprobs=logprobs, prompt_offset=start)
+        yield Step(token_ids=(), prompt_logprobs=logprobs, prompt_offset=start)
 
 
 def _result(

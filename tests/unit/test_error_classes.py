@@ -20,7 +20,7 @@ from paceline.core.errors import (
     PeerLostError,
     UnavailableError,
 )
-from paceline.core.messages import GenerateRequest
+from paceline.core.messages import GenerateRequest, StepCommit
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.http.errors import to_http
 from paceline.gateway.text import chat_template
@@ -62,10 +62,10 @@ def nearest(kind: type[PacelineError]) -> type[PacelineError]:
 
 
 def over_the_stream_of_sessions(error: PacelineError) -> PacelineError:
-    message = wire.log_to_pb(wire.LogPart(outcomes=[(1, error)])).SerializeToString()
+    message = wire.log_to_pb(wire.LogPart(commit=StepCommit(errors={1: error}))).SerializeToString()
     asked = {1: wire.AskedSession(request=REQUEST, vocab_size=10)}
     part = wire.log_from_pb(verifier_pb2.VerifyResponse.FromString(message), asked, last_number=1)
-    [(_, arrived)] = part.outcomes
+    [(*_, arrived)] = part
     assert isinstance(arrived, PacelineError)
     return arrived
 

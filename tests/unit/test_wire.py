@@ -27,7 +27,6 @@ from paceline.core.messages import (
     CloseSession,
     Commit,
     Commits,
-    CommittedTokens,
     Drafts,
     FinishReason,
     GenerateRequest,
@@ -46,6 +45,7 @@ from paceline.core.params import ACCEPTANCE_RULES, MAX_PRIORITY, METHODS, Sampli
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from tests.support.guesses import NodeGuess, SessionDrafts, by_session, to_commits, to_drafts
+from tests.support.steps import Step, heard, said
 
 VOCAB_SIZE = 300
 uint32 = st.integers(0, 2**32 - 1)
@@ -148,11 +148,11 @@ logprobs = st.builds(
 
 
 @st.composite
-def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
+def committed_tokens(draw: st.DrawFn) -> Step:
     tokens = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3).map(tuple))
     reported = draw(st.booleans())
     result = draw(st.none() | results)
-    return CommittedTokens(
+    return Step(
         token_ids=tokens,
         logprobs=tuple(draw(logprobs) for _ in tokens) if reported else (),
         result=result,
@@ -400,16 +400,16 @@ REQUEST = GenerateRequest(
 
 @given(outcomes, st.booleans(), st.lists(numbers, max_size=3))
 def test_a_log_comes_back_session_by_session(told: list[Any], alive: bool, taken: list[int]) -> None:
-    part = wire.LogPart(outcomes=[*enumerate(told, start=1)], alive=alive, taken=taken)
+    part = said(enumerate(told, start=1), alive=alive, taken=taken)
     message = verifier_pb2.VerifyResponse.FromString(wire.log_to_pb(part).SerializeToString())
     # The second session has left meanwhile.
     sessions = {number: wire.AskedSession(request=REQUEST, vocab_size=VOCAB_SIZE) for number in (1, 3, 4)}
     read = wire.log_from_pb(message, sessions, last_number=4)
-    received = [*read.outcomes]
-    wanted = [each for each in part.outcomes if each[0] != 2]
-    tokens = [each for each in wanted if isinstance(each[1], CommittedTokens)]
+    received = [*heard(read)]
+    wanted = [each for each in enumerate(told, start=1) if each[0] != 2]
+    tokens = [each for each in wanted if isinstance(each[1], Step)]
     errors = [each for each in wanted if isinstance(each[1], PacelineError)]
-    assert (read.alive, read.taken) == (alive, taken)
+    assert (message.alive, message.taken) == (alive, taken)
     assert received[: len(tokens)] == tokens
     known = [(number, type(each), vars(each), str(each)) for number, each in errors]
     assert [(number, type(each), vars(each), str(each)) for number, each in received[len(tokens) :]] == known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, OpenSession
+from paceline.core.messages import GenerateRequest, ModelIdentity, OpenSession
 from paceline.core.params import SAMPLING, SamplingParams, SpeculationParams
 from paceline.forest.records import SLOTS
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.wire.common import PROTOCOL
 from paceline.wire.drafts import MAX_NODES
+from paceline.wire.sessions import Received
+from tests.support.steps import Step, heard
 
 TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=9, context_len=9)
@@ -302,7 +305,7 @@ def log(**fields: Any) -> verifier_pb2.VerifyResponse:
 
 def read_log(
     message: verifier_pb2.VerifyResponse, request: GenerateRequest = REQUEST, num_generated: int = 0
-) -> wire.LogRead:
+) -> Iterator[Received]:
     sessions = {number: wire.AskedSession(request=request, vocab_size=9) for number in (1, 2)}
     sessions[1].num_generated = num_generated
     return wire.log_from_pb(message, sessions, last_number=3)
@@ -360,7 +363,7 @@ def test_columns_of_a_log_that_contradict_each_other_end_the_stream(fields: dict
     ],
 )
 def test_what_is_wrong_with_one_session_ends_it_alone(fields: dict[str, Any], problem: str) -> None:
-    (_, error), (number, committed) = read_log(log(**fields)).outcomes
+    (_, error), (number, committed) = heard(read_log(log(**fields)))
     assert isinstance(error, RemoteProtocolError)
     assert str(error) == problem
     assert (number, committed.token_ids) == (2, (6,))
@@ -395,9 +398,9 @@ def test_a_verifier_is_held_to_what_it_was_asked_for(
         origins=bytes(len(token_ids)),
         logprobs=[verifier_pb2.SessionLogprobs(number=1, **answer)],
     )
-    [(_, error)] = read_log(message, ASKED, num_generated=2).outcomes
+    [(_, error)] = heard(read_log(message, ASKED, num_generated=2))
     assert problem in str(error)
-    [(_, error)] = read_log(message, num_generated=3).outcomes
+    [(_, error)] = heard(read_log(message, num_generated=3))
     assert isinstance(error, RemoteProtocolError)
 
 
@@ -405,7 +408,7 @@ def test_what_a_verifier_was_asked_for_passes() -> None:
     prompt = verifier_pb2.SessionLogprobs(number=1, prompt_logprobs=[judged(2, 3)], prompt_offset=1)
     both = verifier_pb2.SessionLogprobs(number=1, logprobs=[judged(4, 5), judged(5, 6)])
     prompt.logprobs.extend(both.logprobs)
-    (_, committed), _ = read_log(log(logprobs=[prompt]), ASKED).outcomes
+    (_, committed), _ = heard(read_log(log(logprobs=[prompt]), ASKED))
     assert committed.token_ids == (4, 5)
     assert [len(each) for each in (committed.logprobs, committed.prompt_logprobs)] == [2, 1]
 
@@ -416,18 +419,18 @@ def test_log_probabilities_of_a_long_prompt_are_read_in_parts_when_they_are_aske
     prompt = verifier_pb2.SessionLogprobs(number=1, prompt_logprobs=[judged(2, 3)] * 300, prompt_offset=1)
     prompt.logprobs.extend([judged(4, 5), judged(5, 6)])
     prompt.prompt_logprobs[290].chosen.token_id = 9
-    outcomes = read_log(log(logprobs=[prompt]), request).outcomes
+    outcomes = heard(read_log(log(logprobs=[prompt]), request))
     first, second = next(outcomes)[1], next(outcomes)[1]
-    assert isinstance(first, CommittedTokens)
-    assert isinstance(second, CommittedTokens)
+    assert isinstance(first, Step)
+    assert isinstance(second, Step)
     assert (first.prompt_offset, second.prompt_offset) == (1, 129)
     assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == 128
     assert first.token_ids == second.token_ids == ()
     _, error = next(outcomes)
     assert "prompt_logprobs: 9 is outside the vocabulary of 9" in str(error)
     prompt.prompt_logprobs[290].chosen.token_id = 2
-    *_, (_, last), _ = read_log(log(logprobs=[prompt]), request).outcomes
-    assert isinstance(last, CommittedTokens)
+    *_, (_, last), _ = heard(read_log(log(logprobs=[prompt]), request))
+    assert isinstance(last, Step)
     assert (last.prompt_offset, len(last.prompt_logprobs), last.token_ids) == (257, 44, (4, 5))
 
 
@@ -445,7 +448,7 @@ def test_a_record_of_what_cannot_have_been_is_refused(record: dict[str, Any], pr
     with pytest.raises(RemoteProtocolError, match=f"SpeculationRecord.{problem}"):
         wire.speculation_record_from_pb(common_pb2.SpeculationRecord(**record))
     told = verifier_pb2.SessionSpeculation(number=1, speculation=common_pb2.SpeculationRecord(**record))
-    (_, error), _ = read_log(log(records=[told])).outcomes
+    (_, error), _ = heard(read_log(log(records=[told])))
     assert re.search(f"SpeculationRecord.{problem}", str(error))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.acceptance import SparseDraft
+from paceline.core.errors import PacelineError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SessionParams
 
 DIGEST_CHARS = 32
@@ -431,25 +432,127 @@ class TokenOrigin(enum.IntEnum):
     PLAIN = 4
 
 
-class CommittedTokens(NamedTuple):
-    """Tokens of one session as one step committed them; the last message of a session carries its result.
+class SessionEvent(NamedTuple):
+    """News about a session beside its tokens; few steps have any.
 
-    `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that
-    ends the session itself, or that loses its verifier, gets no result; None: unknown.
-    `origins`: a `TokenOrigin` a token, or none where they are not known. `offset`: generated tokens of the session
-    before these.
-
-    Without tokens it carries other news of the session: `running`, that the engine computes it now, or its record, or
-    `prompt_logprobs`. `prompt_logprobs` start at `prompt_offset`; all come before the first token.
+    Attributes:
+        logprobs: Log probabilities, one a token of the step.
+        result: How the session ended; nothing comes after it.
+        lossy: See `SpeculationRecord`.
+        running: The engine computes the session now; comes once, before its first tokens.
+        prompt_logprobs: Log probabilities of prompt tokens from `prompt_offset` on; all come before the first token.
+        prompt_offset: Position in the prompt of the first of these.
+        speculation: The session's record under this epoch so far, as a gateway that ends the session itself, or that
+            loses its verifier, gets no result; None: unknown.
     """
 
-    token_ids: tuple[int, ...]
-    origins: bytes = b""
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
     lossy: bool = False
-    offset: int = 0
     running: bool = False
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_offset: int = 0
     speculation: SpeculationRecord | None = None
+
+    @classmethod
+    def joined(cls, events: Sequence[SessionEvent]) -> SessionEvent:
+        """Joins the events of several steps of a session, in order."""
+        if len(events) == 1:
+            return events[0]
+        return cls(
+            logprobs=tuple(position for each in events for position in each.logprobs),
+            result=events[-1].result,
+            lossy=any(each.lossy for each in events),
+            running=any(each.running for each in events),
+            prompt_logprobs=tuple(position for each in events for position in each.prompt_logprobs),
+            prompt_offset=next((each.prompt_offset for each in events if each.prompt_logprobs), 0),
+        )
+
+
+# Most steps of a session commit tokens and nothing else.
+NO_EVENT = SessionEvent()
+
+
+@dataclass(slots=True)
+class StepCommit:
+    """What becomes of sessions in a step, or in several that leave for a gateway together: tokens, in columns.
+
+    The forest, drafters, clients and gateways read the same columns. Events and errors are rare.
+
+    Attributes:
+        numbers: Numbers of the sessions.
+        offsets: Generated tokens of each before these.
+        ends: Where the tokens of each end.
+        tokens: The tokens, oldest first.
+        origins: A `TokenOrigin` a token; 0: unknown.
+        chances: For each token the probability that the guess in its place was accepted, where the acceptance rule
+            knows it; below 0: a guess matched or did not. Empty: all are so.
+        events: Events of sessions, by number; some have no tokens.
+        errors: Why sessions ended early, after their tokens, by number.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    origins: bytearray = field(default_factory=bytearray)
+    chances: list[float] = field(default_factory=list)
+    events: dict[int, SessionEvent] = field(default_factory=dict)
+    errors: dict[int, PacelineError] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.numbers or self.events or self.errors)
+
+    @property
+    def sessions(self) -> set[int]:
+        """Numbers of all sessions in it."""
+        return {*self.numbers, *self.events, *self.errors}
+
+    def add(
+        self,
+        number: int,
+        offset: int,
+        token_ids: Sequence[int] = (),
+        origins: bytes | bytearray = b"",
+        chances: Sequence[float] | None = None,
+    ) -> None:
+        """Adds a session's tokens; without `origins` these are unknown."""
+        if chances is not None and not self.chances:
+            self.chances = [-1.0] * len(self.tokens)
+        self.numbers.append(number)
+        self.offsets.append(offset)
+        self.tokens += token_ids
+        self.ends.append(len(self.tokens))
+        self.origins += origins or bytes(len(token_ids))
+        if self.chances or chances is not None:
+            self.chances += [*(chances or ()), *[-1.0] * len(token_ids)][: len(token_ids)]
+
+    def add_event(self, number: int, event: SessionEvent) -> None:
+        """Adds an event of a session, after those that it has."""
+        known = self.events.get(number)
+        self.events[number] = event if known is None else SessionEvent.joined([known, event])
+
+    def extend(self, other: StepCommit) -> None:
+        """Adds other sessions."""
+        for each in other:
+            self.add(*each)
+        self.events |= other.events
+        self.errors |= other.errors
+
+    def by_session(self) -> Iterator[tuple[int, StepCommit]]:
+        """Yields the number of each session that columns or errors name, and what becomes of it alone."""
+        for each in self:
+            alone, number = StepCommit(), each[0]
+            alone.add(*each)
+            if number in self.events:
+                alone.events[number] = self.events[number]
+            yield number, alone
+        yield from ((number, StepCommit(errors={number: error})) for number, error in self.errors.items())
+
+    def __iter__(self) -> Iterator[tuple[int, int, list[int], bytearray]]:
+        """Yields number, offset, tokens and origins of each session."""
+        start = 0
+        for number, offset, end in zip(self.numbers, self.offsets, self.ends, strict=True):
+            yield number, offset, self.tokens[start:end], self.origins[start:end]
+            start = end

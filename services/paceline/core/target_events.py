@@ -4,17 +4,65 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import ConfigError, PacelineError, RemoteProtocolError
+from paceline.core.errors import ConfigError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
-from paceline.core.messages import CommittedTokens, GenerateRequest, SpeculationRecord, ToDrafter, ToVerifier
+from paceline.core.messages import (
+    GenerateRequest,
+    Ints,
+    SpeculationRecord,
+    StepCommit,
+    ToDrafter,
+    ToVerifier,
+    sizes_of,
+)
 from paceline.core.pages import BlockPool
+
+
+@dataclass(slots=True)
+class SpeculationTally:
+    """Running counts behind a session's `SpeculationRecord`.
+
+    Clients may be sent a record while the device's thread counts. So a part is counted after its whole, and read before
+    it.
+    """
+
+    num_steps: int = 0
+    batch_size_sum: int = 0
+    num_draft_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+    num_hits: int = 0
+
+    def count(self, num_draft_tokens: int, num_accepted: int, batch_size: int, *, hit: bool) -> None:
+        """Adds one step of the session; `num_accepted` as `num_accepted_of` gives it."""
+        self.num_steps += 1
+        self.batch_size_sum += batch_size
+        if num_draft_tokens:
+            self.num_draft_tokens += num_draft_tokens
+            if num_accepted >= len(self.histogram):
+                self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+            self.histogram[num_accepted] += 1
+            self.num_hits += hit
+
+    def record(self) -> SpeculationRecord:
+        num_hits, histogram, num_draft_tokens = self.num_hits, tuple(self.histogram), self.num_draft_tokens
+        batch_size_sum, num_steps = self.batch_size_sum, self.num_steps
+        return SpeculationRecord(
+            num_steps=num_steps,
+            num_spec_steps=(num_spec_steps := sum(histogram)),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_draft_tokens=sum(length * rounds for length, rounds in enumerate(histogram)),
+            acceptance_histogram=histogram,
+            mean_batch_size=batch_size_sum / max(1, num_steps),
+            num_hits=num_hits,
+            num_misses=num_spec_steps - num_hits,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +71,7 @@ class Submit:
 
     `number` is its name in all that follows, to its drafter too; no two sessions under way share one. It waits since
     `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled, before the
-    first token of the output; it is nobody else's.
+    first token of the output; it is nobody else's. `tally` gets its speculation counts, of engines that count.
     """
 
     request: GenerateRequest
@@ -31,6 +79,7 @@ class Submit:
     drafter_address: str = ""
     arrived_s: float | None = None
     grammar: GrammarState | None = None
+    tally: SpeculationTally = field(default_factory=SpeculationTally)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,56 +213,17 @@ class TracedRound:
     step_s: float
 
 
-@dataclass(slots=True)
-class SpeculationTally:
-    """Running counts behind a session's `SpeculationRecord`.
-
-    Clients may be sent a record while the device's thread counts. So a part is counted after its whole, and read before
-    it.
-    """
-
-    num_steps: int = 0
-    batch_size_sum: int = 0
-    num_draft_tokens: int = 0
-    histogram: list[int] = field(default_factory=list)
-    num_hits: int = 0
-
-    def count(self, num_draft_tokens: int, num_accepted: int, batch_size: int, *, hit: bool) -> None:
-        """Adds one step of the session; `num_accepted` as `num_accepted_of` gives it."""
-        self.num_steps += 1
-        self.batch_size_sum += batch_size
-        if num_draft_tokens:
-            self.num_draft_tokens += num_draft_tokens
-            if num_accepted >= len(self.histogram):
-                self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
-            self.histogram[num_accepted] += 1
-            self.num_hits += hit
-
-    def record(self) -> SpeculationRecord:
-        num_hits, histogram, num_draft_tokens = self.num_hits, tuple(self.histogram), self.num_draft_tokens
-        batch_size_sum, num_steps = self.batch_size_sum, self.num_steps
-        return SpeculationRecord(
-            num_steps=num_steps,
-            num_spec_steps=(num_spec_steps := sum(histogram)),
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_draft_tokens=sum(length * rounds for length, rounds in enumerate(histogram)),
-            acceptance_histogram=histogram,
-            mean_batch_size=batch_size_sum / max(1, num_steps),
-            num_hits=num_hits,
-            num_misses=num_spec_steps - num_hits,
-        )
-
-
-def num_accepted_of(num_matched: int, num_committed: int) -> int:
-    """Guesses that a step has accepted beside the one token that it commits in any case.
+def num_accepted_of(num_matched: Ints, ends: Sequence[int]) -> list[int]:
+    """Guesses of each session that a step has accepted beside the one token that it commits in any case.
 
     A guess that ends the text takes the place of that token: nothing is committed after it.
 
     Args:
-        num_matched: Verified guesses that were committed.
-        num_committed: Tokens that the step has committed, at least one.
+        num_matched: Verified guesses that were committed, int32 `[sessions]`.
+        ends: Where the committed tokens of each end; each has at least one.
     """
-    return min(num_matched, num_committed - 1)
+    accepted: list[int] = np.minimum(num_matched, sizes_of(np.array(ends, np.int32)) - 1).tolist()
+    return accepted
 
 
 class Reason(enum.StrEnum):
@@ -318,56 +328,6 @@ class StepReport:
                 self.count(metric, by=num)
 
 
-# Number of a session, and what goes to its client: tokens, that it runs now, or why it ended.
-Outcome = tuple[int, CommittedTokens | PacelineError]
-
-
-@dataclass(slots=True)
-class StepCommit:
-    """Tokens that a step commits, in columns, session by session: for the forest, drafters, tallies and clients.
-
-    Attributes:
-        ends: Where the tokens of each end; each has at least one.
-        origins: A `TokenOrigin` a token.
-        chances: For each token the probability that the guess in its place was accepted, where the acceptance rule
-            knows it; below 0: a guess matched or did not. Empty: all are so.
-        numbers: Numbers of the sessions.
-        offsets: Generated tokens of each before these.
-        tallies: Their speculation counts.
-        rare: Whole messages of sessions with log probabilities or a result beside their tokens, by place.
-    """
-
-    ends: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    origins: bytearray = field(default_factory=bytearray)
-    chances: list[float] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    tallies: list[SpeculationTally] = field(default_factory=list)
-    rare: dict[int, CommittedTokens] = field(default_factory=dict)
-
-    def add(self, token_ids: Sequence[int], origins: bytes, chances: Sequence[float] | None) -> None:
-        """Adds a session's tokens."""
-        if chances is not None and not self.chances:
-            self.chances = [-1.0] * len(self.tokens)
-        self.tokens += token_ids
-        self.ends.append(len(self.tokens))
-        self.origins += origins
-        if self.chances or chances is not None:
-            self.chances += [*(chances or ()), *[-1.0] * len(token_ids)][: len(token_ids)]
-
-    def messages(self) -> Iterator[tuple[int, CommittedTokens]]:
-        """Messages for clients, one a session."""
-        start = 0
-        for place, (number, offset, end) in enumerate(zip(self.numbers, self.offsets, self.ends, strict=True)):
-            whole = self.rare.get(place)
-            yield (
-                number,
-                whole or CommittedTokens(tuple(self.tokens[start:end]), bytes(self.origins[start:end]), offset=offset),
-            )
-            start = end
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterNews:
     """Messages to drafters by address, and the links to reset."""
@@ -378,18 +338,7 @@ class DrafterNews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput(DrafterNews):
-    """A step's output.
+    """A step's output; `commit` is for clients."""
 
-    Attributes:
-        news: Outcomes for clients before the tokens of the step.
-        commit: The tokens.
-    """
-
-    news: Sequence[Outcome]
-    commit: StepCommit = field(default_factory=StepCommit)
+    commit: StepCommit
     report: StepReport
-
-    def outcomes(self) -> Iterator[Outcome]:
-        """All outcomes for clients, in order."""
-        yield from self.news
-        yield from self.commit.messages()

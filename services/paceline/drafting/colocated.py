@@ -78,8 +78,8 @@ class ColocatedEngine:
 
         def hand_on(news: DrafterNews) -> None:
             self._hand_on(news)
-            outcomes = isinstance(news, TargetOutput) and news.news
-            if tell is not None and (news.to_drafters or news.broken_links or outcomes):
+            for_clients = isinstance(news, TargetOutput) and not news.commit.is_empty
+            if tell is not None and (news.to_drafters or news.broken_links or for_clients):
                 tell(news)
 
         while self._draft.has_work() and self._target.drafts_pay(self._draft_level.value):

@@ -13,8 +13,7 @@ from itertools import chain
 import numpy as np
 
 from paceline.core.acceptance import SparseDraft
-from paceline.core.messages import TokenOrigin
-from paceline.core.target_events import StepCommit
+from paceline.core.messages import StepCommit, TokenOrigin
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.model import Pending
 from paceline.engine.pending import Longs, VerifyRequest, choices_of
@@ -85,11 +84,12 @@ class Verification:
         if place in self._failed:
             raise self._failed[place]
         part, (chosen, has_rivals) = self.parts[place], self._chosen[place]
-        kept = part.session.accept(chosen)
-        if part.session.request.sampling.logprobs is not None:
-            part.session.read_logprobs(kept, self._read_at(place)[: len(kept)])
+        session = part.session
+        kept = session.accept(chosen)
+        if session.request.sampling.logprobs is not None:
+            session.read_logprobs(kept, self._read_at(place)[: len(kept)])
         origins = _ACCEPTED * (len(chosen) - 1) + _origin(part.num_guesses, has_rivals)
-        into.add(kept, origins[: len(kept)], self._chances.get(place))
+        into.add(session.number, session.num_generated, kept, origins[: len(kept)], self._chances.get(place))
 
     def _follow_walks(self) -> None:
         walked = self._pending.follow(self.walks)

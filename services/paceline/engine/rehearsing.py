@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, SetMode, StepReport, Submit, TargetEvent, TargetOutput
@@ -140,14 +139,14 @@ class RehearsalClient:
                 self._over.set()
             # Only those of the step under way still come.
             cancelled, self._cancelled = self._cancelled, set()
-            return not cancelled.isdisjoint([*output.commit.numbers, *(number for number, _ in output.news)])
-        for number, outcome in output.outcomes():
-            if isinstance(outcome, PacelineError):
-                logger.warning("the engine takes no session of a rehearsal", extra={"error": str(outcome)})
-                self._answered = False
-                self._end()
-                return True
-            if outcome.result is not None:
+            return not cancelled.isdisjoint(output.commit.sessions)
+        for error in output.commit.errors.values():
+            logger.warning("the engine takes no session of a rehearsal", extra={"error": str(error)})
+            self._answered = False
+            self._end()
+            return True
+        for number, event in output.commit.events.items():
+            if event.result is not None:
                 self._sessions.discard(number)
                 self._submit()
         self._measurement.add(output.report)

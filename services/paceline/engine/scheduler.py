@@ -16,12 +16,11 @@ import numpy as np
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.link import commit
+from paceline.core.messages import StepCommit
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.step_drafts import Choice, StepDrafts
 from paceline.core.step_time import PromptRows
 from paceline.core.target_events import (
-    Outcome,
-    StepCommit,
     StepReport,
     TargetLimits,
     num_accepted_of,
@@ -52,8 +51,7 @@ class Scheduler:
         report: Report of the running step.
         moves: Moves of this step's accepted nodes: scratch slots, and the slots of their positions.
         prompt_rows: How many rows of prompts a step may have.
-        outcomes: Outcomes for clients before the next step's tokens.
-        committed: Tokens of the step under way.
+        committed: Tokens, events and errors of sessions since the last output.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Scheduler:
         self.forest = tier.forest
         self.report = StepReport()
         self.moves: list[tuple[int, int]] = []
-        self.outcomes: list[Outcome] = []
         self.prompt_rows = PromptRows()
         self.committed = StepCommit()
         self._scratch = scratch
@@ -102,7 +99,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while sessions wait or run, or messages are left to send."""
-        return bool(self._sessions or self.outcomes) or self.tier.has_work
+        return bool(self._sessions) or not self.committed.is_empty or self.tier.has_work
 
     def holds(self, session: TargetSession) -> bool:
         """Whether a session still waits or runs."""
@@ -184,8 +181,8 @@ class Scheduler:
         ]
         reading = self._plan_reading(joining, len(decoding) + len(guesses.tokens))
         # A session begins with rows of its prompt.
-        fresh = [part.session for part in reading if not part.session.announced]
-        self.outcomes += [(session.number, session.announce()) for session in fresh]
+        for session in [part.session for part in reading if not part.session.announced]:
+            self.committed.add_event(session.number, session.announce())
         return StepPlan(now_s, drafters_work, decoding, reading, guesses)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
@@ -320,48 +317,44 @@ class Scheduler:
 
     # Committing
 
-    def commit(self, plan: StepPlan, parts: Sequence[Part], committed: StepCommit, now_s: float) -> None:
-        """Adds what the target chose for sessions of the step, up to the token that ends each text.
+    def commit(self, plan: StepPlan, parts: Sequence[Part], now_s: float) -> None:
+        """Gives sessions of the step the committed tokens.
 
         Args:
             parts: Of the sessions, in the order of their tokens.
         """
+        committed = self.committed
         links = [part.session.link for part in parts]
         done = commit(self.forest, links, committed.ends, committed.tokens, committed.chances)
         self.report.count_nodes(self.forest.sources, done.counts)
         self.tier.count_commits(links, committed.ends, done)
         self._scratch.give_back(*plan.guesses.kv.tolist())
-        hits, accepted = done.hits.tolist(), list[int]()
-        moves, start, first = done.moves.tolist(), 0, 0
-        for part, end, num_matched, hit in zip(parts, committed.ends, done.accepted.tolist(), hits, strict=True):
-            session, count = part.session, end - start
-            base_len = len(session.tokens) - count
+        accepted, hits = num_accepted_of(done.accepted, committed.ends), done.hits.tolist()
+        matched, moves, first = done.accepted.tolist(), done.moves.tolist(), 0
+        columns = zip(parts, committed.offsets, matched, accepted, hits, strict=True)
+        for part, offset, num_matched, num_accepted, hit in columns:
+            session = part.session
             if num_matched:
                 self.moves += session.pages.moved(moves[first : first + num_matched])
                 first += num_matched
-            session.pages.mark_computed(base_len + num_matched)
-            num_accepted = num_accepted_of(num_matched, count)
+            session.pages.mark_computed(session.prompt_len + offset + num_matched)
             session.tally.count(part.num_guesses, num_accepted, len(parts), hit=hit)
-            whole = session.hand_out(base_len, committed.origins, start, now_s)
-            if whole is not None:
-                committed.rare[len(accepted)] = whole
-                if whole.result is not None:
-                    self.drop(session)
+            session.committed_s = now_s
+            if session.first_token_s is None:
+                session.first_token_s = now_s
+            if session.finish is not None or session.logprobs:
+                committed.add_event(session.number, session.take_event())
+            if session.finish is not None:
+                self.drop(session)
             if session.traced:
                 counts = {"gamma": part.num_guesses, "num_accepted": num_accepted, "batch_size": len(parts)}
                 step = {**counts, **self._traced_step(plan, now_s)}
                 self.report.traced.append(session.round(**step) if part.decodes else session.start())
-            accepted.append(num_accepted)
-            committed.offsets.append(base_len - session.prompt_len)
-            start = end
-        committed.numbers = [part.session.number for part in parts]
-        committed.tallies = [part.session.tally for part in parts]
         # Sessions that decode come first.
         num_decoding = sum([part.decodes for part in parts])
         verified = [part.num_guesses for part in parts[:num_decoding]]
         self.report.count_rounds(verified, accepted[:num_decoding], hits[:num_decoding])
-        self.committed = committed
-        self.tier.update([link for part, link in zip(parts, links, strict=True) if not part.session.ended], now_s)
+        self.tier.update([link for part, link in zip(parts, links, strict=True) if part.session.finish is None], now_s)
 
     def _traced_step(self, plan: StepPlan, now_s: float) -> dict[str, float]:
         """Trace fields that all rounds of a step share."""
@@ -435,8 +428,7 @@ class Scheduler:
         self._drafts.show_lag(self._rows, report)
         return report
 
-    def take_outcomes(self) -> tuple[list[Outcome], StepCommit]:
-        """Returns the outcomes for clients now, and the step's tokens after them."""
-        outcomes, self.outcomes = self.outcomes, []
+    def take_commit(self) -> StepCommit:
+        """Returns what clients get now."""
         committed, self.committed = self.committed, StepCommit()
-        return outcomes, committed
+        return committed

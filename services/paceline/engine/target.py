@@ -20,7 +20,13 @@ from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, OverloadedError, PacelineError
-from paceline.core.messages import CommittedStates, CommittedTokens, GenerateRequest, ModelIdentity, PositionLogprobs
+from paceline.core.messages import (
+    CommittedStates,
+    GenerateRequest,
+    ModelIdentity,
+    PositionLogprobs,
+    SessionEvent,
+)
 from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
 from paceline.core.step_time import PROMPT_STEP_S, StepCost
@@ -31,7 +37,6 @@ from paceline.core.target_events import (
     LinkChanged,
     Paired,
     SetMode,
-    StepCommit,
     StepReport,
     Submit,
     TargetEvent,
@@ -188,7 +193,7 @@ class TargetEngine:
         try:
             session = self._new_session(event)
         except Exception as error:  # noqa: BLE001 - what one request holds must not end the others
-            self.scheduler.outcomes.append((event.number, _shown_error(event.request.session_id, error)))
+            self.scheduler.committed.errors[event.number] = _shown_error(event.request.session_id, error)
             return
         self.scheduler.submit(session)
 
@@ -209,6 +214,7 @@ class TargetEngine:
             submitted_s=self._clock() if event.arrived_s is None else event.arrived_s,
             price=self._policy.price,
             grammar=event.grammar,
+            tally=event.tally,
         )
 
     def _calibrations_for(
@@ -279,7 +285,7 @@ class TargetEngine:
         # session (`Goodput.allocate`).
         plan = self._in_step = scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
         # Tell: drafters read new prompts while the device does, and clients learn that these are computed.
-        if tell is not None and (scheduler.outcomes or tier.has_work):
+        if tell is not None and (tier.has_work or not scheduler.committed.is_empty):
             tell(await self._output(StepReport(), compute))
         if plan.num_rows:
             # Pack here: beside the device, the thread that packs would take turns with this one.
@@ -315,7 +321,7 @@ class TargetEngine:
             self._refuse_largest(plan, error)
             return
         # Commit: tokens go into sessions, trees and the columns for drafters and clients.
-        committed, parts, outcomes = StepCommit(), list[Part](), scheduler.outcomes
+        committed, parts = scheduler.committed, list[Part]()
         for place, part in enumerate(launched.judging.parts):
             session = part.session
             if not scheduler.holds(session):
@@ -323,14 +329,14 @@ class TargetEngine:
             try:
                 if session.judges_prompt and part.judged:
                     judged = _prompt_judged(part, launched.judging.firsts[place], launched.pending)
-                    outcomes.append((session.number, judged))
+                    committed.add_event(session.number, judged)
                 if part.commits:
                     launched.judging.commit(place, committed)
                     parts.append(part)
             except Exception as error:  # noqa: BLE001 - what one session asks for must not end the others
                 scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError | MovedError))
-                outcomes.append((session.number, _shown_error(session.session_id, error)))
-        scheduler.commit(launched.plan, parts, committed, self._clock())
+                committed.errors[session.number] = _shown_error(session.session_id, error)
+        scheduler.commit(launched.plan, parts, self._clock())
         # Accepted nodes go to their places before anything else is written to scratch slots.
         self._cache.apply_moves(scheduler.moves)
         # Guess: where no drafter waits for these tokens, sources need no call of their own.
@@ -367,7 +373,7 @@ class TargetEngine:
             f"of which this session had {part.num_rows}",
             retry_after_s=1.0,
         )
-        self.scheduler.outcomes.append((part.session.number, refused))
+        self.scheduler.committed.errors[part.session.number] = refused
 
     def _send_states(self) -> None:
         """Queues hidden states for drafters that draft from them; at most `STATE_BYTES` a step."""
@@ -400,10 +406,8 @@ class TargetEngine:
     async def _output(self, report: StepReport, compute: Compute) -> TargetOutput:
         self._num_reported = self.num_sessions
         news, report = await self._news(compute), self.scheduler.describe(report)
-        outcomes, committed = self.scheduler.take_outcomes()
         return TargetOutput(
-            news=outcomes,
-            commit=committed,
+            commit=self.scheduler.take_commit(),
             to_drafters=news.to_drafters,
             broken_links=news.broken_links,
             report=report,
@@ -449,7 +453,7 @@ def _pack(plan: StepPlan) -> _Packed:
     return Verification(plan, firsts), builder.build()
 
 
-def _prompt_judged(part: Part, first: int, pending: Pending) -> CommittedTokens:
+def _prompt_judged(part: Part, first: int, pending: Pending) -> SessionEvent:
     """Log probabilities of tokens of the prompt; `first` is the row of the last committed token, if it has one."""
     stop, logprobs = first if part.commits else first + 1, list[PositionLogprobs]()
     rows = range(stop - len(part.judged), stop)

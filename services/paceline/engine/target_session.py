@@ -12,12 +12,12 @@ from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
     NS_PER_S,
-    CommittedTokens,
     FinishReason,
     GenerateRequest,
     GenerateResult,
     ModelIdentity,
     PositionLogprobs,
+    SessionEvent,
     Timings,
 )
 from paceline.core.noise import VERDICT_STREAM, uniforms
@@ -48,6 +48,7 @@ class TargetSession:
         acceptance: Name of the rule that judges guesses.
         price: Price of the last step.
         grammar: Grammar of its sampling parameters, before the first token of the output; None: it has none.
+        tally: Gets its speculation counts; None: a new one.
 
     Attributes:
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
@@ -55,6 +56,10 @@ class TargetSession:
         judges_prompt: Whether some are still to be handed out.
         choice: How the target chooses its tokens, a `CHOICE`.
         by_logits: Whether nothing else has a part in it.
+        finish: Why its last token has been chosen; None: that is still to come.
+        logprobs: Log probabilities of committed tokens that its client has not got.
+        first_token_s: When it first got a token here.
+        committed_s: When it last got one.
         announced: Whether its client knows that its rows are computed.
         followers: Sources at work on it, by name.
     """
@@ -75,6 +80,7 @@ class TargetSession:
         submitted_s: float,
         price: float = 0.0,
         grammar: GrammarState | None = None,
+        tally: SpeculationTally | None = None,
     ) -> None:
         self.request, self.number, self.session_id = request, number, request.session_id
         self.traced = bool(request.traceparent)
@@ -106,14 +112,14 @@ class TargetSession:
         )
         self.choice = self._sampler.choice
         self.by_logits = acceptance == COUPLED and not self._sampler.changes_rows
-        self.tally = SpeculationTally()
-        self._finish: FinishReason | None = None
-        self._logprobs: list[PositionLogprobs] = []
+        self.tally = SpeculationTally() if tally is None else tally
+        self.finish: FinishReason | None = None
+        self.logprobs: list[PositionLogprobs] = []
         self.announced = False
         self._num_cached = 0
-        self._submitted_s = self._committed_s = submitted_s
+        self._submitted_s = self.committed_s = submitted_s
         self._admitted_s: float | None = None
-        self._first_token_s: float | None = None
+        self.first_token_s: float | None = None
         self.followers = self._followers_of(sources)
 
     def _make_tree(self, forest: Forest, calibrations: Mapping[str, int], *, chain: bool) -> DraftTree:
@@ -183,12 +189,12 @@ class TargetSession:
     @property
     def ended(self) -> bool:
         """Whether its last token has been chosen."""
-        return self._finish is not None
+        return self.finish is not None
 
-    def announce(self) -> CommittedTokens:
+    def announce(self) -> SessionEvent:
         """Announces that its rows are computed now."""
         self.announced = True
-        return CommittedTokens(token_ids=(), offset=self.num_generated, running=True)
+        return SessionEvent(running=True)
 
     def admit(self, now_s: float) -> bool:
         """Takes cached and fresh pages for all tokens so far; False, and nothing taken, when there are too few."""
@@ -202,25 +208,6 @@ class TargetSession:
         return True
 
     # Choosing
-
-    def ends_with(self, token_id: int) -> bool:
-        """The target has chosen a token; true when nothing may follow it."""
-        self._num_chosen += 1
-        if token_id in self._stop_ids:
-            self._finish = FinishReason.STOP
-        elif self._num_chosen >= self._last_len:
-            self._finish = FinishReason.LENGTH
-        return self._finish is not None
-
-    def until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The target has chosen some tokens; those that count."""
-        if self._num_chosen + len(token_ids) < self._last_len and self._stop_ids.isdisjoint(token_ids):
-            self._num_chosen += len(token_ids)
-            return token_ids
-        for count, token_id in enumerate(token_ids, start=1):
-            if self.ends_with(token_id):
-                return token_ids[:count]
-        return token_ids
 
     def rank(self, logits: Logits, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
         """The best guesses at a position; see `RowSampler.rank`."""
@@ -245,11 +232,21 @@ class TargetSession:
 
     def accept(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Of accepted guesses and one token more, those that the step commits: up to the one that ends the text."""
-        kept = self.until_end(token_ids)
+        room = max(1, self._last_len - self._num_chosen)
+        if len(token_ids) >= room or not self._stop_ids.isdisjoint(token_ids):
+            token_ids = self._until_end(token_ids, room)
+        self._num_chosen += len(token_ids)
         if self._sampler.changes_rows:
-            for token_id in kept:
+            for token_id in token_ids:
                 self._sampler.push(token_id)
-        return kept
+        return token_ids
+
+    def _until_end(self, token_ids: Sequence[int], room: int) -> Sequence[int]:
+        for count, token_id in enumerate(token_ids, start=1):
+            if token_id in self._stop_ids or count == room:
+                self.finish = FinishReason.STOP if token_id in self._stop_ids else FinishReason.LENGTH
+                return token_ids[:count]
+        return token_ids
 
     def read_logprobs(self, token_ids: Sequence[int], logits: Logits) -> None:
         """Keeps the log probabilities of committed tokens for its client, from `[tokens, vocab]` as the model gave it.
@@ -259,7 +256,7 @@ class TargetSession:
         """
         count = self.request.sampling.logprobs
         assert count is not None, "asked for"
-        self._logprobs += [
+        self.logprobs += [
             self._sampler.logprobs(row, token_id, count) for row, token_id in zip(logits, token_ids, strict=True)
         ]
 
@@ -282,27 +279,17 @@ class TargetSession:
 
     # Reports to clients and traces
 
-    def hand_out_prompt(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
+    def hand_out_prompt(self, logprobs: Sequence[PositionLogprobs]) -> SessionEvent:
         """The log probabilities of further tokens of the prompt."""
         first = self.num_judged + 1
         self.num_judged += len(logprobs)
         self.judges_prompt = self.num_judged < self.request.num_to_judge
-        return CommittedTokens(
-            token_ids=(), offset=self.num_generated, prompt_logprobs=tuple(logprobs), prompt_offset=first
-        )
+        return SessionEvent(prompt_logprobs=tuple(logprobs), prompt_offset=first)
 
-    def hand_out(self, base_len: int, origins: bytearray, first: int, now_s: float) -> CommittedTokens | None:
-        """The tokens since `base_len`, if a result or log probabilities go with them; origins begin at `first`."""
-        if self._first_token_s is None:
-            self._first_token_s = now_s
-        self._committed_s = now_s
-        if self._finish is None and not self._logprobs:
-            return None
-        logprobs, self._logprobs = tuple(self._logprobs), []
-        result = None if self._finish is None else self._result(self._finish, now_s)
-        token_ids = tuple(self.tokens[base_len:])
-        mine = bytes(origins[first : first + len(token_ids)])
-        return CommittedTokens(token_ids, mine, logprobs, result, offset=base_len - self.prompt_len)
+    def take_event(self) -> SessionEvent:
+        """Log probabilities of the tokens just committed, and the result if these are the last."""
+        logprobs, self.logprobs = tuple(self.logprobs), []
+        return SessionEvent(logprobs, None if self.finish is None else self._result(self.finish))
 
     def close(self) -> None:
         """Frees its pages, and its row in the forest."""
@@ -316,17 +303,17 @@ class TargetSession:
             number=self.number,
             submitted_s=self._submitted_s,
             admitted_s=self._admitted_s,
-            at_s=self._committed_s,
+            at_s=self.committed_s,
             num_cached_tokens=self._num_cached,
         )
 
     def round(self, **step: Any) -> TracedRound:
         """The step that committed the tokens just handed out, for its trace; `step` has its other fields."""
-        return TracedRound(number=self.number, at_s=self._committed_s, price=self.link.price, **step)
+        return TracedRound(number=self.number, at_s=self.committed_s, price=self.link.price, **step)
 
-    def _result(self, finish: FinishReason, now_s: float) -> GenerateResult:
+    def _result(self, finish: FinishReason) -> GenerateResult:
         admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
-        first_s = now_s if self._first_token_s is None else self._first_token_s
+        first_s = self.committed_s if self.first_token_s is None else self.first_token_s
         return GenerateResult(
             finish_reason=finish,
             num_prompt_tokens=self.prompt_len,
@@ -336,7 +323,7 @@ class TargetSession:
             timings=Timings(
                 queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
                 prefill_ns=int((first_s - admitted_s) * NS_PER_S),
-                decode_ns=int((now_s - first_s) * NS_PER_S),
+                decode_ns=int((self.committed_s - first_s) * NS_PER_S),
             ),
         )
 

@@ -50,7 +50,7 @@ from paceline.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from paceline.core.messages import NS_PER_S, REPLICA_ROLES, CommittedTokens, FinishReason, GenerateResult
+from paceline.core.messages import NS_PER_S, REPLICA_ROLES, FinishReason, GenerateResult
 from paceline.core.target_events import Reason, StepReport, TargetOutput
 
 MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
@@ -348,10 +348,8 @@ class VerifierMetrics:
     def add(self, output: TargetOutput) -> None:
         """Counts what a step did, and what became of its sessions."""
         report = output.report
-        whole = [each for _, each in output.news if isinstance(each, CommittedTokens)]
-        num_tokens = len(output.commit.tokens) + sum([len(each.token_ids) for each in whole])
-        report.count("vllm:generation_tokens", by=num_tokens)
-        for each in (*whole, *output.commit.rare.values()):
+        report.count("vllm:generation_tokens", by=len(output.commit.tokens))
+        for each in output.commit.events.values():
             if each.result is not None:
                 _add_session(report, each.result)
         self.steps.add(report)

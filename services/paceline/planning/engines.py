@@ -15,10 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from paceline.core.draft_policy import Goodput
-from paceline.core.errors import PacelineError
 from paceline.core.messages import (
     SIMULATED,
-    CommittedTokens,
     GenerateRequest,
     ModelIdentity,
     ToDrafter,
@@ -270,7 +268,13 @@ class VerifierAtWork:
         self._requests[asked.number] = asked, ended
         self._rehearsal.interrupt()
         self._engine.post(
-            Submit(request=request, number=asked.number, drafter_address=self._address, arrived_s=self._loop.time())
+            Submit(
+                request=request,
+                number=asked.number,
+                drafter_address=self._address,
+                arrived_s=self._loop.time(),
+                tally=asked.tally,
+            )
         )
         try:
             await ended
@@ -285,19 +289,13 @@ class VerifierAtWork:
             self._link.send(messages)
         if not isinstance(output, TargetOutput) or self._rehearsal.takes(output):
             return
-        for number, tally in zip(output.commit.numbers, output.commit.tallies, strict=True):
-            self._requests[number][0].tally = tally
-        for number, committed in output.outcomes():
-            self._hand_on(*self._requests[number], committed)
-
-    def _hand_on(self, asked: Request, ended: asyncio.Future[None], committed: CommittedTokens | PacelineError) -> None:
-        if isinstance(committed, PacelineError):
-            ended.set_exception(committed)
-            return
-        if committed.token_ids:
-            asked.pieces.append((self._loop.time(), len(committed.token_ids)))
-        if committed.result is not None:
-            ended.set_result(None)
+        for number, error in output.commit.errors.items():
+            self._requests[number][1].set_exception(error)
+        for number, _, token_ids, _ in output.commit:
+            self._requests[number][0].pieces.append((self._loop.time(), len(token_ids)))
+        for number, event in output.commit.events.items():
+            if event.result is not None:
+                self._requests[number][1].set_result(None)
 
 
 def _target(device: DeviceAtWork, profile: Profile, policy: Goodput, seed: int, *, colocated: bool) -> TargetEngine:

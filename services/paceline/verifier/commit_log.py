@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
-from paceline.core.messages import CommittedTokens, SpeculationRecord
+from paceline.core.messages import SessionEvent
 from paceline.core.target_events import SpeculationTally
 from paceline.service.outbox import WaitingBytes
-from paceline.wire import LogPart, size_of_committed
+from paceline.wire import LogPart, size_of_event
 from paceline.wire.columns import MAX_SESSIONS
-from paceline.wire.sessions import JUDGED_AT_ONCE
+from paceline.wire.sessions import ENTRY_BYTES, JUDGED_AT_ONCE
 
 # At most 250 messages a second from a verifier, as long as the wait stays short.
 GATHER_PER_SESSION_S = 0.004
@@ -37,7 +37,7 @@ RECORD_S = 2.0
 
 
 class SessionLog:
-    """A session's tokens until they are sent to its gateway.
+    """A session's tokens and events until they are sent to its gateway.
 
     The first tokens and the last may leave at once.
 
@@ -49,78 +49,115 @@ class SessionLog:
         now_s: Time of the event loop.
 
     Attributes:
-        tally: Its speculation counts; None: they come with its result alone.
+        tally: Its speculation counts, where the engine counts.
     """
 
     def __init__(self, gateway: GatewayLog, number: int, *, whole: bool, offset: int, now_s: float) -> None:
         self.gateway = gateway
         self.number = number
-        self._offset = offset
+        self.tally = SpeculationTally()
+        self._num_sent = offset
+        self._token_ids: list[int] = []
+        self._origins = bytearray()
+        # Events that wait, with the number of tokens up to each and the bytes of each.
+        self._events: deque[tuple[int, SessionEvent, int]] = deque()
         self._gather_s = GATHER_WHOLE_S if whole else 0.0
-        self._waiting: deque[tuple[CommittedTokens, int]] = deque()
+        # When tokens last left; None: none have come.
         self._released_s: float | None = None
-        self.tally: SpeculationTally | None = None
         self._recorded_s = now_s
 
-    def put(self, committed: CommittedTokens, now_s: float) -> None:
-        """Adds what a step committed.
+    def put(
+        self,
+        offset: int | None,
+        token_ids: Sequence[int],
+        origins: bytes | bytearray,
+        event: SessionEvent | None,
+        now_s: float,
+    ) -> None:
+        """Adds tokens that a step committed, after `offset` others (None: any), and the event beside them.
 
         Raises:
             UnavailableError: Tokens are missing before these, or these were sent before.
             asyncio.QueueFull: The gateway does not read.
         """
-        if committed.offset != self._offset:
-            raise UnavailableError(f"token {self._offset} of the session was to come, not {committed.offset}")
-        self._offset += len(committed.token_ids)
-        pieces = [*in_pieces(committed)] if committed.prompt_logprobs else [committed]
-        sizes = [*map(size_of_committed, pieces)]
-        self.gateway.waiting.add(sum(sizes))
-        self._waiting += zip(pieces, sizes, strict=True)
-        if self._released_s is None or committed.result is not None:
-            # Messages before the first token, such as that it runs, leave at once as well.
-            self.release(now_s if committed.token_ids else None)
+        known = self._num_sent + len(self._token_ids)
+        if offset is not None and offset != known:
+            raise UnavailableError(f"token {known} of the session was to come, not {offset}")
+        pieces = () if event is None else [(each, size_of_event(each)) for each in in_pieces(event)]
+        # In one sum: an empty log takes a message of any size.
+        self.gateway.waiting.add(sum((size for _, size in pieces), start=ENTRY_BYTES * len(token_ids)))
+        self.gateway.alive = True
+        self._token_ids += token_ids
+        self._origins += origins
+        if pieces:
+            # Many log probabilities of a prompt come before the tokens.
+            ends = [known] * (len(pieces) - 1) + [known + len(token_ids)]
+            self._events += [(end, *piece) for end, piece in zip(ends, pieces, strict=True)]
+        if self._released_s is None or (event is not None and event.result is not None):
+            # Events before the first token, such as that it runs, leave at once as well.
+            self._released_s = now_s if token_ids else self._released_s
+            self.gateway.mark_ready(self)
 
     def gathered(self, now_s: float) -> None:
-        """Releases tokens that have gathered for long enough."""
-        if self._waiting and (self._released_s is None or now_s - self._released_s >= self._gather_s):
-            self.release(now_s)
-
-    def release(self, now_s: float | None) -> None:
-        self._released_s = now_s
-        self.gateway.mark_ready(self)
+        """Releases what has gathered for long enough."""
+        released_s, waits = self._released_s, self._token_ids or self._events
+        if waits and released_s is not None and now_s - released_s >= self._gather_s:
+            self._released_s = now_s
+            self.gateway.mark_ready(self)
 
     def fail(self, error: PacelineError) -> None:
         """The session has ended early; tokens committed before go out first."""
-        if self._waiting:
+        if not self.is_empty:
             self.gateway.mark_ready(self)
         self.gateway.end(self.number, error)
 
     def leave(self) -> None:
         """The gateway wants no more of the session: it gets the record instead of tokens that wait."""
-        self.gateway.waiting.remove(sum(size for _, size in self._waiting))
-        self._waiting.clear()
-        self._waiting.append((CommittedTokens(token_ids=(), offset=self._offset, speculation=self._record()), 0))
+        self.gateway.waiting.remove(ENTRY_BYTES * len(self._token_ids) + sum(size for _, _, size in self._events))
+        self._num_sent += len(self._token_ids)
+        self._token_ids.clear()
+        self._origins.clear()
+        self._events.clear()
+        self._events.append((self._num_sent, self._with_record(SessionEvent()), 0))
         self.gateway.mark_ready(self)
 
-    def take(self, most_bytes: int, now_s: float) -> tuple[CommittedTokens, int]:
-        """Returns what has gathered, in one piece, and its bytes; of very much only a part."""
-        parts = [self._waiting.popleft()]
-        num_bytes = parts[0][1]
-        while self._waiting and num_bytes + self._waiting[0][1] <= most_bytes:
-            parts.append(self._waiting.popleft())
-            num_bytes += parts[-1][1]
-        committed = joined([each for each, _ in parts])
-        if committed.token_ids and committed.result is None and now_s - self._recorded_s >= RECORD_S:
-            self._recorded_s = now_s
-            committed = committed._replace(speculation=self._record())
-        return committed, num_bytes
+    def move_to(self, part: LogPart, most_bytes: int, now_s: float) -> int:
+        """Moves what has gathered to a message, of very much only a part; returns its bytes."""
+        event, num_bytes, count = self._next_event(most_bytes) if self._events else (None, 0, 0)
+        if not self._events:
+            # Tokens without an event.
+            most = max(event is None, (most_bytes - num_bytes) // ENTRY_BYTES)
+            fit = min(most, len(self._token_ids) - count)
+            count, num_bytes = count + fit, num_bytes + ENTRY_BYTES * fit
+        if count and (event is None or event.result is None) and now_s - self._recorded_s >= RECORD_S:
+            self._recorded_s, event = now_s, self._with_record(event or SessionEvent())
+        part.commit.add(self.number, self._num_sent, self._token_ids[:count], self._origins[:count])
+        if event is not None:
+            part.commit.events[self.number] = event
+        self._num_sent += count
+        del self._token_ids[:count], self._origins[:count]
+        return num_bytes
 
-    def _record(self) -> SpeculationRecord | None:
-        return None if self.tally is None else self.tally.record()
+    def _next_event(self, most_bytes: int) -> tuple[SessionEvent | None, int, int]:
+        """Takes waiting events, at least one: joined, and the bytes and tokens up to them."""
+        events, num_bytes, count = list[SessionEvent](), 0, 0
+        while self._events:
+            end, event, size = self._events[0]
+            size += ENTRY_BYTES * (end - self._num_sent - count)
+            if events and num_bytes + size > most_bytes:
+                break
+            self._events.popleft()
+            events.append(event)
+            num_bytes, count = num_bytes + size, end - self._num_sent
+        return SessionEvent.joined(events) if events else None, num_bytes, count
 
+    def _with_record(self, event: SessionEvent) -> SessionEvent:
+        return event._replace(speculation=self.tally.record() if self.tally.num_steps else None)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing waits."""
-        return not self._waiting
+        return not (self._token_ids or self._events)
 
 
 class GatewayLog:
@@ -129,7 +166,9 @@ class GatewayLog:
     It belongs to one event loop.
 
     Attributes:
+        sessions: Numbers within the verifier of the sessions under way, by the gateway's own numbers.
         waiting: Bytes of all its sessions.
+        alive: The engine has made progress; the next message says so.
         closed: Only messages that may leave already are sent.
     """
 
@@ -138,8 +177,9 @@ class GatewayLog:
         self._ended: deque[tuple[int, PacelineError]] = deque()
         self._taken: list[int] = []
         self._last_number = 0
+        self.sessions: dict[int, int] = {}
         self.waiting = WaitingBytes(LOG_BYTES)
-        self._alive, self._step_s = False, 0.0
+        self.alive, self._step_s = False, 0.0
         # When the gateway last took a sign of life.
         self._shown_s = asyncio.get_running_loop().time()
         self._error: PacelineError | None = None
@@ -175,10 +215,6 @@ class GatewayLog:
         self._leaving[session.number] = session
         self._ready.set()
 
-    def lives(self) -> None:
-        """The engine has made progress; the next message says so."""
-        self._alive = True
-
     def show_life(self, now_s: float, step_s: float = 0.0) -> None:
         """Sends a sign of life if the gateway has had none for a while.
 
@@ -186,7 +222,7 @@ class GatewayLog:
             step_s: Seconds for which the engine has been inside the step under way; 0: it has made progress.
         """
         if now_s - self._shown_s >= SILENCE_S:
-            self._alive, self._step_s = True, step_s
+            self.alive, self._step_s = True, step_s
             self._ready.set()
 
     def close(self, error: PacelineError | None = None) -> None:
@@ -215,37 +251,34 @@ class GatewayLog:
             self._ready.clear()
 
     def _part(self, now_s: float) -> LogPart | None:
-        outcomes: list[tuple[int, CommittedTokens | PacelineError]] = [*self._released(now_s)]
-        while self._ended and self._ended[0][0] not in self._leaving and len(outcomes) < PART_ENTRIES:
-            outcomes.append(self._ended.popleft())
-        if not (outcomes or self._taken or self._alive):
+        part = LogPart(taken=self._taken[:PART_ENTRIES], alive=self.alive, step_s=self._step_s)
+        self._release_to(part, now_s)
+        num_left, errors = PART_ENTRIES - len(part.commit.numbers), part.commit.errors
+        while self._ended and self._ended[0][0] not in self._leaving and len(errors) < num_left:
+            number, error = self._ended.popleft()
+            errors[number] = error
+        if part.commit.is_empty and not (part.taken or part.alive):
             return None
-        part = LogPart(outcomes=outcomes, taken=self._taken[:PART_ENTRIES], alive=self._alive, step_s=self._step_s)
-        if self._alive:
+        if self.alive:
             self._shown_s = now_s
-        self._taken, self._alive, self._step_s = self._taken[PART_ENTRIES:], False, 0.0
+        self._taken, self.alive, self._step_s = self._taken[PART_ENTRIES:], False, 0.0
         if not (self._leaving or self._ended or self._taken or self.closed):
             self._ready.clear()
         return part
 
-    def _released(self, now_s: float) -> Sequence[tuple[int, CommittedTokens]]:
-        outcomes: list[tuple[int, CommittedTokens]] = []
+    def _release_to(self, part: LogPart, now_s: float) -> None:
         left = PART_BYTES
         for number, session in list(self._leaving.items()):
-            if left <= 0 or len(outcomes) == PART_ENTRIES:
+            if left <= 0 or len(part.commit.numbers) == PART_ENTRIES:
                 break
-            if session.is_empty():
-                del self._leaving[number]
-                continue
-            committed, num_bytes = session.take(left, now_s)
-            outcomes.append((number, committed))
-            left -= num_bytes
-            self.waiting.remove(num_bytes)
             del self._leaving[number]
-            if not session.is_empty():
+            if session.is_empty:
+                continue
+            left -= session.move_to(part, left, now_s)
+            if not session.is_empty:
                 # Behind those that had no turn.
                 self._leaving[number] = session
-        return outcomes
+        self.waiting.remove(PART_BYTES - left)
 
 
 class Gathering:
@@ -288,28 +321,10 @@ class Gathering:
             each.gathered(self._emptied_s)
 
 
-def in_pieces(committed: CommittedTokens) -> Iterator[CommittedTokens]:
-    """Splits a step's tokens of a session, with many log probabilities of a prompt apart."""
-    judged, first, start = committed.prompt_logprobs, committed.prompt_offset, 0
+def in_pieces(event: SessionEvent) -> Iterator[SessionEvent]:
+    """Splits an event, with many log probabilities of a prompt apart."""
+    judged, first, start = event.prompt_logprobs, event.prompt_offset, 0
     for start in range(JUDGED_AT_ONCE, len(judged), JUDGED_AT_ONCE):
         at = start - JUDGED_AT_ONCE
-        some, offset = judged[at:start], committed.offset
-        yield CommittedTokens(token_ids=(), offset=offset, prompt_logprobs=some, prompt_offset=first + at)
-    yield committed._replace(prompt_logprobs=judged[start:], prompt_offset=first + start) if start else committed
-
-
-def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
-    """Joins a session's tokens of several steps in one message, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    return CommittedTokens(
-        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
-        origins=b"".join(part.origins for part in parts),
-        logprobs=tuple(position for part in parts for position in part.logprobs),
-        result=parts[-1].result,
-        lossy=any(part.lossy for part in parts),
-        offset=parts[0].offset,
-        running=any(part.running for part in parts),
-        prompt_logprobs=tuple(position for part in parts for position in part.prompt_logprobs),
-        prompt_offset=next((part.prompt_offset for part in parts if part.prompt_logprobs), 0),
-    )
+        yield SessionEvent(prompt_logprobs=judged[at:start], prompt_offset=first + at)
+    yield event._replace(prompt_logprobs=judged[start:], prompt_offset=first + start) if start else event

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.errors import (
@@ -21,7 +21,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.grammar import GrammarState
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
+from paceline.core.messages import GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.target_events import (
     Cancel,
@@ -82,6 +82,8 @@ class _ActiveSession:
     compiling: asyncio.Task[None] | None = None
 
 
+# A session's number, its generated tokens before these (None: any number), the tokens, and their origins.
+_Tokens = tuple[int, int | None, Sequence[int], bytes | bytearray]
 # Contents of a gateway's message: sessions that it wants to be run, and the numbers of those that it leaves.
 Asked = tuple[Sequence[Start], Sequence[int]]
 
@@ -140,9 +142,7 @@ class TargetHost:
         self._stepper: TargetStepper | None = None
         # By number: an id may come back while outputs of its cancelled namesake are under way.
         self._sessions: dict[int, _ActiveSession] = {}
-        self._under_way: dict[str, _ActiveSession] = {}
-        # Sessions of each gateway by the numbers that it has given them.
-        self._gateways: dict[GatewayLog, dict[int, _ActiveSession]] = {}
+        self._gateways: set[GatewayLog] = set()
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
         self._rehearsal = RehearsalClient(
@@ -244,7 +244,7 @@ class TargetHost:
             self.engine.post(event)
 
     def _pair_all(self) -> None:
-        for each in self._under_way.values():
+        for each in self._sessions.values():
             self._pair_anew(each)
 
     def _pair_anew(self, session: _ActiveSession) -> None:
@@ -273,7 +273,7 @@ class TargetHost:
         if self._over is not None:
             raise self._over
         gateway = GatewayLog()
-        self._gateways[gateway] = {}
+        self._gateways.add(gateway)
         reader = asyncio.create_task(self._read(gateway, asked))
         try:
             while (part := await gateway.take()) is not None:
@@ -281,7 +281,7 @@ class TargetHost:
         finally:
             reader.cancel()
             self._cut_off(gateway)
-            del self._gateways[gateway]
+            self._gateways.remove(gateway)
 
     def _encoded(self, gateway: GatewayLog, part: LogPart) -> verifier_pb2.VerifyResponse:
         """A gateway's next message; a session whose message cannot be encoded ends alone."""
@@ -289,20 +289,21 @@ class TargetHost:
             return log_to_pb(part)
         except Exception:
             logger.exception("a message to a gateway could not be encoded")
-        outcomes = [(number, self._fit_to_send(gateway, number, outcome)) for number, outcome in part.outcomes]
-        return log_to_pb(replace(part, outcomes=outcomes))
+        fit = LogPart(taken=part.taken, alive=part.alive, step_s=part.step_s)
+        for number, alone in part.commit.by_session():
+            try:
+                log_to_pb(LogPart(commit=alone))
+            except Exception as error:  # noqa: BLE001 - it was logged with the message
+                if (session := self._session_of(gateway, number)) is not None:
+                    self._forget(session, asyncio.CancelledError())
+                fit.commit.errors[number] = _internal(error)
+            else:
+                fit.commit.extend(alone)
+        return log_to_pb(fit)
 
-    def _fit_to_send(
-        self, gateway: GatewayLog, number: int, outcome: CommittedTokens | PacelineError
-    ) -> CommittedTokens | PacelineError:
-        try:
-            log_to_pb(LogPart(outcomes=[(number, outcome)]))
-        except Exception as error:  # noqa: BLE001 - it was logged with the message
-            known = self._gateways[gateway].get(number)
-            if known is not None:
-                self._forget(known, asyncio.CancelledError())
-            return _internal(error)
-        return outcome
+    def _session_of(self, gateway: GatewayLog, number: int) -> _ActiveSession | None:
+        """A session by its gateway's number."""
+        return self._sessions.get(gateway.sessions.get(number, 0))
 
     async def _read(self, gateway: GatewayLog, asked: AsyncIterator[Asked]) -> None:
         try:
@@ -333,8 +334,8 @@ class TargetHost:
 
     def _cut_off(self, gateway: GatewayLog, error: PacelineError | None = None) -> None:
         """Frees all sessions of a gateway that has left, or that does not read."""
-        for session in [*self._gateways[gateway].values()]:
-            self._forget(session, asyncio.CancelledError())
+        for number in [*gateway.sessions.values()]:
+            self._forget(self._sessions[number], asyncio.CancelledError())
         if error is not None:
             gateway.close(error)
 
@@ -351,7 +352,7 @@ class TargetHost:
             self._refuse(gateway, number, _internal(error))
 
     def _refuse(self, gateway: GatewayLog, number: int, error: PacelineError) -> None:
-        known = self._gateways[gateway].get(number)
+        known = self._session_of(gateway, number)
         if known is None:
             gateway.end(number, error)
         else:
@@ -381,7 +382,8 @@ class TargetHost:
                 closing=closing.pop_all(),
             )
         self._rehearsal.interrupt()
-        self._sessions[mine.number] = self._under_way[request.session_id] = self._gateways[gateway][number] = mine
+        self._sessions[mine.number] = mine
+        gateway.sessions[number] = mine.number
         self.drafters.count(mine.drafter_address, +1)
         trace.paired(mine.drafter_address, self.drafters.model_of(mine.drafter_address))
         self._empty.clear()
@@ -400,7 +402,7 @@ class TargetHost:
 
     def _leave(self, gateway: GatewayLog, number: int) -> None:
         """Frees a session that its gateway does not want any more, if it still runs."""
-        session = self._gateways[gateway].get(number)
+        session = self._session_of(gateway, number)
         if session is not None:
             session.log.leave()
             self._forget(session, asyncio.CancelledError())
@@ -411,13 +413,11 @@ class TargetHost:
 
     def _forget(self, session: _ActiveSession, error: BaseException | None = None) -> None:
         """A session is over; None: the engine has ended it with a result."""
-        request, log = session.request, session.log
+        log = session.log
         if session.compiling is not None and session.compiling is not asyncio.current_task():
             session.compiling.cancel()
         self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
-        del self._sessions[session.number], self._gateways[log.gateway][log.number]
-        if self._under_way.get(request.session_id) is session:
-            del self._under_way[request.session_id]
+        del self._sessions[session.number], log.gateway.sessions[log.number]
         self.drafters.count(session.drafter_address, -1)
         self._metrics.under_way.set(self.num_sessions)
         if not self.num_sessions:
@@ -458,6 +458,7 @@ class TargetHost:
                 drafter_address=mine.drafter_address,
                 arrived_s=time.monotonic(),
                 grammar=grammar,
+                tally=mine.log.tally,
             )
         )
         mine.begun = True
@@ -467,7 +468,7 @@ class TargetHost:
             raise UnavailableError("this verifier shuts down")
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
-        known = self._under_way.get(request.session_id)
+        known = self._named(request.session_id)
         if known is not None and known.request.epoch >= request.epoch:
             raise StaleEpochError(
                 f"epoch: session {request.session_id!r} is under way here under epoch {known.request.epoch}, "
@@ -475,15 +476,19 @@ class TargetHost:
             )
         # A session that continues here was admitted elsewhere; it is not sent away.
         if not request.committed_token_ids:
-            others = [(each.request.tenant, each.request.priority) for each in self._under_way.values()]
+            others = [(each.request.tenant, each.request.priority) for each in self._sessions.values()]
             ahead = num_ahead(request.tenant, request.priority, others, num_places=self._num_places)
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     def _fence(self, request: GenerateRequest) -> None:
         """Ends a session of an owner that has lost it; what was committed of it goes out before the error."""
-        known = self._under_way.get(request.session_id)
+        known = self._named(request.session_id)
         if known is not None:
             self._end(known, StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}"))
+
+    def _named(self, session_id: str) -> _ActiveSession | None:
+        """The session under way of that name: there is one at most."""
+        return next((each for each in self._sessions.values() if each.request.session_id == session_id), None)
 
     async def _show_life(self) -> None:
         """Sends signs of life to silent gateways; never returns.
@@ -499,8 +504,8 @@ class TargetHost:
             works = device.num_calls != num_calls or 0.0 < step_s < self.stall_s
             num_calls = device.num_calls
             if works or not any(each.begun for each in self._sessions.values()):
-                for gateway, sessions in self._gateways.items():
-                    if sessions:
+                for gateway in self._gateways:
+                    if gateway.sessions:
                         gateway.show_life(loop.time(), step_s)
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
@@ -536,46 +541,37 @@ class TargetHost:
         except Exception:
             # Tokens that did not reach the logs are lost; gateways place these sessions anew.
             logger.exception("a step could not be handed on")
-            for number, _ in output.outcomes():
-                if number in self._sessions:
-                    error = UnavailableError("tokens of the session could not be handed on")
-                    self._end(self._sessions[number], error)
+            for number in output.commit.sessions & self._sessions.keys():
+                self._end(self._sessions[number], UnavailableError("tokens of the session could not be handed on"))
 
     def _hand_on(self, output: TargetOutput) -> None:
-        report = output.report
+        report, commit, sessions = output.report, output.commit, self._sessions
         self._num_places = report.num_running if report.num_waiting else self.max_sessions
         for seen in report.traced:
-            if seen.number in self._sessions:
-                self._sessions[seen.number].trace.saw(seen)
+            if seen.number in sessions:
+                sessions[seen.number].trace.saw(seen)
         now_s = asyncio.get_running_loop().time()
-        # Each may have left meanwhile.
-        for number, outcome in output.news:
-            if number in self._sessions:
-                self._tell(self._sessions[number], outcome, now_s)
-        for (number, committed), tally in zip(output.commit.messages(), output.commit.tallies, strict=True):
-            if number in self._sessions:
-                self._sessions[number].log.tally = tally
-                self._tell(self._sessions[number], committed, now_s)
+        alone: Iterator[_Tokens] = ((number, None, (), b"") for number in commit.events.keys() - commit.numbers)
+        tokens: Iterator[_Tokens] = itertools.chain(commit, alone)
+        for number, offset, token_ids, origins in tokens:
+            session, event = sessions.get(number), commit.events.get(number)
+            if session is None:
+                # It has left meanwhile.
+                continue
+            try:
+                session.log.put(offset, token_ids, origins, event, now_s)
+            except UnavailableError as error:
+                self._end(session, error)
+            except asyncio.QueueFull:
+                self._cut_off(session.log.gateway, UnavailableError(UNREAD))
+            else:
+                if event is not None and event.result is not None:
+                    session.trace.ended(event.result)
+                    self._forget(session)
+        for number in commit.errors.keys() & sessions.keys():
+            self._end(sessions[number], commit.errors[number])
         self._gathering.after_step()
         asyncio.get_running_loop().call_soon(self._metrics.add, output)
-
-    def _tell(self, session: _ActiveSession, outcome: CommittedTokens | PacelineError, now_s: float) -> None:
-        """Notes for the gateway what a step committed of a session, or that it ended it."""
-        if isinstance(outcome, PacelineError):
-            self._end(session, outcome)
-            return
-        try:
-            session.log.put(outcome, now_s)
-        except UnavailableError as error:
-            self._end(session, error)
-            return
-        except asyncio.QueueFull:
-            self._cut_off(session.log.gateway, UnavailableError(UNREAD))
-            return
-        session.log.gateway.lives()
-        if outcome.result is not None:
-            session.trace.ended(outcome.result)
-            self._forget(session)
 
 
 def _internal(error: Exception) -> PacelineError:

@@ -225,12 +225,11 @@ class ChainScheduler:
         done = commit(self._forest, links, ends, tokens)
         self.report.count_nodes(self._forest.sources, done.counts)
         self._tier.count_commits(links, ends, done)
-        num_verified, num_accepted = list[int](), list[int]()
-        for (session, row), num_matched in zip(going_on, done.accepted.tolist(), strict=True):
-            num_accepted.append(num_accepted_of(num_matched, len(row.token_ids)))
+        num_verified = list[int]()
+        for session, row in going_on:
             num_verified.append(min(len(session.verifies), row.num_verified))
             session.verifies = []
-        self.report.count_rounds(num_verified, num_accepted, done.hits.tolist())
+        self.report.count_rounds(num_verified, num_accepted_of(done.accepted, ends), done.hits.tolist())
 
     def _close(self, session: ChainSession | None) -> None:
         if session is None:

@@ -23,11 +23,10 @@ from paceline.wire.drafts import size_of as size_of
 from paceline.wire.drafts import verifier_from_pb as verifier_from_pb
 from paceline.wire.sessions import AskedSession as AskedSession
 from paceline.wire.sessions import LogPart as LogPart
-from paceline.wire.sessions import LogRead as LogRead
 from paceline.wire.sessions import generate_request_from_pb as generate_request_from_pb
 from paceline.wire.sessions import log_from_pb as log_from_pb
 from paceline.wire.sessions import log_to_pb as log_to_pb
 from paceline.wire.sessions import position_logprobs_to_pb as position_logprobs_to_pb
-from paceline.wire.sessions import size_of_committed as size_of_committed
+from paceline.wire.sessions import size_of_event as size_of_event
 from paceline.wire.sessions import start_session_to_pb as start_session_to_pb
 from paceline.wire.sessions import starts_from_pb as starts_from_pb

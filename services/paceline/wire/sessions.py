@@ -19,12 +19,14 @@ from paceline.core.errors import (
     shortened,
 )
 from paceline.core.messages import (
+    NO_EVENT,
     NS_PER_S,
-    CommittedTokens,
     FinishReason,
     GenerateRequest,
     GenerateResult,
     PositionLogprobs,
+    SessionEvent,
+    StepCommit,
     TokenOrigin,
 )
 from paceline.rpc.v1 import common_pb2, verifier_pb2
@@ -61,66 +63,50 @@ MAX_REQUEST_ENTRIES = 256
 
 # Positions of a prompt whose log probabilities are written and read at a time: with 20 each, some 5 ms.
 JUDGED_AT_ONCE = 128
-# Bytes of a session in a message, and of a token or a log probability.
-_SESSION_BYTES, _ENTRY_BYTES = 64, 16
+# Bytes of a token or a log probability in a message, at most.
+ENTRY_BYTES = 16
 
-# A session's number, and what has become of it.
-Outcome = tuple[int, CommittedTokens | PacelineError]
+# A session's number, its tokens, their origins (none: unknown), and the event beside them; or why the session ended.
+Received = tuple[int, tuple[int, ...], bytes, SessionEvent | PacelineError]
 # A session's number, and what it asks for, or why that cannot be served.
 Start = tuple[int, GenerateRequest | InvalidRequestError]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LogPart:
     """Messages that a verifier sends a gateway at once.
 
     Attributes:
-        outcomes: Committed tokens of sessions, each named once, then how sessions ended early.
+        commit: Tokens, events and errors of sessions; in columns each is named once, also those with events alone.
         taken: Numbers of sessions that it has accepted.
         alive: The engine makes progress, or is inside a step for less than the time after which it counts as hung.
         step_s: Seconds for which it has been inside that step; 0: it has made progress.
     """
 
-    outcomes: Sequence[Outcome] = ()
+    commit: StepCommit = field(default_factory=StepCommit)
     taken: Sequence[int] = ()
     alive: bool = False
     step_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogRead:
-    """Messages from a verifier, as its gateway reads them.
-
-    Attributes:
-        outcomes: As of `LogPart`, each decoded when it is asked for; of a long prompt's log probabilities several.
-        taken: As of `LogPart`.
-        alive: As of `LogPart`.
-        step_s: As of `LogPart`.
-    """
-
-    outcomes: Iterator[Outcome]
-    taken: Sequence[int]
-    alive: bool
-    step_s: float
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class AskedSession:
     """A gateway's request, and the tokens that have come.
 
     Attributes:
         vocab_size: Tokens of the verifier's model.
         num_generated: Generated tokens of the session so far, including those that it began with.
-        num_judged: Tokens of the prompt whose log probabilities have come.
+        num_to_judge: Tokens of the prompt whose log probabilities are still to come, before the first token.
     """
 
     request: GenerateRequest
     vocab_size: int
     num_generated: int = field(init=False)
-    num_judged: int = 0
+    num_to_judge: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_generated = len(self.request.committed_token_ids)
+        self.num_to_judge = self.request.num_to_judge
 
     def check(self, offset: int, token_ids: Sequence[int]) -> None:
         """Refuses tokens that were not asked for, that are none, or that do not join onto those before.
@@ -128,7 +114,9 @@ class AskedSession:
         Raises:
             RemoteProtocolError: Names what is wrong.
         """
-        check_count("VerifyResponse.token_ids", len(token_ids), self.request.sampling.max_tokens - self.num_generated)
+        room = self.request.sampling.max_tokens - self.num_generated
+        if len(token_ids) > room:
+            check_count("VerifyResponse.token_ids", len(token_ids), room)
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise RemoteProtocolError(
@@ -148,13 +136,10 @@ class AskedSession:
         sampling, kind = self.request.sampling, "SessionLogprobs"
         if message.logprobs and len(message.logprobs) != num_tokens:
             raise RemoteProtocolError(f"{kind}.logprobs: has {len(message.logprobs)} entries for {num_tokens} tokens")
-        check_count(
-            f"{kind}.prompt_logprobs", len(message.prompt_logprobs), self.request.num_to_judge - self.num_judged
-        )
-        if message.prompt_logprobs and message.prompt_offset != self.num_judged + 1:
-            raise RemoteProtocolError(
-                f"{kind}.prompt_offset: must be {self.num_judged + 1}, got {message.prompt_offset}"
-            )
+        check_count(f"{kind}.prompt_logprobs", len(message.prompt_logprobs), self.num_to_judge)
+        first = self.request.num_to_judge - self.num_to_judge + 1
+        if message.prompt_logprobs and message.prompt_offset != first:
+            raise RemoteProtocolError(f"{kind}.prompt_offset: must be {first}, got {message.prompt_offset}")
         for name, asked in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             if getattr(message, name) and asked is None:
                 raise RemoteProtocolError(f"{kind}.{name}: were not asked for")
@@ -169,25 +154,22 @@ class AskedSession:
         _check_judged(f"SessionLogprobs.{name}", positions, asked or 0, self.vocab_size)
         return tuple(map(_position_logprobs_from_pb, positions))
 
-    def take(self, committed: CommittedTokens) -> None:
-        """Counts what has come.
+    def prompt_judged(self, positions: Sequence[common_pb2.PositionLogprobs]) -> SessionEvent:
+        """Decodes and counts log probabilities of the next prompt tokens.
 
         Raises:
-            RemoteProtocolError: Tokens come before all log probabilities of the prompt.
+            RemoteProtocolError: They cannot be right.
         """
-        self.num_judged += len(committed.prompt_logprobs)
-        self.num_generated += len(committed.token_ids)
-        due = self.request.num_to_judge
-        if committed.token_ids and self.num_judged < due:
-            raise RemoteProtocolError(f"SessionLogprobs.prompt_logprobs: {self.num_judged} came of {due} tokens")
+        judged, offset = self.judged("prompt_logprobs", positions), self.request.num_to_judge - self.num_to_judge + 1
+        self.num_to_judge -= len(judged)
+        return SessionEvent(prompt_logprobs=judged, prompt_offset=offset if judged else 0)
 
 
-def size_of_committed(committed: CommittedTokens) -> int:
-    """An upper bound of its bytes on the wire."""
-    judged = 0
-    if committed.logprobs or committed.prompt_logprobs:
-        judged = sum(1 + len(each.top) for each in (*committed.logprobs, *committed.prompt_logprobs))
-    return _SESSION_BYTES + _ENTRY_BYTES * (len(committed.token_ids) + judged)
+def size_of_event(event: SessionEvent) -> int:
+    """An upper bound of the bytes of its log probabilities on the wire."""
+    if not (event.logprobs or event.prompt_logprobs):
+        return ENTRY_BYTES
+    return ENTRY_BYTES * sum(1 + len(each.top) for each in (*event.logprobs, *event.prompt_logprobs))
 
 
 def start_session_to_pb(number: int, request: GenerateRequest) -> verifier_pb2.StartSession:
@@ -264,24 +246,20 @@ def generate_request_from_pb(message: verifier_pb2.StartSession, *, context_len:
 
 def log_to_pb(part: LogPart) -> verifier_pb2.VerifyResponse:
     """Encodes a verifier's messages to a gateway."""
-    message = verifier_pb2.VerifyResponse(alive=part.alive, taken=part.taken, step_ns=round(part.step_s * NS_PER_S))
-    numbers: list[int] = []
-    offsets: list[int] = []
-    ends: list[int] = []
-    tokens: list[int] = []
-    origins = bytearray()
-    for number, each in part.outcomes:
-        if isinstance(each, PacelineError):
-            message.errors.append(_error_to_pb(number, each))
-            continue
-        numbers.append(number)
-        offsets.append(each.offset)
-        tokens += each.token_ids
-        ends.append(len(tokens))
-        origins += each.origins or bytes(len(each.token_ids))
-        _add_rare(message, number, each)
-    message.sessions, message.offsets, message.ends, message.token_ids = map(_column, (numbers, offsets, ends, tokens))
-    message.origins = bytes(origins)
+    commit = part.commit
+    message = verifier_pb2.VerifyResponse(
+        alive=part.alive,
+        taken=part.taken,
+        step_ns=round(part.step_s * NS_PER_S),
+        sessions=_column(commit.numbers),
+        offsets=_column(commit.offsets),
+        ends=_column(commit.ends),
+        token_ids=_column(commit.tokens),
+        origins=bytes(commit.origins),
+        errors=[_error_to_pb(number, error) for number, error in commit.errors.items()],
+    )
+    for number, event in commit.events.items():
+        _add_event(message, number, event)
     return message
 
 
@@ -291,10 +269,12 @@ def _column(values: Sequence[int]) -> bytes:
 
 def log_from_pb(
     message: verifier_pb2.VerifyResponse, sessions: Mapping[int, AskedSession], last_number: int
-) -> LogRead:
+) -> Iterator[Received]:
     """Decodes a verifier's messages, and counts them; other sessions' are passed over.
 
-    Unrequested tokens, or tokens that do not join onto earlier ones, are an error of their session alone.
+    Sessions are decoded as they are asked for, a long prompt's log probabilities in several parts; how sessions ended
+    early comes last. Unrequested tokens, or tokens that do not join onto earlier ones, are an error of their session
+    alone.
 
     Args:
         sessions: Sessions that run there, by number.
@@ -309,92 +289,110 @@ def log_from_pb(
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), MAX_SESSIONS)
     for each in ("logprobs", "records", "results"):
         check_count(f"VerifyResponse.{each}", len(getattr(message, each)), len(numbers))
-    listed, token_list, origins = numbers.tolist(), tokens.tolist(), message.origins
-    rare = _Rare(message, frozenset(listed))
-
-    def outcomes() -> Iterator[Outcome]:
-        start = 0
-        for number, offset, end in zip(listed, offsets.tolist(), ends.tolist(), strict=True):
-            asked = sessions.get(number)
-            if asked is not None:
-                try:
-                    asked.check(offset, token_ids := tuple(token_list[start:end]))
-                    committed = _committed(offset, token_ids, origins[start:end])
-                    for each in rare.completed(number, asked, committed) if rare.any else (committed,):
-                        asked.take(each)
-                        yield number, each
-                except RemoteProtocolError as error:
-                    yield number, error
-            start = end
-        yield from ((each.number, _error_from_pb(each)) for each in message.errors if each.number in sessions)
-
-    return LogRead(outcomes=outcomes(), taken=[*message.taken], alive=message.alive, step_s=message.step_ns / NS_PER_S)
+    columns = numbers.tolist(), offsets.tolist(), ends.tolist()
+    return _outcomes(message, columns, tuple(tokens.tolist()), _Events(message, frozenset(columns[0])), sessions)
 
 
-def _committed(offset: int, token_ids: tuple[int, ...], origins: bytes) -> CommittedTokens:
-    if strange := origins.translate(None, _ORIGINS):
-        if any(origins):
-            raise RemoteProtocolError(f"VerifyResponse.origins: got {strange[0]}")
-        origins = b""
-    return CommittedTokens(token_ids, origins, offset=offset)
+def _outcomes(
+    message: verifier_pb2.VerifyResponse,
+    columns: tuple[list[int], list[int], list[int]],
+    tokens: tuple[int, ...],
+    events: _Events,
+    sessions: Mapping[int, AskedSession],
+) -> Iterator[Received]:
+    """Yields what has become of the sessions; `columns` are numbers, offsets and ends."""
+    origins, start = message.origins, 0
+    all_known = not origins.translate(None, _ORIGINS)
+    for number, offset, end in zip(*columns, strict=True):
+        asked = sessions.get(number)
+        if asked is not None:
+            token_ids = tokens[start:end]
+            try:
+                asked.check(offset, token_ids)
+                some = origins[start:end] if all_known else _known(origins[start:end])
+                event = NO_EVENT
+                if number in events.numbers:
+                    for part in events.before(number, asked, len(token_ids)):
+                        yield number, (), b"", part
+                    event = events.of(number, asked)
+                if token_ids and asked.num_to_judge:
+                    due = asked.request.num_to_judge
+                    problem = f"{due - asked.num_to_judge} came of {due} tokens"
+                    raise RemoteProtocolError(f"SessionLogprobs.prompt_logprobs: {problem}")
+                asked.num_generated += len(token_ids)
+                yield number, token_ids, some, event
+            except RemoteProtocolError as error:
+                yield number, (), b"", error
+        start = end
+    for each in message.errors:
+        if each.number in sessions:
+            yield each.number, (), b"", _error_from_pb(each)
 
 
-def _add_rare(message: verifier_pb2.VerifyResponse, number: int, committed: CommittedTokens) -> None:
-    """Adds what few messages have."""
-    if committed.running:
+def _known(origins: bytes) -> bytes:
+    """Origins of a session; none where all are unknown."""
+    strange = origins.translate(None, _ORIGINS)
+    if strange and any(origins):
+        raise RemoteProtocolError(f"VerifyResponse.origins: got {strange[0]}")
+    return b"" if strange else origins
+
+
+def _add_event(message: verifier_pb2.VerifyResponse, number: int, event: SessionEvent) -> None:
+    if event.running:
         message.running.append(number)
-    if committed.lossy:
+    if event.lossy:
         message.lossy.append(number)
-    if committed.logprobs or committed.prompt_logprobs:
+    if event.logprobs or event.prompt_logprobs:
         message.logprobs.add(
             number=number,
-            logprobs=map(position_logprobs_to_pb, committed.logprobs),
-            prompt_logprobs=map(position_logprobs_to_pb, committed.prompt_logprobs),
-            prompt_offset=committed.prompt_offset,
+            logprobs=map(position_logprobs_to_pb, event.logprobs),
+            prompt_logprobs=map(position_logprobs_to_pb, event.prompt_logprobs),
+            prompt_offset=event.prompt_offset,
         )
-    if committed.result is not None:
-        message.results.append(_result_to_pb(number, committed.result))
-    elif committed.speculation is not None:
-        message.records.add(number=number, speculation=speculation_record_to_pb(committed.speculation))
+    if event.result is not None:
+        message.results.append(_result_to_pb(number, event.result))
+    elif event.speculation is not None:
+        message.records.add(number=number, speculation=speculation_record_to_pb(event.speculation))
 
 
-class _Rare:
-    """Rare fields of messages, by session number."""
+class _Events:
+    """Events of a message's sessions, not decoded yet; `numbers` names the sessions that have any."""
 
     def __init__(self, message: verifier_pb2.VerifyResponse, numbers: frozenset[int]) -> None:
-        self._numbers = numbers
+        self._known = numbers
         self._running, self._lossy = (self._of("running", message.running), self._of("lossy", message.lossy))
         self._logprobs = self._named("logprobs", message.logprobs)
         self._records = self._named("records", message.records)
         self._results = self._named("results", message.results)
-        self.any = bool(self._running or self._lossy or self._logprobs or self._records or self._results)
+        self.numbers = {*self._running, *self._lossy, *self._logprobs, *self._records, *self._results}
 
-    def completed(self, number: int, asked: AskedSession, committed: CommittedTokens) -> Iterator[CommittedTokens]:
-        """Adds what there is of a session to its tokens; parts of a long prompt's log probabilities come before them.
+    def before(self, number: int, asked: AskedSession, num_tokens: int) -> Iterator[SessionEvent]:
+        """Yields all but the last part of a long prompt's log probabilities: each costs some milliseconds.
 
         Raises:
-            RemoteProtocolError: It cannot be right, or was not asked for.
+            RemoteProtocolError: They cannot be right, or were not asked for.
+        """
+        judged = self._logprobs.get(number)
+        if judged is not None:
+            asked.check_judged(judged, num_tokens)
+            for start in range(0, len(judged.prompt_logprobs) - JUDGED_AT_ONCE, JUDGED_AT_ONCE):
+                yield asked.prompt_judged(judged.prompt_logprobs[start : start + JUDGED_AT_ONCE])
+
+    def of(self, number: int, asked: AskedSession) -> SessionEvent:
+        """A session's event, with what is left of its log probabilities.
+
+        Raises:
+            RemoteProtocolError: It cannot be right.
         """
         judged, record, result = (each.get(number) for each in (self._logprobs, self._records, self._results))
+        event = NO_EVENT
         if judged is not None:
-            asked.check_judged(judged, len(committed.token_ids))
-            start, count = 0, len(judged.prompt_logprobs)
-            for start in range(JUDGED_AT_ONCE, count, JUDGED_AT_ONCE):
-                some = judged.prompt_logprobs[start - JUDGED_AT_ONCE : start]
-                yield CommittedTokens(
-                    token_ids=(),
-                    offset=committed.offset,
-                    prompt_logprobs=asked.judged("prompt_logprobs", some),
-                    prompt_offset=judged.prompt_offset + start - JUDGED_AT_ONCE,
-                )
-            committed = committed._replace(
-                logprobs=asked.judged("logprobs", judged.logprobs),
-                prompt_logprobs=asked.judged("prompt_logprobs", judged.prompt_logprobs[start:]),
-                prompt_offset=judged.prompt_offset and judged.prompt_offset + start,
-            )
+            left = (len(judged.prompt_logprobs) - 1) % JUDGED_AT_ONCE + 1 if judged.prompt_logprobs else 0
+            event = asked.prompt_judged(judged.prompt_logprobs[len(judged.prompt_logprobs) - left :])
+            event = event._replace(logprobs=asked.judged("logprobs", judged.logprobs))
         ended = None if result is None else _result_from_pb(result)
         known = None if record is None else speculation_record_from_pb(record.speculation)
-        yield committed._replace(
+        return event._replace(
             running=number in self._running,
             lossy=number in self._lossy,
             result=ended,
@@ -406,7 +404,7 @@ class _Rare:
         return dict(zip(numbers, entries, strict=True)) if numbers else {}
 
     def _of(self, field: str, numbers: Sequence[int]) -> Sequence[int]:
-        if numbers and not (len(numbers) == len(found := set(numbers)) and found <= self._numbers):
+        if numbers and not (len(numbers) == len(found := set(numbers)) and found <= self._known):
             raise RemoteProtocolError(f"VerifyResponse.{field}: names sessions twice, or others than `sessions` does")
         return numbers
 

@@ -232,7 +232,7 @@ def test_log_probabilities_are_of_the_rows_that_committed_tokens_were_chosen_fro
         session = session_of(temperature=0.0, logprobs=1, **way)
         committed = judge(session, tree, logits)
         assert committed.tokens == [1, 2, 4]
-        told = session.hand_out(session.committed_len, bytearray(), 0, 0.0).logprobs
+        told = session.take_event().logprobs
         assert told == tuple(
             RowSampler(session.request.sampling, VOCAB, (), ()).logprobs(logits[row], token, 1)
             for row, token in zip((0, 2, 3), committed.tokens, strict=True)
@@ -254,7 +254,7 @@ def test_rows_of_sessions_with_log_probabilities_are_fetched_together_but_few_at
     step = judging(sessions, [((-1, 1), (0, 2)), (), ((-1, 5),)], logits)
     assert [chosen(step, place) for place in range(3)] == [[1, 2, 3], [1], [5, 1]]
     assert [each.args[0] for each in fetched.call_args_list] == copies
-    told = [session.hand_out(2, bytearray(), 0, 0.0).logprobs for session in (sessions[0], sessions[2])]
+    told = [session.take_event().logprobs for session in (sessions[0], sessions[2])]
     assert [[each.top[0][0] for each in logprobs] for logprobs in told] == [[1, 2, 3], [5, 1]]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.messages import CommittedTokens, ModelIdentity
-from paceline.core.target_events import Cancel, Outcome, SetMode, StepReport, Submit, TargetEvent, TargetOutput
+from paceline.core.messages import ModelIdentity, SessionEvent, StepCommit
+from paceline.core.target_events import Cancel, SetMode, StepReport, Submit, TargetEvent, TargetOutput
 from paceline.engine.rehearsing import IDLE_S, LEAST_STEPS, MOST_S, MOST_STEPS, MOST_UNCOUNTED, RehearsalClient
 from paceline.planning.engines import simulate
 
@@ -49,15 +49,24 @@ class Play:
             case SetMode():
                 self.drafts, self.over = event.drafts, event.over
 
-    def step(self, count: int = 1, *, news: list[Outcome] | None = None, **report: object) -> None:
+    def step(self, count: int = 1, *, commit: StepCommit | None = None, **report: object) -> None:
         """Steps of the rehearsal's sessions."""
         for _ in range(count):
             told = StepReport(num_rows=1, gammas=[0] * len(self.sessions), **{"seconds": 0.01, **report})  # type: ignore[arg-type]
-            assert self.rehearsal.takes(TargetOutput(news=news or [], to_drafters={}, broken_links={}, report=told))
+            assert self.rehearsal.takes(
+                TargetOutput(commit=commit or StepCommit(), to_drafters={}, broken_links={}, report=told)
+            )
 
     async def begun(self) -> None:
         await asyncio.sleep(2.5 * IDLE_S)
         assert self.sessions
+
+
+def commit_of(number: int) -> StepCommit:
+    """A token of a session."""
+    commit = StepCommit()
+    commit.add(number, 0, [1])
+    return commit
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -111,13 +120,9 @@ async def test_it_stops_at_any_step_and_goes_on_with_what_is_left() -> None:
     play.rehearsal.interrupt()
     assert (play.sessions, play.drafts, play.over) == (set(), None, "")
     report = StepReport(num_rows=1)
-    under_way = TargetOutput(
-        news=[(last, CommittedTokens(token_ids=(1,), offset=0))], to_drafters={}, broken_links={}, report=report
-    )
+    under_way = TargetOutput(commit=commit_of(last), to_drafters={}, broken_links={}, report=report)
     assert play.rehearsal.takes(under_way)
-    seen = TargetOutput(
-        news=[(USER, CommittedTokens(token_ids=(1,), offset=0))], to_drafters={}, broken_links={}, report=report
-    )
+    seen = TargetOutput(commit=commit_of(USER), to_drafters={}, broken_links={}, report=report)
     assert not play.rehearsal.takes(seen)
     play.users = 0
     await play.begun()
@@ -133,8 +138,9 @@ async def test_a_text_that_ends_is_followed_by_another() -> None:
     play = Play()
     await play.begun()
     (number,) = play.sessions
-    ended = CommittedTokens(token_ids=(1,), offset=0, result=object())  # type: ignore[arg-type]
-    play.step(news=[(number, ended)])
+    ended = commit_of(number)
+    ended.events[number] = SessionEvent(result=object())  # type: ignore[arg-type]
+    play.step(commit=ended)
     assert play.sessions == {number, number + 1}
 
 
@@ -188,6 +194,6 @@ async def test_a_drafter_that_never_answers_teaches_nothing() -> None:
 async def test_an_engine_that_takes_no_such_session_is_left_alone() -> None:
     play = Play()
     await play.begun()
-    play.step(news=[(FIRST_NUMBER, InvalidRequestError("prompt", "is refused"))])
+    play.step(commit=StepCommit(errors={FIRST_NUMBER: InvalidRequestError("prompt", "is refused")}))
     await asyncio.wait_for(play.running, 3 * IDLE_S)
     assert (play.sessions, play.over) == (set(), "")

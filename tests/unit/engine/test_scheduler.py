@@ -609,10 +609,10 @@ def test_the_counts_of_a_session_go_with_each_of_its_steps() -> None:
     verifier.drafter()
     session = verifier.submit("s", max_tokens=30)
     verifier.step()
-    assert [each.record() for each in verifier.tallies] == [SpeculationRecord(num_steps=1, mean_batch_size=1.0)]
+    assert session.tally.record() == SpeculationRecord(num_steps=1, mean_batch_size=1.0)
     verifier.draft(session, right=2, wrong=2)
     verifier.step()
-    (record,) = [each.record() for each in verifier.tallies]
+    record = session.tally.record()
     assert (record.num_steps, record.num_draft_tokens, record.num_accepted_draft_tokens) == (2, 4, 2)
     assert (record.num_spec_steps, record.num_hits, record.num_misses) == (1, 0, 1)
 

@@ -112,14 +112,14 @@ def test_a_distant_drafter_is_of_less_use() -> None:
 def test_a_drafter_that_reads_a_prompt_for_ten_steps_drafts_in_the_first_text() -> None:
     slow = StepCost(rows=(1, 1025), seconds=(0.001, 0.201))
     facts = profile(sure_guesses(right=True), draft_cost=slow)
-    plain, tier = (run_closed(facts, cell, equal(1, 500, 400), streams=1) for cell in (PLAIN, TIER))
+    plain, tier = (closed(facts, cell, equal(1, 500, 400), streams=1) for cell in (PLAIN, TIER))
     assert tier.tokens_per_s > 1.5 * plain.tokens_per_s
 
 
 @pytest.mark.parametrize("streams", [1, 8])
 def test_a_drafter_that_never_responds_costs_nothing(streams: int) -> None:
     distant = profile(sure_guesses(right=True), link_s=1e6)
-    plain, tier = (run_closed(distant, cell, equal(streams, 1, 700), streams=streams) for cell in (PLAIN, TIER))
+    plain, tier = (closed(distant, cell, equal(streams, 1, 700), streams=streams) for cell in (PLAIN, TIER))
     assert tier.gamma == 0.0
     assert tier.tokens_per_s > 0.999 * plain.tokens_per_s
 
@@ -205,7 +205,7 @@ def test_an_engine_that_raises_ends_the_simulation(cell: PlannedFleet, monkeypat
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_policy, "best_prefix", lambda *_: (0, 1.0))
-    outcome = closed(profile(sure_guesses(right=True)), TIER, equal(2), streams=1)
+    outcome = closed(profile(sure_guesses(right=True)), TIER, equal(2, 1, 150), streams=1)
     assert outcome.gamma == 0.0
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.messages import GenerateRequest
 from paceline.core.pages import BLOCK_SIZE, longest_session
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Submit
@@ -66,9 +66,8 @@ def serials_that_end(engine: TargetStepper) -> Iterator[int]:
     for _ in range(10_000):
         if not engine.has_work():
             return
-        for number, outcome in run_sync(engine.step()).outcomes():
-            if isinstance(outcome, CommittedTokens) and outcome.result is not None:
-                yield number
+        events = run_sync(engine.step()).commit.events
+        yield from (number for number, event in events.items() if event.result is not None)
 
 
 def text_of(served: ServedEngine, *, speculative: bool) -> tuple[list[int], int]:
@@ -81,12 +80,7 @@ def text_of(served: ServedEngine, *, speculative: bool) -> tuple[list[int], int]
     while engine.has_work():
         output = run_sync(engine.step())
         accepted += sum(output.report.accepted)
-        tokens += [
-            token_id
-            for _, outcome in output.outcomes()
-            if isinstance(outcome, CommittedTokens)
-            for token_id in outcome.token_ids
-        ]
+        tokens += output.commit.tokens
     return tokens, accepted
 
 

@@ -7,17 +7,17 @@ import pytest
 
 from paceline.core.errors import RemoteProtocolError, UnavailableError
 from paceline.core.messages import (
-    CommittedTokens,
     FinishReason,
     GenerateResult,
     PositionLogprobs,
+    SessionEvent,
     SpeculationRecord,
     TokenOrigin,
 )
-from paceline.core.target_events import SpeculationTally
 from paceline.verifier import commit_log
-from paceline.verifier.commit_log import PART_BYTES, RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog, joined
-from paceline.wire import LogPart, size_of_committed
+from paceline.verifier.commit_log import PART_BYTES, RECORD_S, SILENCE_S, GatewayLog, Gathering, SessionLog
+from paceline.wire import LogPart, size_of_event
+from tests.support.steps import Step, steps_of
 
 FOR_EVER_S = 1e6
 RESULT = GenerateResult(
@@ -25,10 +25,10 @@ RESULT = GenerateResult(
 )
 
 
-def step(*token_ids: int, result: GenerateResult | None = None) -> CommittedTokens:
+def step(*token_ids: int, result: GenerateResult | None = None) -> Step:
     """Tokens that count from 1 on, so that each says where it belongs."""
     origins = bytes([TokenOrigin.PLAIN]) * len(token_ids)
-    return CommittedTokens(token_ids=token_ids, origins=origins, result=result, offset=token_ids[0] - 1)
+    return Step(token_ids, origins, token_ids[0] - 1, result=result)
 
 
 class Log:
@@ -44,10 +44,11 @@ class Log:
         self.sessions[number] = session
         return session
 
-    def commit(self, *steps: CommittedTokens) -> None:
-        """The sessions' tokens of one step, in order of their numbers."""
-        for session, committed in zip(self.sessions.values(), steps, strict=False):
-            session.put(committed, now_s())
+    def commit(self, *steps: Step) -> None:
+        """The sessions' tokens and events of one step, in order of their numbers."""
+        for session, each in zip(self.sessions.values(), steps, strict=False):
+            event = None if each.event == SessionEvent() else each.event
+            session.put(each.offset, each.token_ids, each.origins, event, now_s())
         self._gathering.after_step()
 
     async def parts(self) -> list[LogPart]:
@@ -67,10 +68,7 @@ class Log:
     async def told(self, number: int = 1) -> list[tuple[int, ...]]:
         """The tokens of a session that may leave now, message by message."""
         return [
-            each.token_ids
-            for part in await self.parts()
-            for known, each in part.outcomes
-            if known == number and isinstance(each, CommittedTokens)
+            each.token_ids for part in await self.parts() for known, each in steps_of(part.commit) if known == number
         ]
 
 
@@ -78,9 +76,7 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def steps_of_one(
-    log: Log, steps: Sequence[CommittedTokens], *, whole: bool = False
-) -> list[list[tuple[int, ...]]]:
+async def steps_of_one(log: Log, steps: Sequence[Step], *, whole: bool = False) -> list[list[tuple[int, ...]]]:
     log.start(whole=whole)
     heard = []
     for each in steps:
@@ -110,7 +106,7 @@ async def test_what_gathers_leaves_without_a_further_step() -> None:
     log.commit(step(5))
     part = await log.gateway.take()
     assert part is not None
-    assert [each.token_ids for _, each in part.outcomes if isinstance(each, CommittedTokens)] == [(4, 5)]
+    assert part.commit.tokens == [4, 5]
 
 
 async def test_sessions_of_a_step_leave_in_one_message_and_a_new_one_does_not_wait_for_the_others() -> None:
@@ -120,12 +116,12 @@ async def test_sessions_of_a_step_leave_in_one_message_and_a_new_one_does_not_wa
     assert await log.told() == [(1,)]
     log.start(2)
     log.commit(step(2), step(1))
-    assert [[number for number, _ in part.outcomes] for part in await log.parts()] == [[2]]
+    assert [part.commit.numbers for part in await log.parts()] == [[2]]
     log = Log()
     for number in (1, 2, 3):
         log.start(number)
     log.commit(step(1), step(1), step(1))
-    assert [[number for number, _ in part.outcomes] for part in await log.parts()] == [[1, 2, 3]]
+    assert [part.commit.numbers for part in await log.parts()] == [[1, 2, 3]]
 
 
 async def test_an_error_comes_after_what_was_committed() -> None:
@@ -137,7 +133,7 @@ async def test_an_error_comes_after_what_was_committed() -> None:
     error = UnavailableError("it shuts down")
     session.fail(error)
     (part,) = await log.parts()
-    assert [each if each is error else each.token_ids for _, each in part.outcomes] == [(2,), error]
+    assert (part.commit.tokens, part.commit.errors) == ([2], {1: error})
 
 
 async def test_a_text_wanted_whole_leaves_rarely_but_its_end_at_once() -> None:
@@ -170,17 +166,16 @@ async def test_a_sign_of_life_is_for_gateways_that_were_told_nothing_and_is_one_
     assert await log.parts() == []
     for _ in range(3):
         log.gateway.show_life(now_s() + 2 * SILENCE_S)
-    assert await log.parts() == [LogPart(outcomes=[], taken=[], alive=True)]
-    log.gateway.lives()
+    assert await log.parts() == [LogPart(taken=[], alive=True)]
+    log.gateway.alive = True
     assert await log.parts() == []
 
 
 async def test_that_a_session_runs_is_told_at_once_and_its_first_tokens_wait_for_nothing_after_it() -> None:
     log = Log(FOR_EVER_S)
-    log.start()
-    log.commit(CommittedTokens(token_ids=(), running=True))
+    log.start().put(None, (), b"", SessionEvent(running=True), now_s())
     (part,) = await log.parts()
-    assert part.outcomes == [(1, CommittedTokens(token_ids=(), running=True))]
+    assert [*steps_of(part.commit)] == [(1, Step(running=True))]
     log.commit(step(1))
     assert await log.told() == [(1,)]
 
@@ -188,25 +183,26 @@ async def test_that_a_session_runs_is_told_at_once_and_its_first_tokens_wait_for
 async def test_records_come_with_results_with_sessions_that_are_left_and_now_and_then() -> None:
     log = Log()
     first, _ = log.start(1), log.start(2)
-    first.tally = SpeculationTally(num_steps=3)
+    first.tally.num_steps = 3
     log.commit(step(1), step(1))
-    assert [each.speculation for part in await log.parts() for _, each in part.outcomes] == [None, None]
+    assert [part.commit.events for part in await log.parts()] == [{}]
     log.commit(step(2), step(2))
-    told, _ = first.take(1, now_s() + 2 * RECORD_S)
-    assert told.speculation == SpeculationRecord(num_steps=3)
+    part = LogPart()
+    first.move_to(part, 1, now_s() + 2 * RECORD_S)
+    assert part.commit.events[1].speculation == SpeculationRecord(num_steps=3)
     log.commit(step(3), step(3))
     first.tally.num_steps = 4
     first.leave()
     (part,) = await log.parts()
-    left = CommittedTokens(token_ids=(), offset=3, speculation=SpeculationRecord(num_steps=4))
-    assert dict(part.outcomes)[1] == left
+    left = Step(offset=3, speculation=SpeculationRecord(num_steps=4))
+    assert dict(steps_of(part.commit))[1] == left
 
 
 async def test_a_session_that_is_left_is_answered_also_where_nothing_is_known_of_it() -> None:
     log = Log()
     log.start().leave()
     (part,) = await log.parts()
-    assert part.outcomes == [(1, CommittedTokens(token_ids=()))]
+    assert [*steps_of(part.commit)] == [(1, Step())]
 
 
 async def test_numbers_of_sessions_grow() -> None:
@@ -256,32 +252,18 @@ async def test_sessions_that_nobody_reads_of_leave_in_several_messages_or_are_to
             log.start(number).leave()
         full.append(log.gateway.is_full)
     assert full == [False] * 9 + [True]
-    assert [len(part.outcomes) + len(part.taken) for part in await log.parts()] == [4, 4, 2]
+    assert [len(part.commit.sessions) + len(part.taken) for part in await log.parts()] == [4, 4, 2]
 
 
-def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
+async def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     chances = [PositionLogprobs(token_id=token_id, logprob=-float(token_id), top=()) for token_id in (1, 2, 3)]
-    parts = [
-        CommittedTokens(token_ids=(), running=True, offset=5),
-        CommittedTokens(token_ids=(1,), origins=bytes([TokenOrigin.PLAIN]), logprobs=(chances[0],), offset=5),
-        CommittedTokens(
-            token_ids=(2, 3),
-            origins=bytes([TokenOrigin.ACCEPTED, TokenOrigin.BONUS]),
-            logprobs=(chances[1], chances[2]),
-            result=RESULT,
-            lossy=True,
-            offset=6,
-        ),
-    ]
-    assert joined(parts) == CommittedTokens(
-        token_ids=(1, 2, 3),
-        origins=bytes([TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS]),
-        logprobs=tuple(chances),
-        result=RESULT,
-        lossy=True,
-        offset=5,
-        running=True,
-    )
+    log, origins = Log(), bytes([TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS])
+    log.start(offset=5).put(None, (), b"", SessionEvent(running=True), now_s())
+    log.commit(Step((1,), origins[:1], 5, (chances[0],)))
+    log.commit(Step((2, 3), origins[1:], 6, (chances[1], chances[2]), RESULT, lossy=True))
+    (part,) = await log.parts()
+    whole = Step((1, 2, 3), origins, 5, tuple(chances), RESULT, lossy=True, running=True)
+    assert [*steps_of(part.commit)] == [(1, whole)]
 
 
 async def test_a_gateway_that_does_not_read_is_left_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +273,7 @@ async def test_a_gateway_that_does_not_read_is_left_a_bounded_number_of_bytes(mo
     log.start(2)
     top = tuple((token_id, -1.0) for token_id in range(20))
     judged = (PositionLogprobs(token_id=1, logprob=-1.0, top=top),)
-    steps = [CommittedTokens(token_ids=(1,), logprobs=judged, offset=offset) for offset in range(100)]
+    steps = [Step((1,), bytes(1), offset, judged) for offset in range(100)]
     with pytest.raises(asyncio.QueueFull):
         for each in steps:
             log.commit(each, each)
@@ -302,21 +284,20 @@ async def test_log_probabilities_of_a_long_prompt_leave_however_large_they_are(m
     log = Log()
     log.start()
     judged = (PositionLogprobs(token_id=1, logprob=-1.0, top=tuple((each, -1.0) for each in range(20))),)
-    log.commit(CommittedTokens(token_ids=(1,) * 50, logprobs=50 * judged))
+    log.commit(Step((1,) * 50, logprobs=50 * judged))
     (part,) = await log.parts()
-    ((_, committed),) = part.outcomes
-    assert len(committed.logprobs) == 50
+    assert len(part.commit.events[1].logprobs) == 50
 
 
 async def test_log_probabilities_of_a_long_prompt_leave_in_several_messages() -> None:
     log = Log()
     log.start()
     judged = PositionLogprobs(token_id=1, logprob=-1.0, top=tuple((each, -1.0) for each in range(20)))
-    log.commit(CommittedTokens(token_ids=(1,), prompt_logprobs=(judged,) * 300, prompt_offset=1))
-    told = [each for part in await log.parts() for _, each in part.outcomes]
+    log.commit(Step((1,), prompt_logprobs=(judged,) * 300, prompt_offset=1))
+    told = [each for part in await log.parts() for _, each in steps_of(part.commit)]
     assert [(each.prompt_offset, len(each.prompt_logprobs)) for each in told] == [(1, 128), (129, 172)]
     assert [each.token_ids for each in told] == [(), (1,)]
-    assert max(map(size_of_committed, told)) <= PART_BYTES
+    assert max(size_of_event(each.event) for each in told) <= PART_BYTES
 
 
 async def test_long_prompts_that_are_judged_hold_nobody_elses_tokens_back() -> None:
@@ -324,15 +305,15 @@ async def test_long_prompts_that_are_judged_hold_nobody_elses_tokens_back() -> N
     for number in (1, 2, 3):
         log.start(number)
     judged = PositionLogprobs(token_id=1, logprob=-1.0, top=tuple((each, -1.0) for each in range(20)))
-    prompt = CommittedTokens(token_ids=(1,), prompt_logprobs=(judged,) * 1280, prompt_offset=1)
+    prompt = Step((1,), prompt_logprobs=(judged,) * 1280, prompt_offset=1)
     log.commit(prompt, prompt, step(1))
-    numbers = [[number for number, _ in part.outcomes] for part in await log.parts()]
+    numbers = [part.commit.numbers for part in await log.parts()]
     assert 3 in numbers[1], "the two before it have a part each first"
     assert {number for part in numbers[-2:] for number in part} <= {1, 2}
 
 
 async def test_what_is_too_much_for_a_message_leaves_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_log, "PART_BYTES", 200)
+    monkeypatch.setattr(commit_log, "PART_BYTES", 40)
     log = Log()
     for number in (1, 2, 3):
         log.start(number)
@@ -342,7 +323,7 @@ async def test_what_is_too_much_for_a_message_leaves_in_several(monkeypatch: pyt
     parts = await log.parts()
     assert len(parts) > 2
     told = {
-        number: [t for p in parts for n, each in p.outcomes if n == number for t in each.token_ids]
+        number: [t for p in parts for n, each in steps_of(p.commit) if n == number for t in each.token_ids]
         for number in (1, 2, 3)
     }
     assert told == {1: [1, 2, 3], 2: [1, 2, 3], 3: [1, 2, 3]}

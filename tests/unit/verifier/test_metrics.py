@@ -6,8 +6,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import UnavailableError
-from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
-from paceline.core.target_events import StepCommit, StepReport, TargetOutput
+from paceline.core.messages import FinishReason, GenerateResult, SessionEvent, StepCommit, Timings
+from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
 
 MODEL = {"model_name": "tiny"}
@@ -38,9 +38,13 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
         num_generated_tokens=5,
         timings=timings,
     )
-    news = [(1, CommittedTokens(token_ids=(7, 8))), (3, UnavailableError("its model gave nothing to choose from"))]
-    commit = StepCommit(ends=[1, 3], tokens=[9, 5, 6], rare={0: CommittedTokens(token_ids=(9,), result=result)})
-    output = TargetOutput(news=news, commit=commit, to_drafters={}, broken_links={}, report=StepReport())
+    commit = StepCommit(
+        ends=[2, 3, 5],
+        tokens=[7, 8, 9, 5, 6],
+        events={1: SessionEvent(running=True), 2: SessionEvent(result=result)},
+        errors={3: UnavailableError("its model gave nothing to choose from")},
+    )
+    output = TargetOutput(commit=commit, to_drafters={}, broken_links={}, report=StepReport())
     VerifierMetrics(registry, "tiny").add(output)
     assert registry.get_sample_value("vllm:generation_tokens_total", MODEL) == 5
     sums = {

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
-from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
+from paceline.core.messages import FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, DrafterNews, SetMode, Submit, TargetOutput, TuningLoaded
 from paceline.engine.loop import run_sync
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from paceline.verifier.vllm.helper_line import HelperLine
 from tests.support.clock import Clock
+from tests.support.steps import Step, steps_of
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=64, context_len=100, eos_token_ids=(7,))
 
@@ -121,7 +122,7 @@ def answer(number: int, *token_ids: int, reason: str | None = None, logprobs: An
 
 def outcomes(output: TargetOutput | None) -> dict[int, Any]:
     assert output is not None
-    return dict(output.outcomes())
+    return {**dict(steps_of(output.commit)), **output.commit.errors}
 
 
 def told_before(engine: VllmEngine) -> TargetOutput:
@@ -141,10 +142,10 @@ def test_tokens_come_out_as_they_are_generated_and_the_last_ones_with_the_result
     engine: VllmEngine, script: Script
 ) -> None:
     submit(engine, 1)
-    assert begun(engine) == {1: CommittedTokens(token_ids=(), running=True)}
+    assert begun(engine) == {1: Step(running=True)}
     counts = SimpleNamespace(histogram=[1, 0, 2, 0], num_draft_tokens=6)
     script.answers.extend([[answer(1, 5, 6)], [answer(1, 7, reason="stop", counts=counts)]])
-    assert outcomes(run_sync(engine.step())) == {1: CommittedTokens(token_ids=(5, 6))}
+    assert outcomes(run_sync(engine.step())) == {1: Step((5, 6), bytes(2))}
     last = outcomes(run_sync(engine.step()))[1]
     assert (last.token_ids, last.offset) == ((7,), 2)
     assert last.result.finish_reason is FinishReason.STOP

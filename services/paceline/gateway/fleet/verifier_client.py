@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from contextvars import Context, copy_context
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from paceline.core.errors import (
     RemoteProtocolError,
     UnavailableError,
 )
-from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
+from paceline.core.messages import NS_PER_S, VERIFIER, GenerateRequest, SessionEvent
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel
 from paceline.service.outbox import Outbox, sending
@@ -57,19 +57,19 @@ _Call = grpc.aio.StreamStreamCall[verifier_pb2.VerifyRequest, verifier_pb2.Verif
 logger = logging.getLogger(__name__)
 
 
-# Takes a session's tokens from a verifier; returns whether its client has all that it wants.
-OnCommit = Callable[[CommittedTokens], bool]
+# Takes a session's tokens from a verifier, their origins (none: unknown) and the event beside them; returns whether its
+# client has all that it wants.
+OnCommit = Callable[[tuple[int, ...], bytes, SessionEvent], bool]
 
 
-@dataclass(slots=True, eq=False)
-class RunningCall:
+@dataclass(slots=True, eq=False, kw_only=True)
+class RunningCall(AskedSession):
     """A session on a verifier.
 
     A plain function receives the verifier's messages, in the turn of the event loop in which they come and in the
     context of the session's runner, which is woken at its end.
 
     Attributes:
-        asked: The session, and what has come of it.
         address: The verifier's.
         take: Takes its messages. An error that this raises ends the session, and no other.
         ran: Whether an engine has computed a part of it.
@@ -80,10 +80,8 @@ class RunningCall:
         is_left: The client has all that it wants; what is yet to come is the record.
     """
 
-    asked: AskedSession
     address: str
     take: OnCommit
-    _: KW_ONLY
     ran: bool = False
     taken_s: float | None = None
     unheard: bool = False
@@ -95,10 +93,6 @@ class RunningCall:
     _context: Context = field(default_factory=copy_context)
     _over: asyncio.Event = field(default_factory=asyncio.Event)
     _recorded: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def request(self) -> GenerateRequest:
-        return self.asked.request
 
     @property
     def heard_s(self) -> float:
@@ -115,38 +109,29 @@ class RunningCall:
     def begun(self, stream: _VerifierStream) -> None:
         self._stream = stream
 
-    def put(self, outcome: CommittedTokens | PacelineError) -> None:
-        """A message of the verifier has come, or the verifier is lost."""
-        if isinstance(outcome, PacelineError):
-            self.unheard = (
-                self.taken_s is not None and not self._num_heard and self.heard_s - self.taken_s < LIFE_AFTER_S
-            )
-            self._fail(outcome)
-            return
+    def put(self, token_ids: tuple[int, ...], origins: bytes, event: SessionEvent) -> None:
+        """Tokens or an event have come from the verifier."""
         self._num_heard += 1
-        self.ran |= outcome.running or bool(outcome.token_ids)
+        self.ran |= event.running or bool(token_ids)
         if self.is_left:
-            self._put_record(outcome)
-        elif not self._over.is_set() and (
-            outcome.token_ids or outcome.prompt_logprobs or outcome.result or outcome.speculation
-        ):
-            self._put_tokens(outcome)
+            if event.result is not None or not (token_ids or event.prompt_logprobs or event.running):
+                self._taken((), b"", SessionEvent(speculation=event.speculation))
+                self._recorded.set()
+        elif not self._over.is_set() and (token_ids or event.prompt_logprobs or event.result or event.speculation):
+            has_all = self._taken(token_ids, origins, event)
+            self.is_left = has_all and event.result is None
+            if has_all or event.result is not None:
+                self._over.set()
 
-    def _put_tokens(self, outcome: CommittedTokens) -> None:
-        has_all = self._taken(outcome)
-        self.is_left = has_all and outcome.result is None
-        if has_all or outcome.result is not None:
-            self._over.set()
+    def lose(self, error: PacelineError) -> None:
+        """The verifier has ended it, or is lost."""
+        self.unheard = self.taken_s is not None and not self._num_heard and self.heard_s - self.taken_s < LIFE_AFTER_S
+        self._fail(error)
 
-    def _put_record(self, outcome: CommittedTokens) -> None:
-        if outcome.result is not None or not (outcome.token_ids or outcome.prompt_logprobs or outcome.running):
-            self._taken(CommittedTokens(token_ids=(), speculation=outcome.speculation))
-            self._recorded.set()
-
-    def _taken(self, outcome: CommittedTokens) -> bool:
+    def _taken(self, token_ids: tuple[int, ...], origins: bytes, event: SessionEvent) -> bool:
         """Returns whether the client has all; an error ends this session, and no other of the stream."""
         try:
-            return self._context.run(self.take, outcome)
+            return self._context.run(self.take, token_ids, origins, event)
         except Exception as error:  # noqa: BLE001 - raised again by `run`
             self._error = error
             self.end(error)
@@ -197,7 +182,6 @@ class _VerifierStream:
         self.heard_s = clock()
         self.step_s = 0.0
         self._calls: dict[int, RunningCall] = {}
-        self._asked: dict[int, AskedSession] = {}
         self._last_number = 0
         self._requests: Outbox[verifier_pb2.VerifyRequest] = Outbox(VERIFIER_BYTES)
         # Runs while the verifier has sessions.
@@ -230,7 +214,7 @@ class _VerifierStream:
         if not self._calls:
             self.heard_s = self._clock()
         self._last_number = number
-        self._calls[number], self._asked[number] = call, call.asked
+        self._calls[number] = call
         call.begun(self)
         if self._watch is None:
             self._look()
@@ -239,7 +223,7 @@ class _VerifierStream:
 
     def leave(self, number: int) -> None:
         """Frees a session, if it still runs; later messages about it are passed over."""
-        call = self._drop(number)
+        call = self._calls.pop(number, None)
         if call is not None and not call.is_left:
             self._say_left(number)
 
@@ -255,10 +239,6 @@ class _VerifierStream:
             self._requests.put([(message, num_bytes)])
         except asyncio.QueueFull:
             self._end(partial(PeerLostError, f"the verifier at {self.address} does not read"))
-
-    def _drop(self, number: int) -> RunningCall | None:
-        self._asked.pop(number, None)
-        return self._calls.pop(number, None)
 
     def _look(self) -> None:
         """Ends the stream if the verifier has been silent for too long, and looks again when it may have been."""
@@ -289,7 +269,7 @@ class _VerifierStream:
             self._why = partial(UnavailableError, f"the stream of {self.address} cannot be read")
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.put(self._why())
+            call.lose(self._why())
 
     def _error_of(self, error: grpc.aio.AioRpcError) -> PacelineError:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -321,33 +301,43 @@ class _VerifierStream:
         return message
 
     async def _take(self, message: verifier_pb2.VerifyResponse) -> None:
-        part = log_from_pb(message, self._asked, self._last_number)
+        outcomes = log_from_pb(message, self._calls, self._last_number)
         now_s = self._clock()
-        if part.alive:
-            self.heard_s, self.step_s = now_s, part.step_s
-        for number in part.taken:
+        if message.alive:
+            self.heard_s, self.step_s = now_s, message.step_ns / NS_PER_S
+        for number in message.taken:
             if number in self._calls:
                 self._calls[number].taken_s = now_s
-        for number, outcome in part.outcomes:
+        for number, token_ids, origins, outcome in outcomes:
             call = self._calls.get(number)
-            if call is not None:
-                self._hand_on(number, call, outcome)
+            if call is None:
+                continue
+            if isinstance(outcome, PacelineError):
+                self._lose(number, call, outcome)
+            else:
+                self._hand_on(number, call, token_ids, origins, outcome)
             if self._clock() - now_s > SLICE_S:
                 await asyncio.sleep(0)
                 now_s = self._clock()
 
-    def _hand_on(self, number: int, call: RunningCall, outcome: CommittedTokens | PacelineError) -> None:
+    def _hand_on(
+        self, number: int, call: RunningCall, token_ids: tuple[int, ...], origins: bytes, event: SessionEvent
+    ) -> None:
         was_left = call.is_left
-        if isinstance(outcome, RemoteProtocolError):
-            # The verifier does not know what is wrong with its message.
-            self.leave(number)
-        elif isinstance(outcome, PacelineError) or outcome.result is not None:
-            self._drop(number)
-        call.put(outcome)
+        if event.result is not None:
+            del self._calls[number]
+        call.put(token_ids, origins, event)
         if call.ended_by is not None:
             self.leave(number)
         elif call.is_left and not was_left:
             self._say_left(number)
+
+    def _lose(self, number: int, call: RunningCall, error: PacelineError) -> None:
+        if isinstance(error, RemoteProtocolError):
+            # The verifier does not know what is wrong with its message.
+            self.leave(number)
+        self._calls.pop(number, None)
+        call.lose(error)
 
 
 class VerifierClient:
@@ -376,7 +366,7 @@ class VerifierClient:
 
     def running(self, address: str, request: GenerateRequest, vocab_size: int, take: OnCommit) -> RunningCall:
         """Returns the state of a session that is about to begin; see `RunningCall`."""
-        return RunningCall(AskedSession(request=request, vocab_size=vocab_size), address, take)
+        return RunningCall(request=request, vocab_size=vocab_size, address=address, take=take)
 
     async def run(self, running: RunningCall) -> None:
         """Runs a session to its end; cancelling it frees the session.

@@ -10,10 +10,10 @@ from functools import partial
 from typing import NamedTuple
 
 from paceline.core.messages import (
-    CommittedTokens,
     FinishReason,
     GenerateResult,
     PositionLogprobs,
+    SessionEvent,
     SpeculationRecord,
     Timings,
     TokenOrigin,
@@ -46,37 +46,40 @@ class OutputStream:
         self._lossy = False
         self._last_token_id: int | None = None
 
-    def take(self, step: CommittedTokens) -> Piece | None:
+    def take(self, token_ids: tuple[int, ...], origins: bytes, event: SessionEvent) -> Piece | None:
         """Takes what a verifier has committed; returns what the client lacks of it, None if there is nothing to report.
+
+        Args:
+            origins: A `TokenOrigin` a token; none: unknown.
 
         Raises:
             ResumeMismatchError: The client has other tokens than these.
         """
-        self._lossy |= step.lossy
-        if step.prompt_logprobs:
+        self._lossy |= event.lossy
+        if event.prompt_logprobs:
             # A verifier that continues for another one sends all of them again.
-            self._prompt_logprobs[step.prompt_offset - 1 :] = step.prompt_logprobs
-        if not step.token_ids and step.result is None:
+            self._prompt_logprobs[event.prompt_offset - 1 :] = event.prompt_logprobs
+        if not token_ids and event.result is None:
             return None
-        self._result = step.result
-        offset, num_known = self._num_generated, self._client.take(step.token_ids)
-        known = self._stream.feed(step.token_ids[:num_known]) if num_known else Delta()
+        self._result = event.result
+        offset, num_known = self._num_generated, self._client.take(token_ids)
+        known = self._stream.feed(token_ids[:num_known]) if num_known else Delta()
         new = Delta()
         if not (known.stopped or self._request.prompt_only):
-            new = self._stream.feed(step.token_ids[num_known:], step.origins[num_known:])
-            if step.result is not None and not new.stopped:
+            new = self._stream.feed(token_ids[num_known:], origins[num_known:])
+            if event.result is not None and not new.stopped:
                 new = new.joined(self._stream.finish())
         self.stopped = known.stopped or new.stopped
         self._num_generated += known.num_tokens + new.num_tokens
         taken = slice(num_known, num_known + new.num_tokens)
-        self._client.add(step.token_ids[taken])
-        if step.token_ids:
-            self._last_token_id = step.token_ids[-1]
+        self._client.add(token_ids[taken])
+        if token_ids:
+            self._last_token_id = token_ids[-1]
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return Piece(
             parts=new.parts,
-            token_ids=step.token_ids[taken],
-            logprobs=step.logprobs[taken],
+            token_ids=token_ids[taken],
+            logprobs=event.logprobs[taken],
             tokens=new.tokens,
             offset=offset + num_known,
             digest=self._client.digest,

@@ -26,7 +26,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.grammar import FIELD as GRAMMAR_FIELD
-from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest, SpeculationRecord
+from paceline.core.messages import VERIFIER, GenerateRequest, SessionEvent, SpeculationRecord
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import OnCommit, RunningCall, VerifierClient
@@ -211,16 +211,18 @@ class Failover:
         earlier: SpeculationRecord | None,
         turn: _Turn,
         take: OnCommit,
-        step: CommittedTokens,
+        token_ids: tuple[int, ...],
+        origins: bytes,
+        event: SessionEvent,
     ) -> bool:
         """Adds to the record what a verifier has committed, and hands it on."""
         self._health.heard(verifier.replica_id)
-        if step.token_ids:
+        if token_ids:
             turn.end()
-            recorded.extend(step.token_ids)
-        if step.speculation is not None:
-            recorded.speculation = sum_of_records([earlier, step.speculation])
-        return take(step)
+            recorded.extend(token_ids)
+        if event.speculation is not None:
+            recorded.speculation = sum_of_records([earlier, event.speculation])
+        return take(token_ids, origins, event)
 
     def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:
         """Remembers whether the verifier was there to fail; a call that the gateway ended shows nothing."""
@@ -335,7 +337,7 @@ class Failover:
         try:
             with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
                 if traceparent := traceparent_of(placement):
-                    running.asked.request = replace(generate, traceparent=traceparent)
+                    running.request = replace(generate, traceparent=traceparent)
                 await self._client.run(running)
         finally:
             self._in_flight[verifier.replica_id] -= 1

@@ -13,10 +13,7 @@ from functools import partial
 from typing import Self
 
 from paceline.core.errors import EndsEnginesError, OverloadedError, PacelineError, StaleEpochError, UnavailableError
-from paceline.core.messages import (
-    CommittedTokens,
-    GenerateResult,
-)
+from paceline.core.messages import NO_EVENT, GenerateResult, SessionEvent
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
@@ -137,9 +134,9 @@ class Sessions:
                 output = OutputStream(request)
                 add = partial(_add, output, stopwatch, take)
                 metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-                logged = _logged(request)
-                if logged is not None:
-                    add(logged)
+                logged, event = request.committed_token_ids, _logged_end(request)
+                if logged or event is not NO_EVENT:
+                    add(logged, b"", event)
                 if request.finished is None and not output.stopped:
                     await self._failover.run(request, recorded, add)
                 ending = output.ending(recorded)
@@ -181,28 +178,35 @@ class Sessions:
         )
 
 
-def _add(output: OutputStream, stopwatch: Stopwatch, take: TakePiece, step: CommittedTokens) -> bool:
+def _add(
+    output: OutputStream,
+    stopwatch: Stopwatch,
+    take: TakePiece,
+    token_ids: tuple[int, ...],
+    origins: bytes,
+    event: SessionEvent,
+) -> bool:
     """Adds to an answer what was committed; returns whether its text has ended it."""
     # The speculation record comes after the text's end.
-    piece = None if output.stopped else output.take(step)
+    piece = None if output.stopped else output.take(token_ids, origins, event)
     if piece is not None:
         stopwatch.tokens(len(piece.token_ids))
         take(piece)
     return output.stopped
 
 
-def _logged(request: SessionRequest) -> CommittedTokens | None:
-    """Returns what was logged before this gateway got the session; None: nothing."""
-    logged, result = request.committed_token_ids, None
-    if request.finished is not None:
-        # The log has no speculation record of it.
-        result = GenerateResult(
-            finish_reason=request.finished,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_cached_tokens=0,
-            num_generated_tokens=len(logged),
-        )
-    return CommittedTokens(token_ids=logged, result=result) if logged or result is not None else None
+def _logged_end(request: SessionRequest) -> SessionEvent:
+    """Returns how a session ended before this gateway got it, if it did."""
+    if request.finished is None:
+        return NO_EVENT
+    # The log has no speculation record of it.
+    result = GenerateResult(
+        finish_reason=request.finished,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_generated_tokens=len(request.committed_token_ids),
+    )
+    return SessionEvent(result=result)
 
 
 @contextmanager

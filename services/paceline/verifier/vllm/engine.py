@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
-from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
+from paceline.core.messages import NO_EVENT, GenerateResult, ModelIdentity, SessionEvent, StepCommit
 from paceline.core.target_events import (
     Cancel,
     DrafterNews,
-    Outcome,
     SetMode,
     StepReport,
     Submit,
@@ -115,7 +114,7 @@ class VllmEngine:
         # Sessions that vLLM has, by number.
         self._running: dict[int, _VllmSession] = {}
         self._events: list[TargetEvent] = []
-        self._outcomes: list[Outcome] = []
+        self._commit = StepCommit()
         self._kv_usage = 0.0
         # Whether sessions have gone since the last report.
         self._some_left = False
@@ -146,7 +145,7 @@ class VllmEngine:
 
     def has_work(self) -> bool:
         """True when a step would do something."""
-        return bool(self._events or self._running or self._outcomes or self._some_left)
+        return bool(self._events or self._running or self._some_left or not self._commit.is_empty)
 
     def patience_s(self) -> float:
         """0: vLLM waits for no drafts."""
@@ -156,7 +155,7 @@ class VllmEngine:
         """Waits for vLLM's next outputs; refusals, and the sessions in the step, are sent before."""
         if self._events:
             await compute(self._take_in)
-        if tell is not None and self._outcomes:
+        if tell is not None and not self._commit.is_empty:
             tell(self._output(StepReport()))
         return await compute(self._step)
 
@@ -187,7 +186,7 @@ class VllmEngine:
         try:
             check_under_vllm(request)
         except InvalidRequestError as error:
-            self._outcomes.append((event.number, error))
+            self._commit.errors[event.number] = error
             return
         session = _VllmSession(
             submit=event,
@@ -208,11 +207,11 @@ class VllmEngine:
         except self._refusals as error:
             # Some name the field.
             field = getattr(error, "parameter", None) or "request"
-            self._outcomes.append((number, InvalidRequestError(field, str(error))))
+            self._commit.errors[number] = InvalidRequestError(field, str(error))
             return
         self._running[number] = session
         if len(self._running) <= self._max_num_seqs:
-            self._outcomes.append((number, _runs(session)))
+            self._commit.add_event(number, SessionEvent(running=True))
 
     def _cancel(self, number: int) -> None:
         if self._running.pop(number, None) is not None:
@@ -226,18 +225,19 @@ class VllmEngine:
         if answer.finish_reason is not None:
             del self._running[number]
             if answer.finish_reason not in FINISH_REASONS:
-                error = UnavailableError(f"vLLM has ended the session: {answer.finish_reason}")
-                self._outcomes.append((number, error))
+                problem = f"vLLM has ended the session: {answer.finish_reason}"
+                self._commit.errors[number] = UnavailableError(problem)
                 return
         elif not answer.token_ids:
             return
         if session.submit.request.traceparent and not session.has_new_tokens:
             report.traced.append(_start(session, output))
-        offset = session.num_generated
+        self._commit.add(number, session.num_generated, answer.token_ids)
         session.num_generated += len(answer.token_ids)
         session.num_steps += 1
         session.sum_of_batches += batch_size
-        self._outcomes.append((number, _committed(session, output, offset)))
+        if (event := _event(session, output)) != NO_EVENT:
+            self._commit.add_event(number, event)
 
     def _add_stats(self, report: StepReport) -> None:
         stats = self._stats.take()
@@ -246,24 +246,18 @@ class VllmEngine:
             self._kv_usage = report.levels[KV_USAGE]
 
     def _output(self, report: StepReport) -> TargetOutput:
-        outcomes, self._outcomes = self._outcomes, []
+        commit, self._commit = self._commit, StepCommit()
         self._some_left = False
         report.levels[KV_USAGE] = self._kv_usage if self._running else 0.0
         report.num_running = report.num_running or min(len(self._running), self._max_num_seqs)
         report.num_waiting = max(0, len(self._running) - report.num_running)
-        return TargetOutput(news=outcomes, to_drafters={}, broken_links={}, report=report)
+        return TargetOutput(commit=commit, to_drafters={}, broken_links={}, report=report)
 
 
-def _runs(session: _VllmSession) -> CommittedTokens:
-    return CommittedTokens(token_ids=(), offset=session.num_generated, running=True)
-
-
-def _committed(session: _VllmSession, output: Any, offset: int) -> CommittedTokens:
+def _event(session: _VllmSession, output: Any) -> SessionEvent:
     answer, count = output.outputs[0], session.submit.request.sampling.logprobs
     positions = () if count is None else zip(answer.token_ids, answer.logprobs, strict=True)
-    return CommittedTokens(
-        token_ids=tuple(answer.token_ids),
-        offset=offset,
+    return SessionEvent(
         logprobs=tuple(position_logprobs(token_id, known, count or 0) for token_id, known in positions),
         result=None if answer.finish_reason is None else _result(session, output),
         lossy=session.lossy,

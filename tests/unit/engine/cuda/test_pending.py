@@ -267,8 +267,8 @@ def texts_of(decoder: Decoder, stop: int) -> list[list[int]]:
         engine.handle(Submit(request=request, number=number))
     texts: list[list[int]] = [[], [], []]
     while engine.num_sessions:
-        for number, committed in run_sync(engine.step()).outcomes():
-            texts[number] += committed.token_ids
+        for number, _, token_ids, _ in run_sync(engine.step()).commit:
+            texts[number] += token_ids
     return texts
 
 
