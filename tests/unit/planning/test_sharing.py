@@ -15,7 +15,7 @@ from paceline.planning.simulation import Outcome, Request, Way, run_closed
 from paceline.simulated.model import find_profile
 
 PROFILE = find_profile("70b+1b@4xh100+h100")
-STREAMS, UNTIL_S, WARM_UP_S = 8, 1.6, 0.4
+STREAMS, UNTIL_S, WARM_UP_S = 8, 6.4, 0.8
 # What others may cost at most.
 KEPT = 0.9
 # Prompts of a burst, and tokens of each.
