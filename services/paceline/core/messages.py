@@ -440,7 +440,7 @@ class SessionEvent(NamedTuple):
         result: How the session ended; nothing comes after it.
         lossy: See `SpeculationRecord`.
         running: The engine computes the session now; comes once, before its first tokens.
-        prompt_logprobs: Log probabilities of prompt tokens from `prompt_offset` on; all come before the first token.
+        prompt_logprobs: Log probabilities of prompt tokens from `prompt_offset` on; none come after the first token.
         prompt_offset: Position in the prompt of the first of these.
         speculation: The session's record under this epoch so far, as a gateway that ends the session itself, or that
             loses its verifier, gets no result; None: unknown.
