@@ -89,7 +89,7 @@ def end_tokens(folder: Path, found: object, vocab_size: int) -> tuple[tuple[int,
     files of chat models may name the base model's only.
 
     Returns:
-        Those within the vocabulary, in order; and other ids that the files name.
+        Ids within the vocabulary, in order, and the other ids that the files name.
 
     Raises:
         ConfigError: A value has another type; names file, field and value.

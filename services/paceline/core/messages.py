@@ -475,9 +475,9 @@ NO_EVENT = SessionEvent()
 
 @dataclass(slots=True)
 class StepCommit:
-    """What becomes of sessions in a step, or in several that leave for a gateway together: tokens, in columns.
+    """Tokens that a step commits, or several steps whose tokens leave for a gateway together, in columns.
 
-    The forest, drafters, clients and gateways read the same columns. Events and errors are rare.
+    The forest, drafters, clients and gateways read the same columns. Events and errors of sessions are rare.
 
     Attributes:
         numbers: Numbers of the sessions.
