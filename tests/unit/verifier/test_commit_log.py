@@ -279,6 +279,31 @@ async def test_a_gateway_that_does_not_read_is_left_a_bounded_number_of_bytes(mo
             log.commit(each, each)
 
 
+async def test_bytes_that_were_sent_or_left_behind_wait_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_log, "LOG_BYTES", 1)
+    log = Log(FOR_EVER_S)
+    # A log that still counted earlier tokens would take no two steps more.
+    for number in range(1, 6):
+        session = log.start(number)
+        log.sessions = {number: session}
+        session.put(0, (1,), b"", SessionEvent(running=True), now_s())
+        assert await log.told(number) == [(1,)]
+        session.put(1, (2,), b"", None, now_s())
+        session.leave()
+        assert await log.told(number) == [()]
+
+
+async def test_a_lossy_step_is_told_with_later_ones_that_are_not() -> None:
+    log = Log(FOR_EVER_S)
+    log.start()
+    log.commit(step(1))
+    await log.parts()
+    log.commit(step(2)._replace(lossy=True))
+    log.commit(step(3, result=RESULT))
+    [(_, told)] = [each for part in await log.parts() for each in steps_of(part.commit)]
+    assert (told.token_ids, told.lossy, told.result) == ((2, 3), True, RESULT)
+
+
 async def test_log_probabilities_of_a_long_prompt_leave_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit_log, "LOG_BYTES", 1000)
     log = Log()
