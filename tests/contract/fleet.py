@@ -253,7 +253,7 @@ class ToyFleet:
     def reopen(self) -> None:
         """The verifier dials again and opens the session anew."""
         self.session.connect(ConnectedDrafter(self._links))
-        self._links.look_ahead(self._rows, rows_of([2]), price=0.0, step_s=1.0)
+        self._links.look_ahead(self._rows, rows_of([2]), prices=np.zeros(1), step_s=1.0)
         self._tell()
 
     def migrate(self) -> None:

@@ -30,9 +30,9 @@ class Called(Goodput):
         self.answered = []
         return drafters and self.drafts
 
-    def allocate(self, picked, *, responded=None, other_rows=0):
+    def allocate(self, picked, *, weights, responded=None, other_rows=0):
         self.answered = responded.tolist()
-        return FixedGamma(gamma=4).allocate(picked)
+        return FixedGamma(gamma=4).allocate(picked, weights=weights)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_pair):

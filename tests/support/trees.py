@@ -139,6 +139,7 @@ def allot(
     slots, survivals = np.full((len(found), most), -1, np.int32), np.zeros((len(found), most))
     for index, each in enumerate(found):
         slots[index, : caps[index]], survivals[index, : caps[index]] = each.slots[0], each.survivals[0]
+    options.setdefault("weights", np.ones(len(found)))
     counts = policy.allocate(Picked(slots, survivals), **options).tolist()
     return [row[:count] for row, count in zip(slots.tolist(), counts, strict=True)]
 

@@ -5,11 +5,15 @@ verifying are `best_prefix(B, s, T)` (`paceline.core.goodput`), and
 
     price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
+A guess of a session with a long context may take longer than others: it counts as `w` rows, survivals are sorted by
+`s / w`, and the session's price is `w * price`.
+
 Whether drafters work, or sources inside the verifier alone, is measured (`paceline.core.drafting_mode`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +77,8 @@ class Goodput:
         self.least_survival, self.rehearsed = 0.0, ""
         self.step_s, self.responded = FIRST_STEP_S, True
         self._price: MovingAverage | None = None
+        # Of a guess in the step that `allocate` was for.
+        self._mean_weight = 1.0
 
     @property
     def price(self) -> float:
@@ -80,6 +86,14 @@ class Goodput:
         if not self.drafts:
             return 1.0
         return 0.0 if self._price is None else min(MOST_PRICE, self._price.value)
+
+    def weights(self, lens: Ints) -> Floats:
+        """Rows that a guess of each session counts as, by its committed tokens `[sessions]`; 1 on average."""
+        return self._cost.weights(lens)
+
+    def prices(self, weights: Floats) -> Floats:
+        """The price for each session."""
+        return np.minimum(self.price * weights, MOST_PRICE)
 
     @property
     def drafts(self) -> bool:
@@ -144,11 +158,12 @@ class Goodput:
             self._price, self.responded = None, True
         return drafts
 
-    def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, weights: Floats, responded: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the nodes of highest goodput, for a step that verifies guesses.
 
         Args:
             picked: The best nodes of each session that decodes, within its cap and `max_nodes`.
+            weights: See `weights`, `[sessions]`.
             responded: bool `[n]`, of the sessions that have a drafter: whether it has responded since it was called, so
                 that the tree is what it brings. None: there are none.
             other_rows: Rows of the step that are taken (prefill).
@@ -156,24 +171,33 @@ class Goodput:
         Returns:
             How many of its best nodes each session verifies, int32 `[sessions]`.
         """
-        (num_sessions, most), survivals = picked.survivals.shape, picked.survivals.ravel()
+        num_sessions, most = picked.survivals.shape
+        worth = (picked.survivals / weights[:, None]).ravel()
         # Beside a prompt a row must be worth as much as in other steps: it delays the first token.
         least = LEAST_SURVIVAL if self._price is None or not other_rows else self._price.value
-        best = np.argsort(-survivals, kind="stable")[: np.count_nonzero(survivals >= least)]
+        best = np.argsort(-worth, kind="stable")[: np.count_nonzero(worth >= least)]
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
-        ranked = survivals[best[: max(0, MOST_ROWS - num_sessions)]]
+        best = best[: max(0, MOST_ROWS - num_sessions)]
         count = 0
         if num_sessions:
             # At least one guess is priced: the price of a first one.
-            seconds = self.times.with_guesses(self.mode.mode, num_sessions + other_rows, max(1, len(ranked)))
-            count, rate = best_prefix(num_sessions, ranked, seconds[: len(ranked) + 1])
+            ends = np.concatenate(([0.0], np.cumsum(weights[best // most]) if len(best) else [1.0]))
+            seconds = self._seconds(num_sessions + other_rows, ends)
+            count, rate = best_prefix(num_sessions, picked.survivals.ravel()[best], seconds[: len(best) + 1])
+            self._mean_weight = float(ends[count]) / count if count else 1.0
             self._expect(float(seconds[count]), other_rows)
             # The price of the last guess, not the next: where times bend, the next row may cost ten times as much, and
             # sessions that hold less than usual have not come to it.
             last = max(1, count)
-            self._set_prices(rate * float(seconds[last] - seconds[last - 1]), has_prefill=other_rows > 0)
+            more_s, rows = (float(each[last] - each[last - 1]) for each in (seconds, ends))
+            self._set_prices(rate * more_s / rows, has_prefill=other_rows > 0)
         self.responded = responded is None or bool(2 * responded.sum() >= len(responded))
         return np.bincount(best[:count] // max(1, most), minlength=num_sessions).astype(np.int32)
+
+    def _seconds(self, rows: int, guesses: Floats) -> Floats:
+        """Seconds of steps of `rows` rows and so many guesses, which need not be whole."""
+        seconds = self.times.with_guesses(self.mode.mode, rows, math.ceil(guesses[-1]))
+        return np.asarray(np.interp(guesses, np.arange(len(seconds)), seconds))
 
     def _expect(self, seconds: float, other_rows: int) -> None:
         # Before the first step a shape says nothing of seconds, and a prompt's step is no usual one.
@@ -204,7 +228,8 @@ class Goodput:
         has_prefill = other_rows > MOST_PROMPT * rows
         without_prompts = base_s(rows) / base_s(rows + other_rows)
         if not has_prefill:
-            self.times.observe(self.mode.mode, roots=roots, guesses=guesses, seconds=without_prompts * step_s)
+            weight = self._mean_weight * guesses
+            self.times.observe(self.mode.mode, roots=roots, guesses=weight, seconds=without_prompts * step_s)
         self.mode.observe(
             num_sessions=roots,
             tokens=tokens,
@@ -256,7 +281,7 @@ class FixedGamma(Goodput):
         works = self.drafts and (drafters or sources)
         return self.mode.enter(num_sessions, [Mode.DRAFTING if works else Mode.PLAIN]) is Mode.DRAFTING
 
-    def allocate(self, picked: Picked, *, responded: Bools | None = None, other_rows: int = 0) -> Ints:
+    def allocate(self, picked: Picked, *, weights: Floats, responded: Bools | None = None, other_rows: int = 0) -> Ints:
         """Picks the `gamma` best nodes of every session."""
         counts: Ints = (picked.survivals[:, : self.max_nodes] > 0.0).sum(axis=1, dtype=np.int32)
         self._expect(float(self.times.with_guesses(self.mode.mode, len(counts), int(counts.sum()))[-1]), other_rows)

@@ -90,21 +90,24 @@ class StepDrafts:
             return Choice(np.zeros(len(decoding), np.int32), *_NOTHING)
         caps, mine = at.caps, at.first(len(decoding))
         most = mine.caps if most_each is None else np.minimum(mine.caps, most_each)
-        picked = self._forest.best(decoding, most, mine.chains)
+        picked, weights = self._forest.best(decoding, most, mine.chains), self._policy.weights(links.lens(rows))
         waiting, answered = mine.drafted & (most > 0), mine.answered
         responded = answered[waiting] if drafts else None
-        counts = self._policy.allocate(picked, responded=responded, other_rows=other_rows)
+        counts = self._policy.allocate(
+            picked, responded=responded, other_rows=other_rows, weights=weights[: len(decoding)]
+        )
         if drafts:
             has_guess = (picked.survivals > 0.0).any(axis=1)
             self._num_unmet += int((waiting & ~answered & ~has_guess).sum())
-            links.look_ahead(rows, caps, price=self._policy.price, step_s=self.step_s)
+            links.look_ahead(rows, caps, prices=self._policy.prices(weights), step_s=self.step_s)
         return Choice(counts, decoding.repeat(counts), self._forest.gather(decoding, picked.slots, counts))
 
     def call(self, fresh: Ints) -> None:
         """Gives new sessions a price and room before they are opened: without, a drafter reads the prompt and stops."""
         if self._policy.drafts:
             caps = self._standing(fresh).caps
-            self._forest.links.look_ahead(fresh, caps, price=self._policy.price, step_s=self.step_s)
+            prices = np.full(len(fresh), self._policy.price)
+            self._forest.links.look_ahead(fresh, caps, prices=prices, step_s=self.step_s)
 
     def describe(self, report: StepReport) -> None:
         """Adds to a report the mode of its step, at which price, why, and the rates of all modes."""

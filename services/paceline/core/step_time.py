@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,8 @@ class StepCost:
     Args:
         rows: Increasing numbers of rows, the first at least 1.
         seconds: Time of a step with each of these numbers, never decreasing.
+        context: Tokens of context that a guess attends in the time of the rest of its row; infinite where guesses share
+            what the step reads for their session anyway.
 
     Raises:
         ConfigError: The table is empty or not monotone.
@@ -52,15 +55,16 @@ class StepCost:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    context: float = math.inf
 
     def __post_init__(self) -> None:
         increase = all(map(operator.lt, self.rows, self.rows[1:])) and all(
             map(operator.le, self.seconds, self.seconds[1:])
         )
-        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not increase:
+        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not increase or not self.context > 0.0:
             raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Seconds of a step of `rows` rows."""
         right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
         x0, x1 = self.rows[right - 1], self.rows[right]
@@ -73,6 +77,11 @@ class StepCost:
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
         beyond = np.maximum(rows - self.rows[-1], 0) * slope
         return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
+
+    def weights(self, lens: npt.NDArray[np.integer[Any]]) -> Floats:
+        """Time of a guess of each session over that of a mean one, by the tokens that it attends, `[sessions]`."""
+        times = 1.0 + lens / self.context
+        return np.asarray(times / times.mean()) if len(lens) else times
 
 
 # Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost
@@ -104,12 +113,12 @@ class StepTimes:
     def _known(self, mode: str) -> tuple[float, float] | None:
         return self.factors.get(mode) or next(iter(self.factors.values()), None)
 
-    def observe(self, mode: str, *, roots: int, guesses: int, seconds: float) -> None:
+    def observe(self, mode: str, *, roots: int, guesses: float, seconds: float) -> None:
         """Adds the time of one step; of those with more than `MOST_ROWS` rows nothing is known.
 
         Args:
             roots: Its rows but for guesses.
-            guesses: Its guesses.
+            guesses: Its guesses, by weight.
             seconds: Time of the step itself, without waits and prompts.
         """
         if not 1 <= roots + guesses <= MOST_ROWS or not seconds > 0.0:

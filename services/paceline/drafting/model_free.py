@@ -46,14 +46,20 @@ class NgramSource(LocalSource["NgramFollower"]):
     """
 
     name = NGRAM
+    needs_device = False
 
     @override
     def follow(self, session: Followed) -> NgramFollower:
         return NgramFollower(session.tokens, *session.output)
 
     @override
+    def may_guess(self, follower: NgramFollower) -> bool:
+        follower.find()
+        return bool(follower.voters)
+
+    @override
     def grow(self, turns: Sequence[Turn[NgramFollower]]) -> list[list[float]]:
-        return [grow_best_first(turn, NGRAM, turn.follower.find(), turn.follower.ballot) for turn in turns]
+        return [grow_best_first(turn, NGRAM, turn.follower.voters, turn.follower.ballot) for turn in turns]
 
 
 class NgramFollower:
@@ -63,9 +69,13 @@ class NgramFollower:
         tokens: The session's committed tokens; read as they grow.
         output_at: Where in them the output begins.
         predicted: The client's prediction of the output; empty: none.
+
+    Attributes:
+        voters: Places that read like the end of the committed tokens, as `find` last found them.
     """
 
     def __init__(self, tokens: Sequence[int], output_at: int = 0, predicted: Sequence[int] = ()) -> None:
+        self.voters: list[Voter] = []
         self._tokens = tokens
         self._predicted = PredictedText(predicted)
         self._output_at = output_at
@@ -73,23 +83,26 @@ class NgramFollower:
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._read_to = max(LEAST_MATCH, len(tokens) - READ_TOKENS)
 
-    def find(self) -> list[Voter]:
-        """Places that read like the end of the committed tokens."""
-        tokens = self._tokens
+    def find(self) -> None:
+        """Looks for places that read like the end of the committed tokens."""
+        tokens, known = self._tokens, self._places
         for end in range(self._read_to, len(tokens)):
-            places = self._places.setdefault(tuple(tokens[end - LEAST_MATCH : end]), [])
+            places = known.get(key := tuple(tokens[end - LEAST_MATCH : end]))
+            if places is None:
+                known[key] = [end]
+                continue
             places.append(end)
             if len(places) > MOST_PLACES:
                 del places[0]
         self._read_to = max(self._read_to, len(tokens))
-        ends = self._places.get(tuple(tokens[-LEAST_MATCH:]), ())
-        return [*self._foretold(), *(Voter(tokens, end, _common(tokens, end)) for end in ends)]
+        ends = known.get(tuple(tokens[-LEAST_MATCH:]), ())
+        self.voters = [Voter(tokens, end, _common(tokens, end)) for end in ends]
+        if self._predicted.token_ids:
+            self.voters[:0] = self._foretold()
 
     def _foretold(self) -> list[Voter]:
         """The place in the prediction, if the output is there."""
         predicted = self._predicted
-        if not predicted.token_ids:
-            return []
         predicted.take(self._tokens[self._output_at :])
         self._output_at = max(self._output_at, len(self._tokens))
         match = min(MOST_MATCH, predicted.num_agreed)
@@ -134,6 +147,7 @@ class GrammarSource(LocalSource[OutputGrammar]):
     """
 
     name = GRAMMAR
+    needs_device = False
 
     @override
     def follow(self, session: Followed) -> OutputGrammar | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
-from paceline.core.pages import BlockPool, SessionPages, SlotPool
-from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, StepCost
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, SlotPool
+from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, NODE_SHARE, StepCost
 from paceline.engine.model import Cache, Model
 from paceline.engine.packing import BatchBuilder, TreeRow
 from paceline.engine.pending import greedy_roots
@@ -16,10 +17,12 @@ from paceline.engine.pending import greedy_roots
 PROFILE_S = 3.0
 # Steps of each number of rows; the fastest counts, since other processes only ever slow one down.
 SAMPLES = 3
+# Rows and context of the steps that show what attention takes.
+FEW_ROWS, FAR_BLOCKS = 8, 1024 // BLOCK_SIZE
 
 
 def profile_steps(
-    decoder: Model, cache: Cache, scratch: SlotPool, clock: Callable[[], float], *, most_rows: int
+    decoder: Model, cache: Cache, scratch: SlotPool, clock: Callable[[], float], *, most_rows: int, num_blocks: int
 ) -> StepCost:
     """Runs steps of up to `most_rows` rows over scratch slots alone, and returns their times; takes seconds.
 
@@ -27,14 +30,15 @@ def profile_steps(
         scratch: Slots to write to, at least `most_rows`; all of them are free again afterwards.
         clock: Seconds, monotonic.
         most_rows: Most rows of a step.
+        num_blocks: Blocks of the cache from 0 on that a step may read, whatever they hold.
     """
-    nowhere = SessionPages([], BlockPool(0))
+    nowhere, far = (_pages(min(blocks, num_blocks)) for blocks in (0, FAR_BLOCKS))
 
-    def step_s(count: int) -> float:
+    def step_s(count: int, pages: SessionPages = nowhere) -> float:
         builder = BatchBuilder()
         slots = [slot for _ in range(count) if (slot := scratch.take()) is not None]
         assert len(slots) == count, "scratch holds as many slots as a step has rows"
-        builder.add_nodes([TreeRow(nowhere, 0, 0, (slot,)) for slot in slots])
+        builder.add_nodes([TreeRow(pages, 0, pages.num_computed, (slot,)) for slot in slots])
         started_s = clock()
         walks = greedy_roots(count)
         decoder.launch(builder.build(), cache, walks).follow(walks)
@@ -49,4 +53,32 @@ def profile_steps(
             seconds.append(seconds[-1] * shape.at(count) / shape.at(before))
         else:
             seconds.append(max([min(step_s(count) for _ in range(SAMPLES)), *seconds[-1:]]))
-    return StepCost(rows=KNOTS, seconds=tuple(seconds))
+    context = math.inf
+    if far.blocks and most_rows >= FEW_ROWS and clock() - started_s < PROFILE_S:
+        one, few, one_far, few_far = (
+            min(step_s(count, pages) for _ in range(SAMPLES)) for pages in (nowhere, far) for count in (1, FEW_ROWS)
+        )
+        context = _context(far.num_computed, (few - one) / (FEW_ROWS - 1), (few_far - one_far) / (FEW_ROWS - 1), one)
+    return StepCost(rows=KNOTS, seconds=tuple(seconds), context=context)
+
+
+def _pages(num_blocks: int) -> SessionPages:
+    """A session that has filled so many blocks."""
+    pages = SessionPages([], BlockPool(0))
+    pages.blocks, pages.num_computed = [*range(num_blocks)], num_blocks * BLOCK_SIZE
+    return pages
+
+
+def _context(tokens: int, near_s: float, far_s: float, step_s: float) -> float:
+    """Tokens whose attention takes as long as the rest of a guess; infinite where it takes nearly nothing of a step.
+
+    Args:
+        tokens: Those that the far ones attended.
+        near_s: Seconds of a guess that attends nothing.
+        far_s: Seconds of a guess that attends these tokens.
+        step_s: Seconds of a step of one row.
+    """
+    attention_s = far_s - max(0.0, near_s)
+    if attention_s <= NODE_SHARE * step_s:
+        return math.inf
+    return tokens * (max(0.0, near_s) + NODE_SHARE * step_s) / attention_s

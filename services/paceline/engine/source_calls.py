@@ -27,6 +27,9 @@ class SourceCalls:
         default_rule: Acceptance rule of requests that name none.
         clock: Seconds, monotonic.
         forest: The trees of all sessions.
+
+    Attributes:
+        need_device: Whether one of them computes where the model is.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class SourceCalls:
         self._policy = policy
         self._clock = clock
         self._forest = forest
+        self.need_device = any(source.needs_device for source in sources)
         self._sessions: list[TargetSession] = []
 
     @property
@@ -72,28 +76,30 @@ class SourceCalls:
         sessions, self._sessions = self._sessions, []
         if not sessions:
             return
-        links, rows = self._forest.links, rows_of(session.tree.row for session in sessions)
-        caps = links.standing(rows, self._policy.max_nodes).caps * links.may_wait(rows)
+        links, rows = self._forest.links, rows_of([session.tree.row for session in sessions])
+        caps = (links.standing(rows, self._policy.max_nodes).caps * links.may_wait(rows)).tolist()
         for source in self._sources:
-            turns = [
-                Turn(
-                    follower=session.followers[source.name],
-                    tree=session.tree,
-                    limit=cap,
-                    least=self._policy.least_survival,
-                )
-                for session, cap in zip(sessions, caps.tolist(), strict=True)
-                if cap and source.name in session.followers
+            name = source.name
+            asked = [
+                (session, cap)
+                for session, cap in zip(sessions, caps, strict=True)
+                if cap and name in session.followers
             ]
-            if turns:
-                self._ask(source, turns, report)
+            if asked:
+                self._ask(source, asked, report)
 
-    def _ask(self, source: AnySource, turns: Sequence[Turn[Any]], report: StepReport) -> None:
-        started_s = self._clock()
+    def _ask(self, source: AnySource, asked: Sequence[tuple[TargetSession, int]], report: StepReport) -> None:
+        started_s, name, least = self._clock(), source.name, self._policy.least_survival
+        turns = [
+            Turn(follower=follower, tree=session.tree, limit=cap, least=least)
+            for session, cap in asked
+            if source.may_guess(follower := session.followers[name])
+        ]
         try:
-            source.grow(turns)
+            if turns:
+                source.grow(turns)
         except MemoryError as error:
             # It costs guesses, and no session.
-            logger.warning("%s finds no room in the device's memory", source.name, exc_info=error)
-        report.count("paceline:source_turns", source.name, by=len(turns))
-        report.count("paceline:source_seconds", source.name, by=self._clock() - started_s)
+            logger.warning("%s finds no room in the device's memory", name, exc_info=error)
+        report.count("paceline:source_turns", name, by=len(asked))
+        report.count("paceline:source_seconds", name, by=self._clock() - started_s)

@@ -73,9 +73,11 @@ class LocalSource(Protocol[FollowerT]):
 
     Attributes:
         name: The method's name.
+        needs_device: Whether it computes anything where the model is.
     """
 
     name: str
+    needs_device: bool = True
 
     @classmethod
     def make(cls, settings: Any, decoder: Any) -> Self:
@@ -94,6 +96,11 @@ class LocalSource(Protocol[FollowerT]):
     def follow(self, session: Followed) -> FollowerT | None:
         """Begins to follow a session; None: it has nothing to guess for it."""
         ...
+
+    def may_guess(self, follower: FollowerT) -> bool:
+        """Whether there may be something to guess, found out cheaply; asked before each `grow`."""
+        del follower
+        return True
 
     def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:
         """Adds guesses to the trees of all sessions of a step at once.

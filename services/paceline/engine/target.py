@@ -27,7 +27,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SessionEvent,
 )
-from paceline.core.pages import BlockPool, SlotPool, target_scratch_blocks
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool, target_scratch_blocks
 from paceline.core.params import COUPLED, METHODS, TIER_METHODS
 from paceline.core.step_time import PROMPT_STEP_S, StepCost
 from paceline.core.target_events import (
@@ -250,7 +250,14 @@ class TargetEngine:
         """Measures steps for the policy and prompts to start from, while there are no sessions; takes seconds."""
         self._use_threads(False)
         most_rows = self._limits.max_num_batched_tokens
-        cost = profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
+        cost = profile_steps(
+            self._decoder,
+            self._cache,
+            self._scratch,
+            self._clock,
+            most_rows=most_rows,
+            num_blocks=min(self.pool.num_blocks, (self._identity.context_len - 1) // BLOCK_SIZE),
+        )
         self.scheduler.prompt_rows.start_from(cost)
         self._policy.start_from(cost)
         return cost
@@ -297,9 +304,9 @@ class TargetEngine:
                 tell(await self._news(compute))
         # Streams to drafters write now.
         await asyncio.sleep(0)
-        # Guess: sources inside the verifier whose guesses need the device.
+        # Guess: sources inside the verifier, once drafters know the tokens.
         if self._sources.has_work:
-            await compute(self._sources.grow, scheduler.report)
+            await (compute if self._sources.need_device else inline)(self._sources.grow, scheduler.report)
         # Learn: the policy sees tokens and seconds (`Goodput.observe`).
         scheduler.end_step(plan, self._clock())
         self._in_step = None

@@ -465,7 +465,7 @@ def _link(forest: Forest, row: int) -> None:
     links.begin(row, 0, 0.5)
     drafter = links.new_drafter(1.0)
     links.connect(row, drafter)
-    links.look_ahead(rows, one, price=0.5, step_s=1.0)
+    links.look_ahead(rows, one, prices=sure, step_s=1.0)
     links.due(rows, 0.0)
     links.standing(rows, 1)
     links.serve(rows, one, drafter, has_distributions=False)

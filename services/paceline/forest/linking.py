@@ -138,7 +138,7 @@ def mark_silent(a: LinkArrays, trees: Any, rows: Ints, now_s: float) -> int:
 
 
 @kernel
-def look_ahead(a: LinkArrays, rows: Ints, caps: Ints, price: float, step_s: float) -> None:
+def look_ahead(a: LinkArrays, rows: Ints, caps: Ints, prices: Floats, step_s: float) -> None:
     """What is drafted now is verified by a later step, as many on as an answer takes; see `Links.look_ahead`."""
     for index in range(len(rows)):
         link = a.links[rows[index]]
@@ -146,7 +146,7 @@ def look_ahead(a: LinkArrays, rows: Ints, caps: Ints, price: float, step_s: floa
         if link.drafter != NONE:
             steps = min(1.0 + a.drafters[link.drafter].response_s / step_s, MOST_STEPS_AHEAD)
         # Survival multiplies with every step, and 1 stays 1.
-        link.price = price**steps if caps[index] else 1.0
+        link.price = prices[index] ** steps if caps[index] else 1.0
         link.room = round(ROOM_PER_NODE * caps[index] * steps)
 
 

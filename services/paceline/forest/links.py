@@ -148,6 +148,10 @@ class Links:
         linking.stand(self.arrays, self._trees(), rows, most, at)
         return at
 
+    def lens(self, rows: Ints) -> Ints:
+        """Committed tokens of the sessions `[sessions]`."""
+        return np.asarray(self._trees()["committed_len"][rows])
+
     def may_wait(self, rows: Ints) -> Bools:
         """Which of the sessions `[sessions]` may be delayed for drafts."""
         return np.asarray(self._trees()["committed_len"][rows] <= self.arrays.links["waits_up_to"][rows])
@@ -164,16 +168,16 @@ class Links:
         """Nothing is drafted for sessions until `look_ahead`."""
         self.arrays.links["price"][rows] = 1.0
 
-    def look_ahead(self, rows: Ints, caps: Ints, *, price: float, step_s: float) -> None:
+    def look_ahead(self, rows: Ints, caps: Ints, *, prices: Floats, step_s: float) -> None:
         """Sets prices and rooms for what is drafted now: a later step verifies it, as many on as an answer takes.
 
         Args:
             rows: int32 `[sessions]`.
             caps: int32 `[sessions]`, most nodes of each in a step.
-            price: Least survival worth verifying in the next step.
+            prices: Least survival worth verifying in the next step, `[sessions]`.
             step_s: Seconds of a step.
         """
-        linking.look_ahead(self.arrays, rows, caps, price, step_s)
+        linking.look_ahead(self.arrays, rows, caps, prices, step_s)
 
     def due(self, rows: Ints, now_s: float) -> tuple[Bools, int]:
         """What drafters do not know yet counts as sent.

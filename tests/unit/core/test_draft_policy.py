@@ -120,6 +120,33 @@ def test_caps_hold_for_both_policies():
         assert [len(nodes) for nodes in allocate(policy, demands)] == [2, 0]
 
 
+def test_a_long_context_gets_fewer_guesses_at_a_higher_price_where_guesses_attend_at_a_cost():
+    cost = StepCost(rows=(1, 100), seconds=(1.0, 12.0), context=1000.0)
+    policy, demands = drafting(cost), [Treed(tree=tree_of(CHAIN), cap=8)] * 2
+    weights = policy.weights(np.array([100, 8000]))
+    short, long = allocate(policy, demands, weights=weights)
+    assert len(long) < len(short)
+    low, high = policy.prices(weights)
+    assert low < policy.price < high
+    alike = policy.weights(np.array([8000, 8000]))
+    assert alike.tolist() == policy.weights(np.array([1, 1])).tolist() == [1.0, 1.0]
+    assert len({len(nodes) for nodes in allocate(policy, demands, weights=alike)}) == 1
+
+
+def test_guesses_teach_step_times_by_their_weight():
+    """Sessions with short contexts get most guesses, so these take less time than mean ones would."""
+    cost = StepCost(rows=(1, 100), seconds=(1.0, 12.0), context=1000.0)
+    policy, demands = drafting(cost), [Treed(tree=tree_of(CHAIN), cap=8), Treed(tree=tree_of([]), cap=8)]
+    weights = policy.weights(np.array([100, 8000]))
+    for _ in range(200):
+        guesses = sum(map(len, allocate(policy, demands, weights=weights)))
+        seconds = cost.at(2) + 3.0 * guesses * weights[0] * (cost.at(3) - cost.at(2))
+        policy.observe(roots=2, guesses=guesses, tokens=2 + guesses, step_s=seconds, cycle_s=seconds)
+    assert guesses
+    allocate(policy, demands, weights=weights)
+    assert policy.step_s == pytest.approx(seconds, rel=0.05)
+
+
 @given(TREES, st.integers(0, 20))
 def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
     trees = [tree_of(each) for each in rows]

@@ -120,7 +120,7 @@ def test_a_drafter_at_rest_is_not_waited_for_and_what_it_was_told_before_is_forg
     assert not link.marked(9.0)
     assert link.due(11, 9.0) == NONE
     assert link.heard(10, 9.0) is None
-    link.links.look_ahead(link.rows, rows_of([4]), price=0.1, step_s=0.02)
+    link.links.look_ahead(link.rows, rows_of([4]), prices=np.array([0.1]), step_s=0.02)
     assert link.due(12, 9.0) == 10, "all that it has missed, in one message"
 
 
@@ -202,7 +202,7 @@ def test_the_share_of_a_first_guess_follows_what_is_heard_of_the_last_commit():
 def test_a_drafter_keeps_as_much_ahead_as_steps_go_by_before_it_is_heard():
     def ahead(response_s: float, price: float, cap: int = 12) -> tuple[float, int]:
         link = Link(response_s=response_s)
-        link.links.look_ahead(link.rows, rows_of([cap]), price=price, step_s=0.020)
+        link.links.look_ahead(link.rows, rows_of([cap]), prices=np.array([price]), step_s=0.020)
         return link.links.terms(link.row)
 
     assert ahead(0.0, 0.2) == (pytest.approx(0.2), 12 * ROOM_PER_NODE)

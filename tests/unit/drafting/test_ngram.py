@@ -15,9 +15,10 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def grown(follower, tokens, *, limit=8, least=0.01) -> tuple[DraftTree, list[float]]:
-    tree = new_tree(len(tokens))
+    tree, source = new_tree(len(tokens)), NgramSource()
     turn = Turn(follower=follower, tree=tree, limit=limit, least=least)
-    return tree, NgramSource().grow([turn])[0]
+    assert source.may_guess(follower) == bool(follower.voters)
+    return tree, source.grow([turn])[0]
 
 
 def longest_path(tree) -> list[int]:
@@ -114,7 +115,9 @@ def test_a_limit_cuts_off_what_is_worth_least(tokens, limit):
 
 @given(TOKENS)
 def test_of_equal_tokens_only_the_latest_places_are_kept(tokens):
-    places = NgramFollower(tokens).find()
+    follower = NgramFollower(tokens)
+    follower.find()
+    places = follower.voters
     assert len(places) <= MOST_PLACES
     same = [end for end in range(LEAST_MATCH, len(tokens)) if tokens[:end][-LEAST_MATCH:] == tokens[-LEAST_MATCH:]]
     assert [voter.at for voter in places] == same[-MOST_PLACES:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,28 +13,43 @@ from paceline.engine.profile import PROFILE_S, SAMPLES, profile_steps
 
 
 class Device:
-    """A model and its step under way."""
+    """A model and its step under way.
 
-    def __init__(self, step_s: float) -> None:
-        self.now_s, self._step_s = 0.0, step_s
+    Args:
+        row_s: More seconds for each row.
+        token_s: More seconds for each token that a row attends.
+    """
 
-    def launch(self, *_: object) -> Device:
+    def __init__(self, step_s: float, row_s: float = 0.0, token_s: float = 0.0) -> None:
+        self.now_s, self._step_s, self._row_s, self._token_s = 0.0, step_s, row_s, token_s
+        self._under_way_s = 0.0
+
+    def launch(self, batch: Any, *_: object) -> Device:
+        lens = batch.context_lens
+        self._under_way_s = self._step_s + self._row_s * len(lens) + self._token_s * int(lens.sum())
         return self
 
     def follow(self, _: object) -> None:
-        self.now_s += self._step_s
+        self.now_s += self._under_way_s
 
 
-def profiled(step_s: float, most_rows: int = KNOTS[-1]) -> StepCost:
-    device: Any = Device(step_s)
+def profiled(*times: float, most_rows: int = KNOTS[-1], num_blocks: int = 1000) -> StepCost:
+    device: Any = Device(*times)
     scratch = SlotPool(0, -(-most_rows // BLOCK_SIZE))
-    return profile_steps(device, device, scratch, lambda: device.now_s, most_rows=most_rows)
+    return profile_steps(device, device, scratch, lambda: device.now_s, most_rows=most_rows, num_blocks=num_blocks)
 
 
 def test_what_there_is_time_for_is_measured() -> None:
     cost = profiled(0.001)
     assert cost.rows == KNOTS
     assert cost.seconds == pytest.approx([0.001] * len(KNOTS))
+    assert cost.context == math.inf
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 10, 0])
+def test_a_profile_shows_the_context_that_costs_a_guess_as_much_as_the_rest_of_its_row(num_blocks: int) -> None:
+    cost = profiled(0.001, 2e-5, 2e-8, num_blocks=num_blocks)
+    assert cost.context == (pytest.approx(1000, rel=0.15) if num_blocks else math.inf)
 
 
 def test_beyond_that_a_profile_goes_on_by_the_shape_of_steps_and_not_by_its_last_slope() -> None:
