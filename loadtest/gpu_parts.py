@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,12 +22,12 @@ from loadtest.gpu import LINES, PART
 from loadtest.gpu_models import SHAPES, ModelShape, RandomModel
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import GenerateRequest, ModelIdentity, SpeculationRecord
-from paceline.core.noise import split_uint64
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.processors import Truncation
 from paceline.core.target_events import Submit, TargetLimits
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.backends.cpu.step_kernels import CHOICE
+from paceline.engine.backends.cpu.step_kernels import choice_of
 from paceline.engine.backends.cuda.attention import attend
 from paceline.engine.backends.cuda.choose import CHOICE_WORDS, Questions, choose, rank
 from paceline.engine.backends.cuda.plan import PlanFields, StepBuffer, aligned_bytes, field_arrays, padded
@@ -43,8 +43,9 @@ from paceline.engine.target import TargetEngine
 CONTEXT = 600
 # Layers that attention is timed over: their KV flushes the chip's cache between two uses of one.
 LAYERS = 8
-GREEDY, SAMPLED = (True, 1.0, -np.inf, 0, 1.0), (False, 1.25, -np.inf, 0, 0.95)
-RULES = {"greedy": GREEDY, "at 0.8": (False, 1.25, -np.inf, 0, 1.0), "at 0.8 with top-p 0.95": SAMPLED}
+GREEDY, UNFILTERED = Truncation(), Truncation(greedy=False, inverse_temperature=1.25)
+SAMPLED = replace(UNFILTERED, top_p=0.95)
+RULES = {"greedy": GREEDY, "at 0.8": UNFILTERED, "at 0.8 with top-p 0.95": SAMPLED}
 
 
 def say(**figure: Any) -> None:
@@ -172,14 +173,14 @@ def num_blocks(load: tuple[int, int, int]) -> int:
     return sessions * (-(-context // BLOCK_SIZE) + rows_each)
 
 
-def chains(sessions: int, rows_each: int, context: int, rule: tuple[Any, ...]) -> VerifyRequest:
+def chains(sessions: int, rows_each: int, context: int, rule: Truncation) -> VerifyRequest:
     """The guesses of such a batch."""
     counts = np.full(sessions, rows_each - 1)
     stops = np.cumsum(counts)
     return VerifyRequest(
         rows=np.arange(sessions) * rows_each,
         positions=np.full(sessions, context),
-        choices=np.array([(*rule, *split_uint64(seed)) for seed in range(sessions)], CHOICE),
+        choices=np.concatenate([choice_of(rule, seed) for seed in range(sessions)]),
         starts=stops - counts,
         stops=stops,
         tokens=np.zeros(stops[-1], np.int32),
@@ -246,7 +247,7 @@ def sampler(contact: Contact) -> None:
     for rows in sorted({sessions * each for sessions, each, _ in contact.loads}):
         logits = 3.0 * torch.randn((rows, vocab_size), device=contact.device)
         for name, rule in RULES.items():
-            words = np.array([(*rule, *split_uint64(seed)) for seed in range(rows)], CHOICE).view(np.int64)
+            words = np.concatenate([choice_of(rule, seed) for seed in range(rows)]).view(np.int64)
             questions = Questions(
                 rows=torch.arange(rows, device=contact.device),
                 positions=torch.full((rows,), CONTEXT, device=contact.device),

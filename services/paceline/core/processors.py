@@ -72,21 +72,20 @@ class NoTokenLeftError(InvalidRequestError, UnusableLogitsError):
 class Truncation:
     """Temperature and filters as numbers that every implementation uses as they are.
 
-    `log_min_p` is -inf, `top_k` 0 and `top_p` 1.0 where the filter is off; greedy rows have no filters, for
-    none of them could change the argmax.
+    By default filters are off. Greedy rows have none, for none of them could change the argmax.
     """
 
-    greedy: bool
-    inverse_temperature: float
-    log_min_p: float
-    top_k: int
-    top_p: float
+    greedy: bool = True
+    inverse_temperature: float = 1.0
+    log_min_p: float = -math.inf
+    top_k: int = 0
+    top_p: float = 1.0
 
     @classmethod
     def of(cls, params: SamplingParams) -> Truncation:
         """Returns the numbers of one request."""
         if params.temperature < GREEDY_BELOW:
-            return cls(greedy=True, inverse_temperature=1.0, log_min_p=-math.inf, top_k=0, top_p=1.0)
+            return cls()
         return cls(
             greedy=False,
             inverse_temperature=1.0 / params.temperature,

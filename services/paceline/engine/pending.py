@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.calibration import NUM_RANKED, confidences
+from paceline.core.processors import Truncation
 from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.sampler import Logits, working_space
 from paceline.forest import Bools, Floats, Ints
@@ -97,9 +98,7 @@ def choices_of(choices: Sequence[bytes]) -> np.ndarray:
 def greedy_roots(count: int) -> VerifyRequest:
     """A token at each row, chosen greedily: what most steps are asked, and a device need not hand its logits over."""
     zeros, nothing = np.zeros(count, np.int64), np.zeros(0, np.int32)
-    greedy = np.zeros(count, step_kernels.CHOICE)
-    greedy["greedy"], greedy["inverse_temperature"], greedy["top_p"] = True, 1.0, 1.0
-    greedy["log_min_p"] = -np.inf
+    greedy = step_kernels.choice_of(Truncation()).repeat(count)
     return VerifyRequest(np.arange(count), zeros + 1, greedy, zeros, zeros, nothing, nothing)
 
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from paceline.core.errors import LocalProtocolError
 from paceline.core.grammar import FIELD, Allowed, Bits, OutputGrammar
 from paceline.core.messages import PositionLogprobs
-from paceline.core.noise import split_uint64
 from paceline.core.params import SamplingParams
 from paceline.core.processors import (
     MAX_VOCAB_SIZE,
@@ -154,9 +153,7 @@ class RowSampler:
         _require_ids((*masked_ids, *biased_ids, *params.allowed_token_ids, *bad_ids), vocab_size)
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
-        rule = Truncation.of(params)
-        numbers = (rule.greedy, rule.inverse_temperature, rule.log_min_p, rule.top_k, rule.top_p)
-        self._choice = np.array([(*numbers, *split_uint64(params.seed))], step_kernels.CHOICE)
+        self._choice = step_kernels.choice_of(Truncation.of(params), params.seed)
         self.choice = self._choice.tobytes()
         self._bias_ids = np.array(biased_ids, np.int64)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.noise import split_uint64
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.processors import Truncation
 from paceline.core.target_events import Submit, TargetLimits
-from paceline.engine.backends.cpu.step_kernels import CHOICE
+from paceline.engine.backends.cpu.step_kernels import choice_of
 from paceline.engine.backends.cuda.kv import CudaKVCache
 from paceline.engine.backends.cuda.pending import CudaPending
 from paceline.engine.backends.cuda.platform import CudaPlatform
@@ -68,11 +68,8 @@ def prepared(model) -> tuple[Decoder, LazyStream]:
 
 def choices_of(*seeds: int) -> np.ndarray:
     """Greedy where the seed is 0, else with temperature and filters."""
-    rows = [
-        (True, 1.0, -np.inf, 0, 1.0, 0, 0) if seed == 0 else (False, 1.25, -4.0, 0, 0.9, *split_uint64(seed))
-        for seed in seeds
-    ]
-    return np.array(rows, CHOICE)
+    sampled = Truncation(greedy=False, inverse_temperature=1.25, log_min_p=-4.0, top_p=0.9)
+    return np.concatenate([choice_of(sampled if seed else Truncation(), seed) for seed in seeds])
 
 
 def two_trees() -> Batch:

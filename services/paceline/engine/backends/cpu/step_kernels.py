@@ -6,27 +6,20 @@ release the GIL.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import astuple
+from typing import Any, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 
+from paceline.core.noise import split_uint64
+from paceline.core.processors import Truncation
 from paceline.engine.backends.cpu.noise_kernels import best_perturbed, best_plain
 from paceline.engine.backends.cpu.row_kernels import CHUNK, Floats, Ints, Logits, exact_exp, filter_row, find_maxima
 from paceline.kernel_cache import inlined, kernel
 
 # How a session chooses: `paceline.core.processors.Truncation`, and the seed of its noise.
-CHOICE = np.dtype(
-    [
-        ("greedy", np.bool_),
-        ("inverse_temperature", np.float64),
-        ("log_min_p", np.float64),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("seed_low", np.uint64),
-        ("seed_high", np.uint64),
-    ],
-    align=True,
-)
+CHOICE = np.dtype([*get_type_hints(Truncation).items(), ("seed_low", np.uint64), ("seed_high", np.uint64)], align=True)
 # There is no token to choose, or no guess of it.
 NOTHING = -1
 
@@ -34,6 +27,11 @@ _MASK32, _SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROOT = -1
 # Of less than this share of the likeliest id nothing is left.
 _LEAST_EXPONENT = -700.0
+
+
+def choice_of(rule: Truncation, seed: int = 0) -> npt.NDArray[np.void]:
+    """Returns a `CHOICE` `[1]`."""
+    return np.array([(*astuple(rule), *split_uint64(seed))], CHOICE)
 
 
 @kernel

@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from paceline.core.calibration import NUM_RANKED
 from paceline.core.features import Features
-from paceline.engine.backends.cpu.step_kernels import CHOICE
+from paceline.core.processors import Truncation
+from paceline.engine.backends.cpu.step_kernels import choice_of
 from paceline.engine.backends.cuda.choose import Questions, rank
 from paceline.engine.backends.cuda.kv import CudaKVCache
 from paceline.engine.backends.cuda.layer_kernels import MOVES, go_down
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 # Moves of a step, as far as kernels for them are compiled before the first session.
 USUAL_MOVES = MOVES[:2]
 # The choice used for rows that are only recorded.
-ANY_CHOICE = np.array([(True, 1.0, -np.inf, 0, 1.0, 0, 0)], CHOICE)
+ANY_CHOICE = choice_of(Truncation())
 
 
 class CudaBackend(LlamaBackend):
