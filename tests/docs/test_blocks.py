@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import helm_python
@@ -18,11 +19,15 @@ import yaml
 
 from paceline.cluster import fleet_file
 from paceline.cluster.spec import FleetSpec
+from paceline.core.tree import DraftTree
+from paceline.engine.source_interface import Turn
+from paceline.forest import Forest
 from paceline.rpc.v1 import gateway_pb2
 from paceline.service import config
 from tests.docs.blocks import Block, blocks, commands
 from tests.docs.demo import Demo
 from tests.docs.programs import check
+from tests.support.trees import seen
 from tests.unit.k8s.chart import CHART
 
 BLOCKS = list(blocks())
@@ -70,6 +75,17 @@ def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypat
         asyncio.run(asyncio.wait_for(eval(program, names), PYTHON_S))
     else:
         exec(program, names)
+
+
+def test_the_draft_method_of_its_page_guesses_what_last_followed() -> None:
+    (source,) = (block for block in of("python") if block.page == "docs/add-a-method-or-rule.md")
+    names: dict[str, Any] = {"__name__": "bigram"}
+    exec(source.text, names)
+    tokens = [5, 6, 7, 5]
+    tree = DraftTree(Forest([names["BigramSource"].name]), tokens)
+    turn = Turn(follower=SimpleNamespace(tokens=tokens), tree=tree, limit=4, least=0.1)
+    assert names["BigramSource"]().grow([turn]) == [[0.5, 0.25, 0.125]]
+    assert [node.token_id for node in seen(tree).below()] == [6, 7, 5]
 
 
 def test_json_and_toml_blocks_are_what_they_say() -> None:
