@@ -122,12 +122,6 @@ def test_the_tokens_are_those_of_plain_decoding(folders, kind, sampling):
     assert colocated.draft.num_sessions == 0
 
 
-def test_a_good_draft_model_is_accepted_inside_too(folders):
-    _, colocated = run(folders, "draft_model", "greedy", FixedGamma(gamma=4), SpeculationParams())
-    lengths = [result.speculation.mean_acceptance_length for result in colocated.results.values()]
-    assert min(lengths) > 1.5
-
-
 def test_a_cancelled_session_leaves_nothing_behind(folders):
     target, drafts = folders
     colocated = Colocated(target, drafts["eagle3"], FixedGamma(gamma=4))

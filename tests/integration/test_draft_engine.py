@@ -12,7 +12,6 @@ from paceline.core.params import SamplingParams
 from paceline.engine.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import DraftCheckpoint
-from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.loop import run_sync
 from tests.support.clock import Clock
 from tests.support.eagle import save_eagle3
@@ -22,18 +21,6 @@ from tests.support.guesses import by_session, to_commits
 @pytest.fixture
 def clock() -> Clock:
     return Clock(100.0)
-
-
-def engine_with(folder, clock, num_blocks: int, max_num_seqs: int = 8) -> DraftEngine:
-    return DraftEngine(
-        decoder=load_decoder(folder, "float32", "cpu", 1),
-        identity=model_identity(folder, "tiny"),
-        num_blocks=num_blocks,
-        limits=DraftLimits(
-            width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=max_num_seqs
-        ),
-        clock=clock,
-    )
 
 
 # By the numbers of their sessions.
@@ -59,14 +46,6 @@ def commit(name: str, base_len: int, token_id: int = 7) -> Commits:
 
 def said(*messages) -> VerifierMessages:
     return VerifierMessages(link=1, messages=messages)
-
-
-def test_lag_is_what_the_step_found_to_catch_up_with_and_none_once_it_is_done(tiny_pair, clock):
-    engine = engine_with(tiny_pair[1], clock, num_blocks=16)
-    engine.handle(said(opened("long", 100), opened("short", 10)))
-    # 64 rows a step, of the short one first.
-    lags = [run_sync(engine.step()).report.levels["paceline:drafter_lag_tokens"] for _ in range(3)]
-    assert lags == [100, 46, 0]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])

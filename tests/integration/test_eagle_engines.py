@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.features import FeatureBuffer, TokensAfterFirst
+from paceline.core.features import FeatureBuffer
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
@@ -160,29 +160,6 @@ def test_preempted_sessions_hand_out_their_states_again(folders, plain):
     assert texts(pair) == plain["greedy"]
 
 
-def test_a_drafter_without_pages_serves_some_and_never_spins(folders, plain):
-    pair = make(folders, num_draft_blocks=12)
-    submit_all(pair, SAMPLINGS["greedy"])
-    pair.run(max_rounds=400)
-    assert texts(pair) == plain["greedy"]
-
-
-def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
-    pair = make(folders)
-    pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
-    for _ in range(4):
-        pair.round()
-    ((key, session),) = pair.draft.scheduler._sessions.items()
-    pair.draft.scheduler.give_up(session)
-    assert session.lost_features
-    output = run_sync(pair.target.step())
-    pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))
-    assert key not in pair.draft.scheduler._sessions
-    (asked,) = run_sync(pair.draft.step()).to_verifiers[1]
-    assert isinstance(asked, LaggingSession)
-    assert asked.have_len == 0
-
-
 def test_guesses_are_known_by_the_name_of_their_source(folders):
     pair = make(folders)
     pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
@@ -245,11 +222,3 @@ def test_features_come_in_order_once_and_go_when_used():
         buffer.add(states(7, 1, width=3))
     with pytest.raises(RemoteProtocolError, match="a session has at most 8 positions"):
         buffer.add(states(7, 2))
-
-
-def test_the_view_of_tokens_grows_with_them():
-    tokens = [5, 6, 7]
-    view = TokensAfterFirst(tokens)
-    tokens += [8, 9]
-    assert list(view) == [6, 7, 8, 9]
-    assert (view[-1], view[1:3], view[2:], len(TokensAfterFirst([]))) == (9, [7, 8], [8, 9], 0)

@@ -9,12 +9,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline.core.messages import CommittedStates
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
 from paceline.service.supervision import TaskSupervisor
 from paceline.store.base import Replica
 from tests.integration.conftest import know, running_drafter, running_verifier
-from tests.integration.test_drafter_service import drafts_of, opened, stream_to
+from tests.integration.test_drafter_service import stream_to
 from tests.integration.test_verifier_service import ask
 from tests.support.eagle import save_eagle3
 from tests.support.memory_store import MemoryStore
@@ -54,29 +53,6 @@ async def test_a_verifier_that_hands_out_no_states_or_others_is_refused_by_the_d
                 await stream.say(target=stranger)
                 assert await stream.ended() is not grpc.StatusCode.OK
                 assert "that the verifier of" in (await stream.call.details())
-
-
-BAD = {
-    "a gap": CommittedStates(number=7, start=3, width=64, values=bytes(128)),
-    "another width": CommittedStates(number=7, start=0, width=32, values=bytes(64)),
-    "half a position": CommittedStates(number=7, start=0, width=64, values=bytes(64)),
-    "nothing": CommittedStates(number=7, start=0, width=64, values=b""),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-async def test_states_that_break_the_protocol_end_the_stream_of_their_verifier_alone(tiny_pair, head, what):
-    async with (
-        running_drafter(head, target=tiny_pair[0]) as (address, host),
-        stream_to(address, host.identity) as other,
-        stream_to(address, host.identity) as stream,
-    ):
-        await stream.say(opened(), BAD[what])
-        assert await stream.ended() is not grpc.StatusCode.OK
-        assert "CommittedStates." in (await stream.call.details())
-        good = CommittedStates(number=7, start=0, width=64, values=bytes(128 * 9))
-        await other.say(opened("t"), good)
-        assert [each.number for each in await drafts_of(other)] == [7]
 
 
 async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(tiny_pair, head):

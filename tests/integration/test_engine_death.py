@@ -12,7 +12,6 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -25,10 +24,8 @@ from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.service.supervision import TaskSupervisor
 from paceline.verifier import commit_log, verifier_host
 from paceline.verifier.verifier_host import TargetHost
-from paceline.wire import start_session_to_pb
-from paceline.wire.columns import MAX_NUMBER, WORD
+from paceline.wire.columns import MAX_NUMBER
 from tests.integration.conftest import running_verifier, verifier_at
-from tests.integration.test_verifier_service import told
 from tests.support.clock import Clock
 from tests.support.fuzzing import until
 from tests.support.log_stream import ScriptedLog, VerifierCalls, verifier_calls
@@ -134,22 +131,6 @@ async def test_a_session_that_waits_for_a_place_is_no_part_of_the_step_that_died
         # gRPC may lose why.
         assert isinstance(await late.end(), UnavailableError)
         poison.cure.set()
-
-
-async def test_a_session_hears_once_and_first_that_it_runs_and_where_each_token_belongs(tiny_pair) -> None:
-    heard = []
-    async with verifier_at(tiny_pair[0]) as (address, _), told(address) as stream:
-        await stream.say(starts=[start_session_to_pb(1, ask("s", max_tokens=30))])
-        while not (heard and heard[-1].results):
-            message = await stream.hear()
-            if message.sessions:
-                heard.append(message)
-    assert [list(each.running) for each in heard] == [[1]] + [[]] * (len(heard) - 1)
-    offset = 0
-    for each in heard:
-        assert np.frombuffer(each.offsets, WORD).tolist() == [offset]
-        offset += len(each.token_ids) // WORD.itemsize
-    assert offset == 30
 
 
 async def test_a_session_that_waits_shows_life_while_the_engine_gets_on(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -13,7 +10,6 @@ from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import FinishReason
 from paceline.core.params import (
     DRAFT_MODEL,
-    EAGLE3,
     LAYER_SKIP,
     MEDUSA,
     NGRAM,
@@ -21,12 +17,8 @@ from paceline.core.params import (
     SpeculationParams,
 )
 from paceline.core.step_time import StepCost
-from paceline.core.target_events import DraftsArrived
-from paceline.engine.loop import run_sync
 from paceline.forest import Forest
-from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
-from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
 from tests.support.heads import random_medusa, save_medusa
 from tests.support.trees import nodes
 
@@ -79,38 +71,6 @@ def test_the_goodput_policy_leaves_the_tokens_alone(tiny_pair, plain, sampling):
     assert texts(EnginePair(*tiny_pair, policy=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_no_token_but_the_allowed_ones_is_chosen_and_drafts_leave_them_alone(tiny_pair, temperature):
-    allowed = tuple(range(0, VOCAB_SIZE, 3))
-    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=11, allowed_token_ids=allowed)
-    alone = texts(EnginePair(*tiny_pair), sampling, 8, speculation=SpeculationParams(enabled=False))
-    chosen = {token_id for tokens in alone for token_id in tokens}
-    assert len(chosen) > 10
-    assert chosen <= set(allowed)
-    drafted = EnginePair(*tiny_pair, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
-    assert texts(drafted, sampling, 8) == alone
-    accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
-    assert accepted > 50, "the test would prove little without accepted drafts"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_no_bad_word_is_generated_and_drafts_leave_the_tokens_alone(tiny_pair, temperature):
-    free = SamplingParams(max_tokens=40, temperature=temperature, seed=11, ignore_eos=True)
-    off = SpeculationParams(enabled=False)
-    unbound = texts(EnginePair(*tiny_pair), free, 8, speculation=off)
-    bad_words = ((unbound[0][0],), *(tuple(tokens[at : at + 2]) for tokens in unbound for at in (3, 9, 20)))
-    sampling = replace(free, bad_words=bad_words)
-    alone = texts(EnginePair(*tiny_pair), sampling, 8, speculation=off)
-    assert all(before != after for before, after in zip(unbound, alone, strict=True))
-    for tokens in alone:
-        assert unbound[0][0] not in tokens
-        assert not set(pairwise(tokens)) & set(bad_words)
-    drafted = EnginePair(*tiny_pair, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
-    assert texts(drafted, sampling, 8) == alone
-    accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
-    assert accepted > 50, "the test would prove little without accepted drafts"
-
-
 @pytest.fixture(scope="module")
 def random_heads(tmp_path_factory):
     """Medusa heads that know nothing of the target."""
@@ -135,16 +95,6 @@ def test_a_prediction_makes_a_text_faster_and_leaves_its_tokens_alone(tiny_pair,
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_look_up_leaves_the_tokens_alone(tiny_pair, plain, sampling):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), methods=(NGRAM,))
-    pair.kill_drafter()
-    assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
-    if sampling == "greedy":
-        accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in pair.sessions.values())
-        assert accepted > 0, "such a small model repeats itself"
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("methods", [(MEDUSA,), (LAYER_SKIP,), (NGRAM, MEDUSA, LAYER_SKIP)], ids="+".join)
 @pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside drafters"])
 def test_heads_and_layers_leave_the_tokens_alone(tiny_pair, plain, random_heads, sampling, methods, drafter):
@@ -154,25 +104,6 @@ def test_heads_and_layers_leave_the_tokens_alone(tiny_pair, plain, random_heads,
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
     drafted = sum(s.result.speculation.num_draft_tokens for s in pair.sessions.values())
     assert drafted > 500, "the test would prove little without drafts"
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(tiny_pair, plain, random_heads, sampling):
-    pair = EnginePair(*tiny_pair, methods=(NGRAM, MEDUSA, LAYER_SKIP), medusa_model=random_heads)
-    for index, prompt in enumerate(prompts(4)):
-        so_far: list[int] = []
-        for method in ("draft_model", "medusa", "ngram", "layer_skip", "ngram+draft_model"):
-            if len(so_far) == len(plain[sampling][index]):
-                break
-            name = f"{index} by {method}"
-            pair.submit(name, prompt, SAMPLINGS[sampling], SpeculationParams(method=method), committed=so_far)
-            while pair.target.has_work() and len(pair.sessions[name].token_ids) < 8:
-                pair.round()
-            so_far = so_far + pair.sessions[name].token_ids
-            if pair.target.has_work():
-                pair.cancel(name)
-                pair.round()
-        assert plain[sampling][index][: len(so_far)] == so_far
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -256,20 +187,6 @@ def test_a_prompt_cut_by_time_leaves_the_tokens_and_their_log_probabilities_alon
     assert found[0][1] == found[1][1] == found[2][1]
 
 
-def test_cancelling_frees_pages_on_both_tiers_within_one_step(tiny_pair):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
-    for _ in range(5):
-        pair.round()
-    assert pair.target.pool.num_used > 0
-    assert pair.draft.pool.num_used > 0
-    pair.cancel("s")
-    assert pair.target.pool.num_used == 0
-    pair.round()
-    assert pair.draft.pool.num_used == 0
-    assert pair.draft.num_sessions == 0
-
-
 def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(tiny_pair):
     pair = EnginePair(*tiny_pair)
     pair.kill_drafter()
@@ -336,16 +253,6 @@ def test_tokens_are_counted_by_drafter_and_its_time_by_verifier(tiny_pair):
     assert counts["paceline:drafter_accepted_tokens", *mine] == judged["accepted"]
     assert counts["paceline:drafter_verified_tokens", *mine] == sum(judged.values()) > 0
     assert all(set(each) == ({1} if report.num_rows else set()) for each, report in device_s)
-
-
-def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(tiny_pair):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
-    pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"])
-    pair.round()
-    assert pair.draft.num_sessions == 1
-    pair.leave()
-    assert pair.draft.num_sessions == 0
-    assert pair.draft.pool.num_used == 0
 
 
 def test_speculation_off_says_nothing_to_the_drafter(tiny_pair):
@@ -435,67 +342,3 @@ def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix
         alone.run()
         [entry] = alone.sessions[f"{place}"].messages[-1].logprobs
         assert entry == judged[place - 1]
-
-
-def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(tiny_pair, plain):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
-    pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
-    pair.round()
-    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
-    garbage = to_drafts(SessionDrafts(1, 10_000, [guess]))
-    pair.target.handle(DraftsArrived(address=DRAFTER, messages=[garbage], arrived_s=0.0))
-    output = run_sync(pair.target.step())
-    assert DRAFTER in output.broken_links
-    pair.sessions["s0"].token_ids += output.commit.tokens
-    pair.run()
-    assert pair.sessions["s0"].token_ids == plain["greedy"][0]
-
-
-def test_wrong_guesses_with_full_confidence_change_nothing(tiny_pair, plain):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
-    pair.kill_drafter()
-    pair.target.handle(pair_link_up())
-    pair.submit("s0", prompts(1)[0], SAMPLINGS["sampled"])
-    rng = random.Random(1)
-    node_id = 0
-    while pair.target.has_work():
-        base_len = len(prompts(1)[0]) + len(pair.sessions["s0"].token_ids)
-        guesses = tuple(
-            NodeGuess(node_id=node_id + step, parent_id=0 if step == 1 else node_id + step - 1,
-                      token_id=rng.randrange(VOCAB_SIZE), confidence=1.0)
-            for step in range(1, 5)
-        )  # fmt: skip
-        node_id += 4
-        nodes = to_drafts(SessionDrafts(1, base_len, guesses))
-        pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
-        pair.round()
-    assert pair.sessions["s0"].token_ids == plain["sampled"][0]
-    assert pair.sessions["s0"].result.speculation.num_draft_tokens > 40
-
-
-@pytest.mark.parametrize(("wants_states", "source"), [(False, DRAFT_MODEL), (True, EAGLE3)])
-def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_drafter(tiny_pair, wants_states, source):
-    pair = EnginePair(*tiny_pair)
-    pair.kill_drafter()
-    pair.target.handle(pair_link_up(wants_states=wants_states))
-    pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
-    orphan = NodeGuess(node_id=2, parent_id=1, token_id=3, confidence=1.0)
-    strange = NodeGuess(node_id=3, parent_id=0, token_id=VOCAB_SIZE, confidence=1.0)
-    nodes = to_drafts(SessionDrafts(1, len(prompts(1)[0]), (orphan, strange)))
-    pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
-    assert run_sync(pair.target.step()).report.counts["paceline:draft_nodes", source, "late"] == 2
-
-
-def pair_link_up(wants_states: bool = False):
-    from paceline.core.target_events import LinkChanged
-
-    return LinkChanged(address=DRAFTER, up=True, wants_states=wants_states)
-
-
-def test_eos_is_not_chosen_before_min_tokens(tiny_pair):
-    bias = ((EOS_TOKEN_ID, 100.0),)
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.0, min_tokens=12, logit_bias=bias))
-    pair.run()
-    assert pair.sessions["s"].token_ids[-1] == EOS_TOKEN_ID
-    assert len(pair.sessions["s"].token_ids) == 13

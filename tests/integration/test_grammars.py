@@ -18,12 +18,7 @@ from paceline.core.messages import FinishReason
 from paceline.core.params import GRAMMAR, NGRAM, SamplingParams, SpeculationParams
 from paceline.engine.grammar import Grammars
 from paceline.engine.loading import model_identity
-from paceline.gateway.api.openai.tools import read_toolbox
-from paceline.gateway.grammars.calls import calls_amid_text
 from paceline.gateway.grammars.formats import LAYOUT
-from paceline.gateway.grammars.partial import Opening
-from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.message.form import HERMES, LLAMA3_JSON
 from tests.support.engines import EnginePair
 
 OFF = SpeculationParams(enabled=False)
@@ -117,53 +112,11 @@ def test_drafts_leave_the_tokens_alone(run, plain, name, methods):
     assert sum(session.result.speculation.num_accepted_draft_tokens for session in sessions) > 20
 
 
-def test_what_follows_free_text_is_bound_and_drafts_leave_all_of_it_alone(run, tokenizer):
-    opening = Opening(reasoning="", prompt_end="", token_of=lambda _: None)
-    rules = "\n".join(["start: to_mark @answer", *opening.text_up_to("mark", "(")])
-    grammar = json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", "json_schema": SCHEMA}]})
-    sampling = replace(GREEDY, temperature=0.9, seed=5, grammar=grammar)
-    plain = run(sampling)
-    text = tokenizer.decode(plain[0].token_ids)
-    assert "({" in text
-    methods = ("draft_model", NGRAM, GRAMMAR)
-    drafted = run(
-        sampling, SpeculationParams(method="+".join(methods)), policy=FixedGamma(gamma=8), width=3, methods=methods
-    )
-    assert ids(drafted) == ids(plain)
-    cut = len(plain[0].token_ids) // 2
-    rest = run(sampling, count=1, committed=plain[0].token_ids[:cut])
-    assert plain[0].token_ids[:cut] + ids(rest)[0] == plain[0].token_ids
-
-
-@pytest.mark.parametrize("family", [HERMES, LLAMA3_JSON])
-def test_a_format_or_a_call_is_written_as_without_drafts(run, tokenizer, family):
-    """vLLM #39929: the grammar of both is followed with speculation as without."""
-    tool = {"name": "define", "parameters": SCHEMA, "strict": True}
-    toolbox = read_toolbox([{"type": "function", "function": tool}], "auto", False, UnknownFields(strict=False))
-    opening = Opening(reasoning="", prompt_end="", token_of=lambda _: None)
-    title = {"type": "object", "properties": {"title": {"type": "boolean"}}, "required": ["title"]}
-    grammar = calls_amid_text(toolbox, family, opening, grammar_of(title))
-    sampling = replace(GREEDY, temperature=1.3, seed=7, grammar=grammar)
-    methods = ("draft_model", NGRAM, GRAMMAR)
-    speculation = SpeculationParams(method="+".join(methods))
-    plain = run(sampling, count=8)
-    drafted = run(sampling, speculation, count=8, policy=FixedGamma(gamma=8), width=3, methods=methods)
-    assert ids(drafted) == ids(plain)
-    assert sum(session.result.speculation.num_accepted_draft_tokens for session in drafted) > 20
-    texts = [tokenizer.decode(session.token_ids) for session in plain]
-    assert all(text.startswith(('{"title": ', '{"name": ', "<tool_call>", "<|python_tag|>")) for text in texts), texts
-
-
 def test_a_session_goes_on_from_its_committed_tokens_with_the_same_text(run, plain):
     for cut in (1, 7, 20):
         whole = plain["sampled"][0]
         rest = run(SAMPLINGS["sampled"], count=1, committed=whole[:cut])
         assert whole[:cut] + ids(rest)[0] == whole
-
-
-def test_a_text_that_is_cut_off_says_so(run):
-    sessions = run(replace(GREEDY, max_tokens=9))
-    assert {session.result.finish_reason for session in sessions} == {FinishReason.LENGTH}
 
 
 def test_where_the_grammar_has_ended_nothing_but_the_end_follows_whatever_min_tokens_says(run, tokenizer):
@@ -197,12 +150,3 @@ def test_a_stop_token_that_the_grammar_cannot_do_without_is_refused_by_the_name_
     sampling = replace(GREEDY, grammar=LLMatcher.grammar_from_regex("7!7"), stop_token_ids=(stop,))
     (session,) = run(sampling, count=1)
     assert "grammar: leaves no token to choose" in str(session.error)
-
-
-def test_bad_words_that_leave_nothing_end_the_session_with_the_name_of_the_grammar(run, tokenizer):
-    letters = tuple((token_id,) for text, token_id in tokenizer.get_vocab().items() if set(text) <= set("ab"))
-    sampling = replace(GREEDY, grammar=LLMatcher.grammar_from_regex("ab"), bad_words=letters)
-    failed, fine = run(sampling, count=1)[0], run(GREEDY, count=1)[0]
-    assert failed.error is not None
-    assert "grammar: leaves no token to choose" in str(failed.error)
-    assert fine.error is None

@@ -89,26 +89,6 @@ def test_a_tuning_of_the_store_is_read_up_to_its_bound() -> None:
     assert not is_usable(content + b" " * (MOST_BYTES - len(content) + 1), "draft")
 
 
-@pytest.mark.parametrize(
-    ("learned", "is_one"),
-    [
-        ([1.2, -0.3, 0.01, 0.02, 0.001], True),
-        ([1e300, 0.0, 0.01, 0.02, 0.0], False),
-        ([0.0, 0.0, 0.01, 0.02, 0.0], False),
-        ([1.0, -1e300, 0.01, 0.02, 0.0], False),
-        ([1.0, 0.0, -1.0, -1.0, 0.0], False),
-        ([1.0, 0.0, 1e300, 1e-300, 0.0], False),
-        ([1.0, 0.0, 0.0, 0.02, 0.0], False),
-        ([1.0, 0.0, 0.01, 0.02, 0.1], False),
-        ([float("nan"), 0.0, 0.01, 0.02, 0.0], False),
-        ([1.0, 0.0, 0.01, 0.02], False),
-        ([10**400, 0.0, 0.01, 0.02, 0.0], False),
-    ],
-)
-def test_what_a_rehearsal_says_of_guesses_is_finite_and_positive_where_it_must_be(learned, is_one: bool) -> None:
-    assert is_usable(rehearsed(**{"tier greedy coupled": learned}), "draft") is is_one
-
-
 def test_what_was_rehearsed_with_another_draft_model_is_rehearsed_anew() -> None:
     policy = Goodput()
     policy.rehearse(None, over="draft")

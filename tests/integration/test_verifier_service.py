@@ -67,14 +67,6 @@ async def test_a_method_that_is_not_served_is_refused_and_those_that_are_change_
             await calls.tokens(replace(ask(), speculation=SpeculationParams(method="medusa")))
 
 
-async def test_a_session_streams_its_tokens_and_ends_with_its_result(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (calls, _):
-        results = [each.result for each in await calls.steps(ask())]
-    assert results[:-1] == [None] * (len(results) - 1)
-    assert results[-1].num_generated_tokens == 24
-    assert results[-1].num_prompt_tokens == len(PROMPT)
-
-
 async def drafted_tokens(calls, max_tokens: int = 100) -> list[int]:
     """Tokens of the first session whose drafts were of use; the stream to the drafter takes its time to come up."""
     async with asyncio.timeout(60):
@@ -84,13 +76,6 @@ async def drafted_tokens(calls, max_tokens: int = 100) -> list[int]:
             if speculation.num_accepted_draft_tokens:
                 assert speculation.num_steps < max_tokens
                 return [token_id for each in steps for token_id in each.token_ids]
-
-
-async def test_drafts_save_steps_and_change_nothing(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (calls, host), running_drafter(tiny_pair[1]) as (address, _):
-        plain = await calls.tokens(ask(max_tokens=100))
-        know(host, address)
-        assert await drafted_tokens(calls) == plain
 
 
 async def test_a_session_that_wants_no_speculation_gets_no_drafter(tiny_pair):
@@ -308,40 +293,6 @@ def drafts_for(message, base_len, guess):
 def far_ahead(message):
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
     return drafts_for(message, 10_000, guess)
-
-
-def ragged(message):
-    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
-    answer = drafts_for(message, 20, guess)
-    if answer is not None:
-        answer.drafts[0].parent_ids += b"\x07\x00\x00\x00"
-    return answer
-
-
-def outside_the_vocabulary(message):
-    guess = NodeGuess(node_id=1, parent_id=0, token_id=2_000_000_000, confidence=1.0)
-    return drafts_for(message, 20, guess)
-
-
-@pytest.mark.parametrize("script", [far_ahead, ragged])
-async def test_a_drafter_that_talks_nonsense_loses_its_stream_and_nothing_else(tiny_pair, script):
-    async with running_verifier(tiny_pair[0]) as (calls, host):
-        plain = await calls.tokens(ask(max_tokens=200))
-        async with misbehaving_drafter(host.identity, script) as (address, servicer):
-            know(host, address)
-            assert await calls.tokens(ask(max_tokens=200)) == plain
-            while servicer.num_streams < 2:
-                assert await calls.tokens(ask(max_tokens=200)) == plain
-
-
-async def test_guesses_outside_the_vocabulary_are_passed_over(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (calls, host):
-        plain = await calls.tokens(ask(max_tokens=200))
-        async with misbehaving_drafter(host.identity, outside_the_vocabulary) as (address, servicer):
-            know(host, address)
-            for _ in range(3):
-                assert await calls.tokens(ask(max_tokens=200)) == plain
-            assert servicer.num_streams <= 1
 
 
 async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):

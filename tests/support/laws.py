@@ -1,18 +1,13 @@
-"""What the rules of acceptance must amount to, in closed form, and chains that the compiled rule is walked down."""
+"""The rules of acceptance in closed form."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.acceptance import SparseDraft
-from paceline.engine.backends.cpu import step_kernels
 
 FloatArray = npt.NDArray[np.float64]
-_NOTHING_DRAWN = (np.zeros(0, np.int64), np.zeros(0))
 
 
 def coupled_choice(log_weights: FloatArray, noise: FloatArray | None) -> int:
@@ -40,39 +35,3 @@ def dense(draft: SparseDraft, vocab_size: int) -> FloatArray:
     probs = np.zeros(vocab_size)
     probs[list(draft.token_ids)] = np.array(draft.weights, dtype=np.float64) / sum(draft.weights)
     return probs
-
-
-def pick(probs: FloatArray, uniform: float) -> int:
-    """Returns the token that the compiled rule draws where there is no guess."""
-    token_id, _ = step_kernels.accept(probs.copy(), *_NOTHING_DRAWN, step_kernels.NOTHING, np.array([0.0, uniform]))
-    return token_id
-
-
-class VerifyOutcome(NamedTuple):
-    """How many draft tokens were accepted, and the one token that follows them."""
-
-    num_accepted: int
-    next_token_id: int
-
-
-def reject_walk(
-    target_rows: Sequence[FloatArray],
-    draft_rows: Sequence[FloatArray],
-    draft_tokens: Sequence[int],
-    uniforms: Sequence[float],
-) -> VerifyOutcome:
-    """Verifies a chain of draft tokens by the compiled rule.
-
-    Args:
-        target_rows: gamma + 1 rows [vocab]; row i is the target's distribution after the first i draft tokens.
-        draft_rows: gamma rows [vocab]; row i is the distribution that `draft_tokens[i]` was sampled from.
-        draft_tokens: gamma token ids.
-        uniforms: gamma + 1 fresh numbers in [0, 1): one per draft token, the last for the token that follows.
-    """
-    for index, (target, draft, token_id) in enumerate(zip(target_rows, draft_rows, draft_tokens, strict=False)):
-        drawn_from, numbers = (np.arange(len(draft)), draft), np.array([uniforms[index], uniforms[-1]])
-        found, chance = step_kernels.accept(target.copy(), *drawn_from, token_id, numbers)
-        assert abs(chance - overlap(target, draft)) < 1e-12
-        if found != token_id:
-            return VerifyOutcome(index, found)
-    return VerifyOutcome(len(draft_tokens), pick(target_rows[-1], uniforms[-1]))

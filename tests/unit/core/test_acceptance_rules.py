@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.core.acceptance import SparseDraft, rule_of, served_rules
+from paceline.core.acceptance import SparseDraft, rule_of, served_rules, sparse_draft
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import COUPLED, REJECTION, SamplingParams, SpeculationParams
 from tests.support.guesses import NodeGuess
+from tests.support.laws import dense
 from tests.support.trees import merge_into, new_tree, nodes_of
+from tests.unit.core.toy_models import FloatArray, cells, laws, normalised
 
 
 def guess(node_id: int, parent_id: int, token_id: int, *weights: int) -> NodeGuess:
@@ -79,3 +84,33 @@ def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from() ->
     link = SessionLink(request, 1, [9], new_tree([9], chain=True), {}, acceptance=REJECTION)
     with pytest.raises(RemoteProtocolError, match=rf"Drafts.distributions: .* rule {REJECTION}"):
         link.check(1, has_distributions=False)
+
+
+# Sparse drafts
+
+
+@given(st.integers(2, 12).flatmap(laws), st.integers(1, 12))
+def test_a_sparse_draft_is_sampled_with_exactly_the_law_it_sends(probs: FloatArray, keep: int) -> None:
+    sent = sparse_draft(probs, keep)
+    sent_probs = dense(sent, len(probs))
+    law = np.zeros(len(probs))
+    for middle, width in cells(np.cumsum(sent_probs[list(sent.token_ids)]).tolist()):
+        law[sent.sample(middle)] += width
+    np.testing.assert_allclose(law, sent_probs, atol=1e-12)
+
+
+def test_a_sparse_draft_keeps_the_64_best_in_sixteen_bits_lowest_id_first_among_equals() -> None:
+    sent = sparse_draft(normalised([*[1] * 100, 5]))
+    assert sent.token_ids == (100, *range(63))
+    assert max(sent.weights) == 65535
+    assert dense(sent, 101).sum() == pytest.approx(1.0, abs=1e-15)
+
+
+@given(st.integers(2, 12).flatmap(laws), st.integers(1, 12))
+def test_a_sparse_draft_keeps_the_best_of_the_whole_order(probs: FloatArray, keep: int) -> None:
+    best = [index for index in np.argsort(-probs, kind="stable")[:keep].tolist() if probs[index] > 0.0]
+    assert sparse_draft(probs, keep).token_ids == tuple(best)
+
+
+def test_a_sparse_draft_drops_ids_whose_weight_rounds_to_nothing() -> None:
+    assert sparse_draft(np.array([1e-9, 1.0 - 1e-9])).token_ids == (1,)

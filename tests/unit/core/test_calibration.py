@@ -11,9 +11,7 @@ from paceline.core.calibration import MAX_CALIBRATIONS, CalibrationStore
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree
 from paceline.forest import UNLEARNED, Forest
-from paceline.forest.tree_loops import MAX_MARGIN, margin, observe
-from tests.support.guesses import NodeGuess
-from tests.support.trees import advance, merge_into, nodes_of, seen
+from paceline.forest.tree_loops import margin, observe
 
 
 def sigmoid(value: float) -> float:
@@ -46,10 +44,6 @@ def test_without_observations_a_drafter_is_taken_at_its_word():
         assert Source().probability(confidence) == pytest.approx(confidence)
 
 
-def test_margins_are_bounded():
-    assert (margin(0.0), margin(1.0), margin(0.5)) == (-MAX_MARGIN, MAX_MARGIN, 0.0)
-
-
 def test_the_true_slope_and_intercept_are_found():
     source, rng = Source(20), np.random.default_rng(1)
     for number in range(6000):
@@ -77,30 +71,6 @@ def test_the_slope_never_turns_over():
             source.forest.judge(source.rows[0], 0, source.number)
             source.observe(confidence, source.rows[0], matched=confidence < 0.5)
     assert source.probability(0.9) > source.probability(0.1)
-
-
-def test_only_guesses_below_a_committed_token_teach():
-    source = Source()
-    tree = DraftTree(source.forest, [0], {DRAFT_MODEL: source.number})
-    rows = [(1, 0, 7, 0.9), (2, 0, 8, 0.1), (3, 1, 5, 0.8), (4, 2, 6, 0.7), (5, 3, 4, 0.6)]
-    merge_into(tree, [NodeGuess(node_id=n, parent_id=p, token_id=t, confidence=c) for n, p, t, c in rows], 1)
-    expected = Source()
-    for confidence, matched in ((0.9, True), (0.1, False), (0.8, False)):
-        expected.observe(confidence, expected.rows[0], matched=matched)
-    advance(tree, 7, 1, 4)
-    assert source.forest.calibration(source.number) == pytest.approx(expected.forest.calibration(expected.number))
-
-
-def test_a_commit_teaches_the_source_and_the_next_guess_is_worth_less():
-    source = Source()
-    tree = DraftTree(source.forest, [1], {DRAFT_MODEL: source.number})
-    for number in range(1, 20):
-        merge_into(tree, [NodeGuess(node_id=number, parent_id=0, token_id=9, confidence=0.9)], number)
-        advance(tree, 3)
-    merge_into(tree, [NodeGuess(node_id=99, parent_id=0, token_id=9, confidence=0.9)], 20)
-    (node,) = nodes_of(tree)
-    assert node.guesses == {DRAFT_MODEL: 0.9}
-    assert seen(tree).children[9].survival < 0.5
 
 
 def test_other_calibrations_begin_when_a_tree_is_opened_anew():

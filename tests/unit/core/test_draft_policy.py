@@ -98,11 +98,6 @@ def test_guesses_end_where_steps_are_no_longer_learned_and_a_prompt_takes_none_a
         assert num_nodes == MOST_ROWS - 200
 
 
-def test_when_every_row_costs_a_whole_step_nothing_is_verified():
-    picked = allocate(Goodput(LINEAR), [Treed(tree=tree_of(CHAIN), cap=64)] * 3)
-    assert picked == [[], [], []]
-
-
 def test_the_price_rises_with_load():
     prices = []
     for count in (1, 4, 16, 64):
@@ -280,12 +275,6 @@ def measured(policy: Goodput, cost: StepCost, answered: bool = True, num_steps: 
     return drafted
 
 
-def test_steps_draft_where_that_commits_more_tokens_a_second():
-    gentle = StepCost(rows=(1, 512), seconds=(0.010, 0.020))
-    assert measured(Goodput(gentle), gentle)[-1]
-    assert sum(measured(Goodput(gentle), StepCost(rows=(1, 512), seconds=(0.001, 1.0)))) < 20
-
-
 def beside_sources(policy: Goodput, seconds: dict[str, float], num_steps: int = 300) -> list[str]:
     """Who guessed in each of so many steps of eight sessions: with guesses each gets two tokens, without one."""
     who = []
@@ -325,14 +314,6 @@ def test_sources_rest_in_a_rehearsal_of_plain_steps_and_are_not_asked_where_a_se
     policy.rehearse(False)
     policy.enter(8, drafters=True, sources=True)
     assert not policy.guesses
-
-
-def test_a_successor_knows_what_sources_are_worth():
-    before, after = Goodput(), Goodput()
-    beside_sources(before, {"nobody": 1.0, "sources": 1.2})
-    after.resume(before.learned())
-    after.enter(8, drafters=False, sources=True)
-    assert after.guesses
 
 
 def test_rates_of_steps_before_the_profile_are_no_rates_of_it():

@@ -98,11 +98,6 @@ def test_no_two_streams_positions_lengths_or_parents_share_a_uniform() -> None:
     assert not {int(number * 2**32) for number in drawn} & set(coupled.tolist())
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_a_uniform_is_at_least_0_and_below_1(seed: int, position: int, base_len: int) -> None:
-    assert all(0.0 <= number < 1.0 for number in uniforms(seed, DRAFT_STREAM, position, base_len))
-
-
 def relative_error(found: float, exact: Decimal) -> float:
     return float(abs((Decimal(found) - exact) / exact))
 
@@ -149,10 +144,3 @@ def test_the_best_of_a_block_follows_the_law_of_independent_noise() -> None:
     # In a race of n the time from the first to the second arrival is exponential with rate n - 1.
     gaps = (np.exp(-best[:, 1]) - np.exp(-best[:, 0])) * (BLOCK - 1)
     assert kolmogorov_distance(-np.log(gaps)) < 1.95
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**21), min_size=1))
-def test_noise_of_an_id_does_not_depend_on_the_ids_asked_with_it(seed: int, position: int, ids: list[int]) -> None:
-    together = gumbel(seed, position, np.array(ids))
-    alone = [gumbel(seed, position, np.array([token_id]))[0] for token_id in ids]
-    assert together.tolist() == alone

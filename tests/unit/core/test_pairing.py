@@ -69,13 +69,6 @@ def test_a_session_stays_with_a_drafter_that_is_well_and_otherwise_gets_the_leas
     assert paired(current, *drafters, **num_own) == expected
 
 
-def test_sessions_that_begin_before_drafters_are_heard_again_are_spread() -> None:
-    known = pairing(drafter("a"), drafter("b"))
-    for _ in range(6):
-        known.count(known.choose(BOTH), +1)
-    assert known.num_own == {"a": 3, "b": 3}
-
-
 def test_a_near_drafter_is_taken_until_its_load_outweighs_the_way_to_another() -> None:
     outweighed_at = round((FAR_S - NEAR_S) / FULL_S * 1000)
     near = [drafter("b", count, max_sessions=1000, round_trip_s=NEAR_S) for count in (0, outweighed_at - 1)]

@@ -16,7 +16,6 @@ FloatArray = npt.NDArray[np.float64]
 Tokens = tuple[int, ...]
 Model = dict[Tokens, FloatArray]
 Law = dict[Tokens, float]
-SHAPES = [(vocab, gamma) for vocab in (2, 3, 4) for gamma in (1, 2, 3)]
 
 
 def prefixes(vocab: int, longest: int) -> Iterator[Tokens]:
@@ -26,16 +25,6 @@ def prefixes(vocab: int, longest: int) -> Iterator[Tokens]:
 
 def normalised(weights: Sequence[int]) -> FloatArray:
     return np.array(weights, dtype=np.float64) / sum(weights)
-
-
-def random_model(rng: np.random.Generator, vocab: int, longest: int) -> Model:
-    """Laws with zeros here and there, never all of them."""
-    model = {}
-    for prefix in prefixes(vocab, longest):
-        weights = rng.integers(1, 12, vocab) * (rng.random(vocab) < 0.75)
-        weights[rng.integers(vocab)] += 1
-        model[prefix] = normalised(weights.tolist())
-    return model
 
 
 def laws(vocab: int) -> st.SearchStrategy[FloatArray]:

@@ -44,13 +44,6 @@ def test_a_stall_makes_the_queue_longer() -> None:
     assert clock.wait_s(60.0, ahead=8) > 4 * clock.wait_s(10.5, ahead=8)
 
 
-@given(st.floats(0.001, 100.0), st.integers(1, 500), st.integers(1, 500))
-def test_who_comes_later_waits_longer(interval_s: float, ahead: int, more: int) -> None:
-    clock = busy_clock(interval_s)
-    now_s = 21 * interval_s
-    assert clock.wait_s(now_s, ahead=ahead) < clock.wait_s(now_s, ahead=ahead + more)
-
-
 def test_a_wait_beyond_what_is_asked_for_is_refused_with_the_time_to_come_again() -> None:
     check_wait(5.0, None)
     check_wait(5.0, 5.0)

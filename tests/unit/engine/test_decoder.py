@@ -116,13 +116,6 @@ def test_logits_come_in_the_order_asked_for(tiny):
     assert none.shape == (0, 97)
 
 
-def test_weight_bytes_count_what_a_step_reads(tiny):
-    decoder = tiny("qwen2").load("bfloat16")
-    hidden, inner, vocab, heads = 48, 80, 97, 4 * 12 + 2 * 2 * 12
-    layer = hidden * heads + heads + 48 * hidden + 3 * hidden * inner
-    assert decoder.weight_bytes == 2 * (3 * layer + vocab * hidden)
-
-
 def test_settings_that_cannot_work_are_refused_by_name(tiny):
     folder = tiny("llama").folder
     with pytest.raises(ConfigError, match="dtype must be bfloat16, float32 or auto, got 'int4'"):

@@ -14,9 +14,8 @@ from paceline.core.params import SamplingParams
 from paceline.engine import draft_scheduler
 from paceline.engine.draft_plan import MOST_FRESH
 from paceline.engine.draft_scheduler import LEAST_READ, QUIET_S, SHARE_OF_OTHERS, DraftPace
-from paceline.engine.draft_session import Offer
 from paceline.engine.pending import HostPending
-from paceline.forest import NONE, ROOT
+from paceline.forest import NONE
 from paceline.forest.drafting import MAX_DEPTH
 from tests.support.counting import VOCAB_SIZE, WRONG, Drafter, text
 
@@ -288,19 +287,6 @@ def test_a_commit_that_misses_empties_the_tree_and_keeps_what_was_right() -> Non
     assert drafter.guessed("s") == text(7, 4)
 
 
-def test_guesses_that_a_commit_makes_worth_it_are_told_before_the_next_step() -> None:
-    drafter = Drafter(sure=lambda _: 0.5)
-    drafter.open("s", price=0.99, room=20)
-    drafter.run()
-    assert drafter.guessed("s") == text(5, 3), "0.5 to the fourth is not worth a tenth of the price"
-    drafter.commit("s", 5, price=0.99, room=20)
-    assert drafter.scheduler.has_work
-    assert drafter.step().num_rows == 0
-    assert drafter.guessed("s") == [8]
-    drafter.run()
-    assert drafter.guessed("s") == []
-
-
 # Price and room
 
 
@@ -318,16 +304,6 @@ def test_at_a_price_of_1_prompts_are_read_and_no_tree_grows() -> None:
     assert drafter.guessed("s") == text(22, 4)
 
 
-def test_one_level_names_no_more_nodes_than_there_is_room_and_the_others_after_a_commit() -> None:
-    drafter = Drafter(width=8, sure=lambda _: 0.5)
-    drafter.open("s", room=3)
-    drafter.run()
-    assert len(drafter.tree("s")) == 3
-    drafter.commit("s", 5, room=3)
-    drafter.run()
-    assert len(drafter.tree("s")) == 3
-
-
 @pytest.mark.parametrize("max_levels", [1, 16, 100])
 def test_no_row_has_a_longer_path_than_devices_attend(max_levels: int) -> None:
     drafter = Drafter(max_levels=max_levels)
@@ -340,39 +316,6 @@ def test_no_row_has_a_longer_path_than_devices_attend(max_levels: int) -> None:
         longest = max(longest, *(at + more for at, more in zip(depths, below, strict=True)), 0)
     assert longest == MAX_DEPTH
     assert len(drafter.tree("s")) == MAX_DEPTH + 1
-
-
-def test_a_tree_grows_as_far_as_the_price_says_and_no_further_than_there_is_room() -> None:
-    drafter = Drafter(sure=lambda _: 0.5)
-    drafter.open("dear", price=0.99, room=20)
-    drafter.open("cheap", price=0.1, room=20)
-    drafter.open("small", price=0.0, room=2)
-    drafter.run()
-    assert {name: len(drafter.tree(name)) for name in ("dear", "cheap", "small")} == {
-        "dear": 3,
-        "cheap": 6,
-        "small": 2,
-    }
-
-
-def test_a_price_that_rises_with_a_commit_stops_the_growth() -> None:
-    drafter = Drafter()
-    drafter.open("s", room=20)
-    for _ in range(3):
-        drafter.step()
-    before = len(drafter.tree("s"))
-    drafter.commit("s", 5, price=1.0, room=20)
-    drafter.run()
-    assert len(drafter.tree("s")) == before - 1
-
-
-def test_no_tree_grows_beyond_the_context() -> None:
-    drafter = Drafter(context_len=8)
-    drafter.open("s", prompt_len=5, room=20)
-    drafter.run()
-    assert drafter.guessed("s") == text(5, 3)
-    drafter.commit("s", 5, 6, 7, room=20)
-    assert not drafter.scheduler.has_work
 
 
 def test_a_session_is_left_alone_once_its_text_is_beyond_the_context() -> None:
@@ -595,14 +538,6 @@ def test_a_verifier_that_goes_frees_all_that_its_sessions_held() -> None:
     assert set(drafter.said) == {2}, "to a stream that has ended nothing is said"
 
 
-def test_the_same_name_at_two_verifiers_is_two_sessions() -> None:
-    drafter = Drafter()
-    drafter.open("s", prompt_len=5, link=1)
-    drafter.open("s", prompt_len=9, link=2)
-    drafter.run()
-    assert (drafter.guessed("s", link=1), drafter.guessed("s", link=2)) == (text(5, 4), text(9, 4))
-
-
 @pytest.mark.parametrize("at_first", [True, False])
 def test_a_session_of_tokens_that_the_draft_model_lacks_is_left_alone_until_it_ends(at_first: bool) -> None:
     drafter = Drafter()
@@ -690,17 +625,6 @@ def test_a_session_that_lost_its_features_asks_for_them_once_there_is_a_place() 
     drafter.step()
     assert drafter.lagging() == [("a", 0)]
     assert list(drafter.scheduler._sessions) == [(1, drafter.number("c"))]
-
-
-def test_a_step_of_nodes_that_have_their_guesses_already_hangs_nothing() -> None:
-    """So it is where only chains are computed anew, whose guesses are drawn once."""
-    drafter = Drafter(width=1)
-    drafter.open("s", room=4)
-    drafter.run()
-    before = drafter.tree("s")
-    assert before
-    drafter.scheduler.trees.grow([Offer(drafter.session("s"), ROOT)])
-    assert drafter.tree("s") == before
 
 
 def test_after_a_slow_step_a_drafter_reads_less_of_a_prompt_at_once() -> None:

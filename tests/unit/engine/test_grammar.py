@@ -338,13 +338,3 @@ def test_new_grammars_of_one_tenant_push_out_its_own_and_no_other(
     grammars.compile(of_regex("greedy0"), "greedy")
     grammars.compile(modest, "other")
     assert tried[1 + 2 * MOST_KEPT :] == [of_regex("greedy0"), modest], "tenants share nothing"
-
-
-def test_many_tenants_share_the_places_by_age(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = compilations(monkeypatch)
-    for number in range(MOST_KEPT + 1):
-        grammars.compile(of_regex(f"{number}"), f"tenant{number}")
-    del tried[:]
-    grammars.compile(of_regex(f"{MOST_KEPT}"), f"tenant{MOST_KEPT}")
-    grammars.compile(of_regex("0"), "tenant0")
-    assert tried == [of_regex("0")]

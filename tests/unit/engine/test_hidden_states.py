@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cpu.linear import PackedLinear
 from paceline.engine.hidden_states import StateLayout
@@ -124,9 +123,3 @@ def test_some_layers_alone_read_the_kv_of_whole_steps_and_leave_no_states(way, t
     whole = decoder.new_cache(NUM_BLOCKS)
     decoder.forward(pack(chain(PROMPT[:30]), [TABLE], []), whole, (0, 1))
     torch.testing.assert_close(decoder.forward(rest, whole, (0, 1)), mixed, atol=1e-5, rtol=1e-5)
-
-
-def test_a_model_served_by_transformers_modules_refuses_to_run_some_layers(tmp_path):
-    decoder = save_tiny(tmp_path, "phi", SIZES).load()
-    with pytest.raises(ConfigError, match="layer_skip"):
-        decoder.forward(pack(chain(PROMPT[:4]), [TABLE]), decoder.new_cache(NUM_BLOCKS), (0,))

@@ -9,6 +9,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.core.acceptance import SparseDraft
 from paceline.core.calibration import NUM_RANKED, confidences
@@ -19,6 +21,7 @@ from paceline.core.pages import BlockPool
 from paceline.core.params import COUPLED, METHODS, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.engine import judging as engine_judging
+from paceline.engine.backends.cpu import step_kernels
 from paceline.engine.pending import HostPending, choices_of
 from paceline.engine.sampler import Logits, RowSampler
 from paceline.engine.target_session import TargetSession
@@ -27,6 +30,7 @@ from tests.support.laws import coupled_choice, dense, overlap
 from tests.support.reference_sampling import RowHistory, gumbel, process
 from tests.support.rounds import Tree, choose, chosen, judge, judging
 from tests.support.trees import walk
+from tests.unit.core.toy_models import FloatArray, laws
 
 VOCAB, MOST_GUESSES, EOS = 700, 6, 699
 IDENTITY = ModelIdentity(
@@ -263,6 +267,15 @@ def test_only_rows_that_the_host_changes_come_with_a_step() -> None:
     step = judging([session_of(**way) for way in ways], [((-1, 1),)] * 3, np.zeros((6, VOCAB), np.float32))
     assert step.walks.others is not None
     assert step.walks.others.tolist() == [2, 3]
+
+
+@given(st.integers(2, 8).flatmap(laws), st.floats(0.0, 1.0, exclude_max=True))
+def test_a_token_without_mass_is_neither_accepted_nor_drawn(probs: FloatArray, uniform: float) -> None:
+    numbers, nothing = np.array([0.0, uniform]), (np.zeros(0, np.int64), np.zeros(0))
+    drawn_from = np.arange(len(probs)), np.full(len(probs), 1.0 / len(probs))
+    assert probs[step_kernels.accept(probs.copy(), *nothing, step_kernels.NOTHING, numbers)[0]] > 0.0
+    for token_id in np.flatnonzero(probs == 0.0).tolist():
+        assert probs[step_kernels.accept(probs.copy(), *drawn_from, token_id, numbers)[0]] > 0.0
 
 
 def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whatever_it_was() -> None:

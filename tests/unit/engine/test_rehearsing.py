@@ -171,16 +171,6 @@ async def test_it_waits_for_a_drafter_that_is_lost() -> None:
 
 
 @virtual
-async def test_a_drafter_that_is_lost_is_replaced_by_another_that_was_there_before() -> None:
-    play = Play()
-    await play.begun()
-    play.rehearsal.linked("another", up=True)
-    play.rehearsal.linked("drafter", up=False)
-    await play.begun()
-    assert play.drafters == {"drafter", "another"}
-
-
-@virtual
 async def test_a_drafter_that_never_answers_teaches_nothing() -> None:
     play = Play()
     await play.begun()

@@ -17,17 +17,17 @@ from paceline.core.messages import (
     FinishReason,
     LaggingSession,
     OpenSession,
-    SpeculationRecord,
 )
 from paceline.core.params import LAYER_SKIP, SamplingParams
-from paceline.core.step_time import StepCost
-from paceline.core.target_events import TargetLimits
+from paceline.core.target_events import DrafterNews, TargetLimits, TargetOutput
 from paceline.engine import scheduler
 from paceline.engine.admission import OLDEST_PART
+from paceline.engine.loop import run_sync
 from paceline.engine.pending import HostPending
 from paceline.engine.target_session import TargetSession
-from tests.support.counting import WRONG, Policy, Verifier, text
-from tests.support.guesses import NodeGuess, SessionDrafts, to_drafts
+from paceline.forest.linking import MOST_UNANSWERED
+from tests.support.counting import DRAFTER, Policy, Verifier, text
+from tests.support.guesses import each_commit
 
 
 def test_sessions_get_places_in_the_order_of_their_arrival() -> None:
@@ -90,32 +90,6 @@ def test_after_a_slow_step_less_of_a_prompt_is_read_at_once() -> None:
     verifier.run()
     assert reading.ended
     assert verifier.tokens("reading") == [200]
-
-
-def test_prompts_of_several_sessions_share_the_rows_of_a_step() -> None:
-    verifier = Verifier(max_rows=32, num_blocks=64)
-    first, second = (verifier.submit(name, prompt_len=20, max_tokens=1) for name in ("first", "second"))
-    assert [(part.session, part.num_rows) for part in verifier.step().reading] == [(first, 20), (second, 12)]
-    assert [(part.session, part.num_rows) for part in verifier.step().reading] == [(second, 8)]
-
-
-def test_a_short_prompt_is_read_at_once_however_many_long_ones_another_tenant_sends() -> None:
-    verifier = Verifier(max_rows=32, num_blocks=256)
-    for index in range(6):
-        verifier.submit(f"long-{index}", prompt_len=200, max_tokens=1, tenant="greedy")
-    verifier.step()
-    verifier.submit("short", prompt_len=16, max_tokens=1, tenant="modest")
-    plan = verifier.step()
-    assert {part.session.session_id: part.num_rows for part in plan.reading} == {"short": 16, "long-0": 16}
-    assert verifier.tokens("short") == [16]
-
-
-def test_what_a_tenant_leaves_of_its_share_is_read_of_the_others() -> None:
-    verifier = Verifier(max_rows=32, num_blocks=256)
-    for tenant, length in (("a", 100), ("b", 4), ("c", 100)):
-        verifier.submit(tenant, prompt_len=length, max_tokens=1, tenant=tenant)
-    assert [part.num_rows for part in verifier.step().reading] == [14, 4, 14]
-    assert [part.num_rows for part in verifier.step().reading] == [16, 16]
 
 
 def test_of_one_tenant_the_shortest_prompt_is_read_first_and_a_quarter_is_the_oldest_ones() -> None:
@@ -190,44 +164,14 @@ def test_a_prefix_that_is_known_is_not_computed_again() -> None:
     verifier.run()
     same = verifier.submit("second", prompt_len=40, max_tokens=1, cache_salt="one")
     other = verifier.submit("third", prompt_len=40, max_tokens=1, cache_salt="another")
-    plan = verifier.step()
-    assert {part.session.number: part.start for part in plan.reading} == {same.number: 32, other.number: 0}
-
-
-def test_the_youngest_gives_its_pages_to_the_others_and_ends_all_the_same() -> None:
-    # Room for the prompts of three and for what two of them generate.
-    verifier = Verifier(num_blocks=9, max_num_seqs=3)
-    for name in ("a", "b", "c"):
-        verifier.submit(name, prompt_len=30, max_tokens=40)
-    preempted = 0
-    while verifier.scheduler.num_sessions:
-        before = list(verifier.scheduler.running)
-        plan = verifier.step()
-        if verifier.report.counts["vllm:num_preemptions",]:
-            preempted += verifier.report.counts["vllm:num_preemptions",]
-            assert [part.session for part in plan.decoding] == before[: len(plan.decoding)], "the youngest goes first"
-    assert preempted > 0
-    assert [verifier.tokens(name) for name in "abc"] == [text(30, 40)] * 3
-    assert verifier.pool.num_used == 0
-
-
-def test_of_a_message_what_names_no_session_is_passed_over_and_the_rest_is_taken_in() -> None:
-    verifier = Verifier()
-    verifier.drafter()
-    first, second = verifier.submit("first"), verifier.submit("second", prompt_len=7)
-    verifier.step()
-    guesses = {
-        each.link.number: SessionDrafts(
-            each.link.number, each.committed_len, [NodeGuess(1, 0, each.committed_len, 0.9)]
-        )
-        for each in (first, second)
-    }
-    nobody = SessionDrafts(99, 1, [NodeGuess(1, 0, WRONG, 0.9), NodeGuess(2, 1, WRONG, 0.9)])
-    verifier.say(to_drafts(guesses[second.link.number], nobody, guesses[first.link.number]))
-    verifier.engine.patience_s()
-    assert [each.tree.num_nodes for each in (first, second)] == [1, 1]
-    verifier.step()
-    assert [each.tally.histogram for each in (first, second)] == [[0, 1], [0, 1]]
+    told = list[DrafterNews]()
+    output = run_sync(verifier.engine.step(tell=told.append))
+    assert {part.session.number: part.start for part in verifier.plan.reading} == {same.number: 32, other.number: 0}
+    reports = [each.report for each in (*told, output) if isinstance(each, TargetOutput)]
+    counted = [
+        sum(each.counts[name,] for each in reports) for name in ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
+    ]
+    assert counted == [80, 32], "once, though clients hear of the step twice"
 
 
 def test_right_guesses_are_committed_with_the_token_after_them() -> None:
@@ -287,8 +231,20 @@ def test_a_drafter_is_told_of_a_prompt_before_the_step_that_reads_it_and_of_ever
     plan = verifier.step()
     (opened,) = told
     assert isinstance(opened, OpenSession)
-    assert opened.token_ids == tuple(range(5))
+    assert (opened.token_ids, opened.cache_salt) == (tuple(range(5)), "s")
     assert [part.session.session_id for part in plan.reading] == ["s"]
+
+
+def test_a_commit_is_told_in_the_middle_of_its_step_and_not_again_at_its_end() -> None:
+    verifier = Verifier()
+    verifier.drafter()
+    verifier.submit("s")
+    verifier.step()
+    told = list[DrafterNews]()
+    output = run_sync(verifier.engine.step(tell=told.append))
+    (commit,) = each_commit(told[0].to_drafters[DRAFTER])
+    assert isinstance(commit, Commit)
+    assert (commit.token_ids, len(told), output.to_drafters) == (output.commit.tokens, 1, {})
 
 
 def test_what_a_drafter_hears_follows_the_price() -> None:
@@ -370,56 +326,16 @@ def test_a_step_sends_a_drafter_a_bounded_number_of_tokens_again_and_the_others_
 
 def test_a_client_that_leaves_frees_its_place_and_pages() -> None:
     verifier = Verifier(max_num_seqs=1)
+    verifier.drafter()
     leaving = verifier.submit("leaving", max_tokens=500)
     verifier.submit("next", max_tokens=2)
     verifier.step()
     verifier.leave(leaving)
     assert verifier.scheduler.session(leaving.number) is None
+    verifier.step()
+    assert CloseSession(number=leaving.link.number) in verifier.told
     verifier.run()
     assert verifier.tokens("next") == text(5, 2)
-    assert verifier.pool.num_used == 0
-
-
-STEP_S = 0.020
-
-
-def goodput(row_s: float) -> Goodput:
-    """The policy that serves, where drafting pays, a step takes `STEP_S` and each row so much more."""
-    policy = Goodput(StepCost(rows=(1, 512), seconds=(STEP_S, STEP_S + 511 * row_s)))
-    policy.mode.resume([value for load in range(8) for value in (load, 1.0, 0.0, 2.0)])
-    return policy
-
-
-def test_the_price_rises_with_the_load_and_steps_verify_fewer_guesses_of_each_session() -> None:
-    gammas, prices = [], []
-    for num_sessions in (1, 8):
-        verifier = Verifier(policy=goodput(row_s=0.001))
-        verifier.drafter()
-        sessions = [verifier.submit(f"s{index}", max_tokens=100) for index in range(num_sessions)]
-        verifier.step()
-        for session in sessions:
-            verifier.draft(session, right=6)
-        verifier.step(seconds=STEP_S + 0.008)
-        gammas.append(max(verifier.report.gammas))
-        prices.append(verifier.policy.price)
-        assert {each.price for each in verifier.told[-num_sessions:]} == {session.link.price for session in sessions}
-    assert gammas[0] > gammas[1] > 0
-    assert prices[0] < prices[1] < 1.0
-
-
-def test_many_sessions_at_once_on_a_fresh_fleet_all_run_and_none_waits_long_for_a_drafter_that_says_nothing() -> None:
-    verifier = Verifier(policy=goodput(row_s=0.00001), max_num_seqs=24, max_rows=128)
-    verifier.drafter()
-    names = [verifier.submit(f"s{index}", max_tokens=30).session_id for index in range(24)]
-    waited_s = 0.0
-    while verifier.scheduler.num_sessions:
-        wait_s = verifier.engine.patience_s()
-        waited_s, verifier.clock.now_s = waited_s + wait_s, verifier.clock.now_s + wait_s
-        if wait_s == 0.0:
-            verifier.step(seconds=STEP_S)
-    assert 0.0 < waited_s < 3 * STEP_S
-    assert [each.session_id for each in verifier.told if isinstance(each, OpenSession)] == names, "each once"
-    assert [verifier.tokens(name) for name in names] == [text(5, 30)] * 24
     assert verifier.pool.num_used == 0
 
 
@@ -486,17 +402,52 @@ def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are
 
 
 class Watched(Policy):
-    """Notes the guesses of each step that it learns from."""
+    """Notes roots, guesses, tokens and prompt rows of each step that it learns from."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.observed: list[int] = []
+        self.observed: list[tuple[int, ...]] = []
 
     def observe(
         self, *, roots: int, guesses: int, tokens: int, step_s: float, cycle_s: float, other_rows: int = 0
     ) -> None:
-        del roots, tokens, step_s, cycle_s, other_rows
-        self.observed.append(guesses)
+        del step_s, cycle_s
+        self.observed.append((roots, guesses, tokens, other_rows))
+
+
+def test_the_policy_learns_from_steps_that_decode_how_many_rows_were_guesses_or_prompts() -> None:
+    policy = Watched()
+    verifier = Verifier(policy=policy)
+    verifier.drafter()
+    first = verifier.submit("first", max_tokens=50)
+    verifier.step()
+    verifier.step()
+    verifier.draft(first, right=2, wrong=2)
+    verifier.submit("late", prompt_len=7)
+    verifier.step()
+    verifier.step()
+    assert policy.observed == [(1, 0, 1, 0), (1, 4, 3, 7), (2, 0, 2, 0)]
+
+
+class Answered(Policy):
+    """Notes whether the drafters of a step have answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answered: list[bool] = []
+
+    def allocate(self, picked: Any, *, responded: Any = None, **options: Any) -> Any:
+        self.answered += responded.tolist()
+        return super().allocate(picked, responded=responded, **options)
+
+
+def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say() -> None:
+    policy = Answered()
+    verifier = Verifier(policy=policy)
+    verifier.drafter()
+    verifier.submit("s", max_tokens=3 * MOST_UNANSWERED)
+    verifier.run()
+    assert policy.answered[: MOST_UNANSWERED + 3] == [False] * MOST_UNANSWERED + [True] * 3
 
 
 @pytest.mark.parametrize("part", ["launch", "follow"])
@@ -517,6 +468,7 @@ def test_nothing_is_kept_or_learned_of_a_step_that_did_not_fit_the_memory(
         assert verifier.step(seconds=5.0).num_rows == 8
         assert ([*policy.observed], verifier.scheduler._drafts.step_s) == before
     assert isinstance(verifier.errors["largest"], OverloadedError)
+    assert "of which this session had 5" in str(verifier.errors["largest"])
     policy.price = 1.0
     assert verifier.step().num_rows == 1, "a step that verifies nothing, and commits what was guessed"
     assert verifier.engine.cache.moved == []
@@ -602,19 +554,6 @@ def test_the_least_important_gives_its_pages_to_the_others_however_old_it_is() -
     assert lost[0] == "unimportant"
     assert "important" not in lost
     assert [verifier.tokens(name) for name in ("unimportant", "important", "usual")] == [text(30, 40)] * 3
-
-
-def test_the_counts_of_a_session_go_with_each_of_its_steps() -> None:
-    verifier = Verifier()
-    verifier.drafter()
-    session = verifier.submit("s", max_tokens=30)
-    verifier.step()
-    assert session.tally.record() == SpeculationRecord(num_steps=1, mean_batch_size=1.0)
-    verifier.draft(session, right=2, wrong=2)
-    verifier.step()
-    record = session.tally.record()
-    assert (record.num_steps, record.num_draft_tokens, record.num_accepted_draft_tokens) == (2, 4, 2)
-    assert (record.num_spec_steps, record.num_hits, record.num_misses) == (1, 0, 1)
 
 
 def with_source() -> Verifier:

@@ -1,7 +1,6 @@
 """Medusa heads and EAGLE-3: layouts, lessons, tiny runs and their figures."""
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
 from training.acceptance import (
@@ -20,7 +18,6 @@ from training.acceptance import (
 from training.eagle3 import Eagle3, begin_from, eagle3_config, load_eagle3
 from training.export import Card, export_heads
 from training.heads import Eagle3Config, MedusaConfig, train_eagle3, train_medusa
-from training.loop import walk
 from training.medusa import MedusaHeads, load_medusa
 from training.models import hidden_states, load_model, load_tokenizer, rotations
 from training.runs import RunConfig
@@ -90,27 +87,6 @@ def train(config: RunConfig) -> nn.Module:
 
 
 # Runs
-
-
-@pytest.mark.parametrize("kind", ["medusa_run", "eagle3_run"])
-def test_a_training_resumes_exactly_and_its_seed_matters(kind: str, request: pytest.FixtureRequest) -> None:
-    config: RunConfig = request.getfixturevalue(kind)
-    whole = train(config).state_dict()
-    other = train(replace(config, seed=1, steps=1)).state_dict()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.runs.walk", ending_after(3))
-        half = train(config).state_dict()
-    resumed = train(replace(config, resume=True)).state_dict()
-    names = [name for name, value in whole.items() if value.is_floating_point()]
-    assert any(not torch.equal(whole[name], half[name]) for name in names)
-    assert any(not torch.equal(whole[name], other[name]) for name in names)
-    for name, value in whole.items():
-        assert torch.equal(resumed[name], value)
-
-
-def ending_after(steps: int) -> Callable[[int, int], Iterator[tuple[int, tqdm]]]:
-    """A walk that ends early, as an interrupted run does, under the schedule of the whole run."""
-    return lambda first, _: walk(first, steps)
 
 
 @pytest.mark.parametrize("kind", ["medusa_run", "eagle3_run"])

@@ -75,12 +75,6 @@ def test_a_bad_line_is_named(line: object, problem: str, tmp_path: Path, target_
         prompts_of(write_lines(tmp_path / "prompts", "add", line), target_folder)
 
 
-def test_a_bad_chat_of_a_corpus_is_named_with_its_line(tmp_path: Path, target_folder: Path) -> None:
-    path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT}, {"messages": [{"role": "user"}]})
-    with pytest.raises(ValueError, match=r"chats\.jsonl:2: the chat template refuses the chat"):
-        read_prompts(TextConfig(target=target_folder, out=tmp_path / "out", corpus=path))
-
-
 def test_a_file_of_another_encoding_is_named(tmp_path: Path, target_folder: Path) -> None:
     path = tmp_path / "prompts"
     path.write_bytes("Größe".encode("latin-1"))
@@ -290,15 +284,6 @@ def test_prompts_that_leave_no_place_for_an_answer_are_refused(
     with pytest.raises(SystemExit):
         train(target_folder, tmp_path, f"--prompts-file={prompts}")
     assert "--row-tokens is 64, but prompts must fit half of it, and the shortest has " in capsys.readouterr().err
-
-
-def test_acceptance_refuses_a_file_without_prompts(
-    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = write_lines(tmp_path / "prompts")
-    with pytest.raises(SystemExit):
-        main(["acceptance", f"--target={target_folder}", f"--drafter={target_folder}", f"--prompts-file={prompts}"])
-    assert f"--prompts-file {prompts} holds no prompt of two tokens or more" in capsys.readouterr().err
 
 
 def test_acceptance_is_measured_on_a_file_of_prompts(

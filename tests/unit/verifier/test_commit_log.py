@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.errors import RemoteProtocolError, UnavailableError
+from paceline.core.errors import UnavailableError
 from paceline.core.messages import (
     FinishReason,
     GenerateResult,
@@ -205,14 +205,6 @@ async def test_a_session_that_is_left_is_answered_also_where_nothing_is_known_of
     assert [*steps_of(part.commit)] == [(1, Step())]
 
 
-async def test_numbers_of_sessions_grow() -> None:
-    gateway = GatewayLog()
-    gateway.accept(2)
-    for number in (2, 1, 0):
-        with pytest.raises(RemoteProtocolError, match=f"must be above 2, got {number}"):
-            gateway.accept(number)
-
-
 async def test_a_log_that_is_closed_ends_once_all_is_told() -> None:
     log = Log()
     session = log.start()
@@ -221,18 +213,6 @@ async def test_a_log_that_is_closed_ends_once_all_is_told() -> None:
     log.gateway.close()
     assert await log.gateway.take() is not None
     assert await log.gateway.take() is None
-
-
-async def test_a_log_that_ends_with_an_error_holds_nothing_any_more() -> None:
-    log = Log()
-    session = log.start()
-    log.commit(step(1))
-    session.fail(UnavailableError("it shuts down"))
-    log.gateway.taken(2)
-    log.gateway.close(UnavailableError("the gateway does not read"))
-    assert not any((log.gateway._leaving, log.gateway._ended, log.gateway._taken))
-    with pytest.raises(UnavailableError, match="does not read"):
-        await log.gateway.take()
 
 
 @pytest.mark.parametrize("kind", ["taken", "ended", "left"])

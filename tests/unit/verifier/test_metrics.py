@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import UnavailableError
@@ -53,19 +52,3 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
     }
     assert sums == {"queue_time": 2.0, "prefill_time": 0.5, "decode_time": 4.0, "time_per_output_token": 1.0}
     assert registry.get_sample_value("vllm:request_queue_time_seconds_count", MODEL) == 1
-
-
-def test_what_became_of_nodes_is_counted_by_source_and_fate():
-    registry = CollectorRegistry()
-    report = StepReport(num_rows=4)
-    report.count_nodes(["draft_model", "ngram"], np.array([[[4, 2], [3, 0], [0, 0]], [[1, 0], [0, 0], [4, 0]]]))
-    report.count("paceline:draft_nodes", "eagle3", "late", by=6)
-    VerifierMetrics(registry, "tiny").steps.add(report)
-    samples = [each for family in registry.collect() for each in family.samples if "draft_nodes_total" in each.name]
-    assert {(each.labels["source"], each.labels["fate"]): each.value for each in samples} == {
-        ("draft_model", "accepted"): 3,
-        ("draft_model", "rejected"): 2,
-        ("draft_model", "unverified"): 4,
-        ("ngram", "rejected"): 2,
-        ("eagle3", "late"): 6,
-    }
