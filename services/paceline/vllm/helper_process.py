@@ -1,7 +1,7 @@
 """Runs the helper process of a proposer: starts it, talks to it, restarts it, and ends it with this process.
 
-A separate thread starts it and waits for its end, so that a step of vLLM never waits for either. vLLM's worker may be
-a daemon of `multiprocessing`, which may start no process of that kind; so only its connections are used.
+Steps of vLLM look after it, and wait neither for its start nor for its end. vLLM's worker may be a daemon of
+`multiprocessing`, which may start no process of that kind; so only its connections are used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from paceline.core.errors import ConfigError
@@ -31,7 +29,7 @@ from paceline.vllm.settings import HelperJob
 from paceline.vllm.step_message import NO_STEP, ChainsMessage, StepMessage
 
 # Until a helper is ready; the first one on a machine compiles its loops.
-START_S, POLL_S = 300.0, 0.05
+START_S = 300.0
 MOST_MISSES = 8
 # Time for a helper to end by itself.
 END_S = 1.0
@@ -49,10 +47,6 @@ Stream: TypeAlias = "Connection[HelperJob | StepMessage, object]"
 _log = logging.getLogger(__name__)
 
 
-class HelperLostError(Exception):
-    """The helper misbehaves."""
-
-
 class HelperProcess:
     """The client's end, used only by the thread of vLLM's steps.
 
@@ -67,10 +61,12 @@ class HelperProcess:
         self._life: _Life | None = None
         self._misses = 0
         self._awaits = False
-        # A helper that the thread has started, until a step takes it over, or it has ended.
-        self._fresh: SimpleQueue[_Life] = SimpleQueue()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        # Killed helpers, until they have ended.
+        self._killed: list[subprocess.Popen[bytes]] = []
+        # When the next one may start, and the pause before that.
+        self._start_s = 0.0
+        self._pause_s: float | None = None
 
     @property
     def awaits(self) -> bool:
@@ -79,36 +75,41 @@ class HelperProcess:
 
     @property
     def connected(self) -> bool:
-        """Whether a helper seems to run."""
-        return self._life is not None
+        """Whether a helper seems to work."""
+        return self._ready is not None
 
     @property
     def board(self) -> SharedTrees | None:
-        """The helper's shared trees; None without a helper."""
-        return self._life.board if self._life else None
+        """The helper's shared trees; None while none is ready."""
+        return self._ready.board if self._ready else None
 
     def start(self) -> None:
-        """Starts the helper on the first call."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._supervise, name="paceline-helper", daemon=True)
-            self._thread.start()
+        """Starts a helper where there is none, some time after the end of the last one."""
+        self._killed = [process for process in self._killed if process.poll() is None]
+        if self._life is None and not self._is_closed and time.monotonic() >= self._start_s:
+            try:
+                self._life = self._started()
+            except OSError as error:
+                self._pause(f"could not start: {error}", 0.0)
 
     def renewed(self) -> bool:
-        """Takes over a helper that was started since the last call; true if there is one, which knows no session."""
-        try:
-            fresh = self._fresh.get_nowait()
-        except Empty:
+        """Whether a helper has got ready since the last call; it knows no session."""
+        life = self._life
+        if life is None or life.is_ready:
             return False
-        if self._life is not None:
-            self._life.close()
-        self._life, self._misses, self._awaits = fresh, 0, False
-        return True
+        with self._abandoned_if_lost():
+            if life.stream.poll():
+                life.stream.recv_bytes(ANSWER_BYTES)
+                life.is_ready, self._misses = True, 0
+            elif time.monotonic() > life.started_s + START_S:
+                raise ConnectionError(f"it was not ready within {START_S:g} s")
+        return life.is_ready
 
     def listen(self) -> None:
         """Handles what the helper has said since the last step, such as that nobody need wait any more."""
         with self._abandoned_if_lost():
-            if self._life is not None:
-                self._answer(self._life.stream, NO_STEP, 0.0)
+            if self._ready:
+                self._answer(self._ready.stream, NO_STEP, 0.0)
 
     def exchange(self, message: StepMessage, deadline_s: float) -> ChainsMessage | None:
         """Sends a step, and waits for its answer if the step is awaited.
@@ -120,30 +121,37 @@ class HelperProcess:
             The answer; None if it is not awaited, did not come in time, or the helper is lost.
         """
         with self._abandoned_if_lost():
-            if self._life is not None:
-                self._life.stream.send(message)
-                return self._awaited(self._life.stream, message.step, deadline_s) if message.awaited else None
+            if life := self._ready:
+                life.stream.send(message)
+                return self._awaited(life.stream, message.step, deadline_s) if message.awaited else None
         return None
 
     def abandon(self, reason: str) -> None:
         """Kills the helper; another one starts after a pause."""
         life, self._life, self._awaits = self._life, None, False
         if life is not None:
-            life.give_up(reason)
+            life.close()
+            life.process.kill()
+            self._killed.append(life.process)
+            self._pause(f"was given up: {reason}", time.monotonic() - life.started_s)
 
     def close(self) -> None:
         """Ends the helper for good, by force if it does not end by itself within 1 s."""
-        self._ended.set()
-        if self._thread is None:
-            return
-        self.renewed()
+        self._is_closed = True
         life, self._life = self._life, None
         if life is not None:
             life.close()
-        self._thread.join(END_S)
-        if life is not None and self._thread.is_alive():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                life.process.wait(END_S)
             life.process.kill()
-        self._thread.join(END_S)
+            self._killed.append(life.process)
+        for process in self._killed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+
+    @property
+    def _ready(self) -> _Life | None:
+        return self._life if self._life is not None and self._life.is_ready else None
 
     @contextlib.contextmanager
     def _abandoned_if_lost(self) -> Iterator[None]:
@@ -151,14 +159,14 @@ class HelperProcess:
             yield
         except BlockingIOError:
             self.abandon(f"it read or completed no message for {STANDSTILL_S} s")
-        except (EOFError, HelperLostError, OSError) as error:
+        except (EOFError, OSError) as error:
             self.abandon(str(error) or "it closed its end")
 
     def _awaited(self, stream: Stream, step: int, deadline_s: float) -> ChainsMessage | None:
         answer = self._answer(stream, step, deadline_s)
         self._misses = 0 if answer is not None else self._misses + 1
         if self._misses >= MOST_MISSES:
-            raise HelperLostError(f"it answered none of {self._misses} steps in time")
+            raise ConnectionError(f"it answered none of {self._misses} steps in time")
         return answer
 
     def _answer(self, stream: Stream, step: int, deadline_s: float) -> ChainsMessage | None:
@@ -170,48 +178,14 @@ class HelperProcess:
             self._awaits = answer.awaits
             if answer.step == step:
                 return answer
-        raise HelperLostError(f"it sent more than {MOST_UNREAD_MESSAGES} messages at once")
+        raise ConnectionError(f"it sent more than {MOST_UNREAD_MESSAGES} messages at once")
 
-    def _supervise(self) -> None:
-        pause_s: float | None = None
-        while not self._ended.is_set():
-            started_s = time.monotonic()
-            outcome = self._run()
-            if self._ended.is_set():
-                return
-            pause_s = QUICK.delay_s(pause_s, time.monotonic() - started_s)
-            # If it never starts, this is logged a few times only.
-            if pause_s < QUICK.most_s:
-                _log.warning("the helper process %s; another one starts in %.1f s", outcome, pause_s)
-            self._ended.wait(pause_s)
-
-    def _run(self) -> str:
-        """Runs a helper to its end, and returns how it ended."""
-        try:
-            life = self._started()
-        except OSError as error:
-            return f"could not start ({error})"
-        if self._is_ready(life):
-            self._fresh.put(life)
-        else:
-            life.give_up("it did not get ready")
-        if self._ended.is_set():
-            life.process.kill()
-        status = life.process.wait()
-        with contextlib.suppress(Empty):
-            self._fresh.get_nowait().close()
-        reason = f"was given up: {life.given_up}" if life.given_up else "ended"
-        return f"{reason} (status {status})"
-
-    def _is_ready(self, life: _Life) -> bool:
-        """Waits for the helper's first message: it reads from now on."""
-        deadline_s = time.monotonic() + START_S
-        with contextlib.suppress(EOFError, OSError):
-            while not self._ended.is_set() and time.monotonic() < deadline_s:
-                if life.stream.poll(POLL_S):
-                    life.stream.recv_bytes(ANSWER_BYTES)
-                    return True
-        return False
+    def _pause(self, outcome: str, alive_s: float) -> None:
+        self._pause_s = pause_s = QUICK.delay_s(self._pause_s, alive_s)
+        self._start_s = time.monotonic() + pause_s
+        # If it never starts, this is logged a few times only.
+        if pause_s < QUICK.most_s:
+            _log.warning("the helper process %s; another one starts in %.1f s", outcome, pause_s)
 
     def _started(self) -> _Life:
         file = make_board()
@@ -227,7 +201,7 @@ class HelperProcess:
                 os.sched_setaffinity(process.pid, cpus)
         except OSError as error:
             _log.warning("the CPUs of the helper process cannot be chosen, it runs on all: %s", error)
-        return _Life(process, ours, board)
+        return _Life(process, ours, board, time.monotonic())
 
     def _process(self, stream: int, board: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -240,22 +214,13 @@ class HelperProcess:
 
 @dataclass(slots=True)
 class _Life:
-    """A helper process, our end of its socket, and its board.
-
-    Attributes:
-        given_up: The reason, if we killed it.
-    """
+    """A helper process, our end of its socket, its board, and when it was started."""
 
     process: subprocess.Popen[bytes]
     stream: Stream
     board: SharedTrees
-    given_up: str = ""
-
-    def give_up(self, reason: str) -> None:
-        """Kills it."""
-        self.given_up = reason
-        self.close()
-        self.process.kill()
+    started_s: float
+    is_ready: bool = False
 
     def close(self) -> None:
         """Closes the connection, which ends the helper."""

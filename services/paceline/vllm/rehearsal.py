@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.draft_policy import Goodput
@@ -23,29 +22,6 @@ from paceline.service.learned import Learner, resume
 SILENCE_S, LINE_BYTES = 10.0, 1 << 20
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModeCommand:
-    """The command in a line.
-
-    Raises:
-        ValueError: It is not understood.
-    """
-
-    drafts: bool | None
-    over: bool
-    unasked: bool = False
-    learned: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.drafts is None or isinstance(self.drafts, bool)):
-            raise ValueError(f"drafts must be true, false or null, got {self.drafts!r}")
-        if not isinstance(self.over, bool) or not isinstance(self.unasked, bool):
-            raise ValueError("over and unasked must be true or false")
-
-
-AS_PAYS = ModeCommand(None, over=False)
 
 
 class Rehearsal:
@@ -87,12 +63,12 @@ class Rehearsal:
             _log.warning("a rehearsal has broken off: %r", error)
         finally:
             self._taken = False
-            self._obey(AS_PAYS)
+            self._obey(drafts=None, over=False)
             writer.close()
 
     def _answer(self, line: bytes) -> Mapping[str, Any]:
         try:
-            self._obey(ModeCommand(**json.loads(line)))
+            self._obey(**json.loads(line))
         except (ValueError, TypeError, RecursionError) as error:
             return {"error": f"{line[:200]!r} is not understood: {error}"}
         return self.state()
@@ -107,15 +83,21 @@ class Rehearsal:
             "learned": self._learner.learned(),
         }
 
-    def _obey(self, order: ModeCommand) -> None:
-        """Has steps draft or not from now on. Earlier measurements count for little."""
-        self.unasked = order.unasked
-        if order.learned is not None:
-            resume(self._learner, json.dumps(order.learned).encode(), "another verifier")
-        if order.drafts is self._drafts:
+    def _obey(self, *, drafts: object, over: object, unasked: object = False, learned: object = None) -> None:
+        """Has steps draft or not from now on. Earlier measurements count for little.
+
+        Raises:
+            ValueError: The command in a line is not understood.
+        """
+        if not (isinstance(drafts, bool | None) and isinstance(over, bool) and isinstance(unasked, bool)):
+            raise ValueError("drafts must be true, false or null, over and unasked true or false")
+        self.unasked = unasked
+        if learned is not None:
+            resume(self._learner, json.dumps(learned).encode(), "another verifier")
+        if drafts is self._drafts:
             return
-        self._drafts = order.drafts
-        self._policy.rehearse(order.drafts, over=self.drafter if order.over else "")
+        self._drafts = drafts
+        self._policy.rehearse(drafts, over=self.drafter if over else "")
 
 
 def _line(content: object) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.vllm.board import NUM_RECORDS
 from paceline.vllm.requests import RequestSessions, RequestStep
 from paceline.vllm.step_message import Observed
 from tests.support.vllm_batch import HeldSessions
@@ -56,18 +55,6 @@ def test_a_request_is_opened_whole_and_goes_on_with_what_it_commits() -> None:
     assert (opened.base_len, [*opened.token_ids]) == (3, [8])
     assert (went_on.base_len, [*went_on.token_ids], went_on.num_verified) == (4, [9, 10], 3)
     assert story.sessions.since(went_on.session, 4) == [9, 10]
-
-
-def test_a_long_request_keeps_its_place_on_the_board_while_many_others_come_and_go() -> None:
-    story = Story()
-    story.texts["long"] = [1]
-    (long,) = story.step(long=[2]).rows
-    for _ in range(NUM_RECORDS + 1):
-        story.texts["short"] = [3]
-        _, short = story.step(long=[2], short=[4]).rows
-        assert short.session % NUM_RECORDS != long.session % NUM_RECORDS
-        del story.texts["short"]
-        story.step(long=[2])
 
 
 def test_rows_that_change_places_keep_their_sessions() -> None:

@@ -144,26 +144,12 @@ def test_a_run_that_computes_nothing_is_told_to_nobody(runner: Runner) -> None:
     assert runner.speculator.handed_out == ((), ())
 
 
-def test_what_goes_wrong_costs_guesses_and_is_counted(runner: Runner) -> None:
-    runner.admit("a", 1, [10])
-    runner.until_drafted("a")
-    runner.states.total_len.gpu = None
-    runner.states.req_id_to_index["a"] = 1
-    batch = SimpleNamespace(num_reqs=1, req_ids=["a"], idx_mapping=torch.tensor([1]), num_draft_tokens_per_req=None)
-    found = runner.speculator.propose(batch, None, {}, None, None, torch.tensor([1]))
-    assert found.tolist() == [[FILLER] * MOST]
-    assert runner.speculator.client.failures == {"TypeError": 1}
-
-
-def test_context_parallel_prefill_is_refused_by_name(config: Any) -> None:
-    config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(ConfigError, match=f"{V2_VARIABLE}=1 .* prefill context parallelism is not supported"):
-        Speculator(config, None)
-
-
-def test_a_watermark_is_refused_by_name(config: Any) -> None:
+def test_what_v2_does_not_serve_with_the_tier_is_refused_by_name(config: Any) -> None:
     config.watermark_config = SimpleNamespace()
     with pytest.raises(ConfigError, match=f"{V2_VARIABLE}=1 .* a watermark_config is not supported"):
+        Speculator(config, None)
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match=f"{V2_VARIABLE}=1 .* prefill context parallelism is not supported"):
         Speculator(config, None)
 
 
