@@ -20,7 +20,8 @@ from huggingface_hub import constants
 
 from paceline import cli
 from paceline.checkpoints.source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
-from paceline.cluster.checkpoints import DEMO_DRAFTER
+from paceline.cluster.checkpoints import DEMO_DRAFTER, Checkpoints
+from paceline.cluster.fleet_file import RayTier
 from paceline.cluster.ray.host import ServiceSpec
 from paceline.cluster.spec import FleetSpec, ServicePort
 from paceline.core.errors import ConfigError
@@ -177,14 +178,13 @@ def test_formats_that_are_not_read_are_refused_and_not_fetched(hub: Hub, file: s
 def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub: Hub, tmp_path: Path) -> None:
     folder = fetch("org/tiny", files=TEXT_FILES)
     order = ServiceSpec(
-        name="verifier-0",
         role="verifier",
+        number=0,
         services=FleetSpec(),
-        checkpoint=folder,
-        target=None,
+        checkpoints=Checkpoints(target=folder, drafts=()),
         redis_url="",
         log_dir=tmp_path,
-        num_threads=1,
+        tier=RayTier(),
     )
     endpoint = ServicePort(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
     argv = order.child(endpoint).argv
@@ -219,14 +219,3 @@ def test_a_terminal_sees_a_bar_and_a_log_one_line(hub: Hub, tmp_path: Path) -> N
     )
     assert ended.stderr == ""
     assert re.fullmatch(rf"hf://org/tiny: what is not in .* is fetched from {hub.url}\n", ended.stdout)
-
-
-@pytest.mark.full
-def test_a_service_that_cannot_fetch_its_model_says_so_in_one_line(hub: Hub, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "paceline", "gateway", "--model", "org/none"]
-    ended = subprocess.run(
-        command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 2
-    said = ended.stderr.splitlines()[-1]
-    assert "paceline gateway: error: --model hf://org/none: there is no such folder here" in said

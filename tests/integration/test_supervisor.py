@@ -263,11 +263,3 @@ def test_the_wrapper_does_not_start_anything_for_a_dead_parent(tmp_path: Path) -
     ended = subprocess.run(command, env=ENV, check=False, timeout=60)
     assert ended.returncode == 1
     assert not (tmp_path / "x").exists()
-
-
-async def test_a_child_that_nobody_keeps_tells_what_ended_it(tmp_path: Path, said: list[str]) -> None:
-    child = Child(spec(tmp_path, "sleeper", SLEEPER), said.append, QUICK)
-    await child.until_healthy(30)
-    child.send_signal(signal.SIGKILL)
-    assert await child.until_ended() == "sleeper was ended by SIGKILL"
-    assert child.num_restarts == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,13 @@ NAMED_RESOURCES = {"CPU": "cpus", "GPU": "gpus"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetTier:
-    """Resources of a Ray cluster that each replica of a tier takes."""
+class RayTier:
+    """Resources of a Ray cluster that each replica of a tier takes, and environment variables that it gets."""
 
     cpus: float = setting(1.0, help="CPUs; whole ones are its threads where no flag sets them.", low=0.01, high=4096)
     gpus: float = setting(0.0, help="GPUs.", low=0, high=64)
     accelerator_type: str = setting("", help="Kind of the GPUs as `ray status` shows it, such as H100 or L4.")
     strategy: str = setting("SPREAD", help="How Ray places the replicas over hosts.", choices=STRATEGIES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayTier(FleetTier):
-    """The same, with the custom resources that a replica takes and the environment variables that it gets."""
-
     resources: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -111,12 +105,12 @@ def _tier(name: str, section: Any) -> RayTier:
     values = dict(_mapping(name, section))
     resources = _checked(f"{name}.resources", values.pop("resources", {}), _amount)
     env = _checked(f"{name}.env", values.pop("env", {}), _variable)
-    tier = from_mapping(FleetTier, values, f"{name}.")
+    tier = from_mapping(RayTier, values, f"{name}.")
     if tier.gpus > 1 and not tier.gpus.is_integer():
         raise ConfigError(f"{name}.gpus must be a whole number above 1, or a part of one GPU, got {tier.gpus:g}")
     if tier.accelerator_type and not tier.gpus:
         raise ConfigError(f"{name}.accelerator_type needs {name}.gpus of more than 0 beside it")
-    return RayTier(**asdict(tier), resources=resources, env=env)
+    return replace(tier, resources=resources, env=env)
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:

@@ -106,10 +106,6 @@ class Child:
             message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
             raise UnavailableError(message) from None
 
-    async def until_ended(self) -> str:
-        """Returns when the process has ended, and what ended it; for callers that start the next one themselves."""
-        return f"{self.spec.name} {_describe(await asyncio.shield(self._ended))}"
-
     def keep(self) -> None:
         """From now on restarts the process whenever it ends."""
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
@@ -141,9 +137,9 @@ class Child:
         delay_s: float | None = None
         while True:
             started_s = time.monotonic()
-            ended = await self.until_ended()
+            ended = _describe(await asyncio.shield(self._ended))
             delay_s = self._back_off.delay_s(delay_s, time.monotonic() - started_s)
-            self._say(f"{ended}; restart {self.num_restarts + 1} in {delay_s:g} s")
+            self._say(f"{self.spec.name} {ended}; restart {self.num_restarts + 1} in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             try:
                 self._spawn()

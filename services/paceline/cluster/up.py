@@ -73,11 +73,10 @@ async def _run_here(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event
 async def _run_on_ray(
     spec: FleetSpec, tiers: Mapping[str, RayTier], started: asyncio.Event, stop: asyncio.Event
 ) -> None:
-    from paceline.cluster.ray.fleet import RayFleet
+    from paceline.cluster.ray.fleet import ray_fleet
 
-    async with RayFleet(spec, tiers, environ=os.environ, say=say) as fleet, asyncio.TaskGroup() as tasks:
+    async with ray_fleet(spec, tiers, environ=os.environ, say=say) as fleet, asyncio.TaskGroup() as tasks:
         started.set()
-        assert fleet.checkpoints is not None, "the fleet is started"
         follower = tasks.create_task(fleet.follow())
         # Where each replica is has been said when it was well.
         say(describe(spec, fleet.checkpoints, fleet.endpoints(GATEWAY), []))

@@ -397,10 +397,12 @@ def setting_of(config_class: type[Any], name: str) -> Setting:
 
 
 def _options(config_class: type[Any]) -> list[_Option]:
+    """The settings of a class: its fields but for those with a default factory."""
     hints = typing.get_type_hints(config_class)
     return [
         _option(field, hints[field.name], setting_of(config_class, field.name))
         for field in dataclasses.fields(config_class)
+        if field.default_factory is dataclasses.MISSING
     ]
 
 

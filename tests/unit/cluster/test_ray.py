@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.fleet_file import ray_tiers
+from paceline.cluster.checkpoints import Checkpoints
+from paceline.cluster.fleet_file import RayTier, ray_tiers
 from paceline.cluster.ray.fleet import bundle_of
 from paceline.cluster.ray.host import ServiceSpec
 from paceline.cluster.spec import FleetSpec, ServicePort
@@ -15,14 +16,13 @@ from paceline.verifier.config import VerifierConfig
 
 def order(**more: Any) -> ServiceSpec:
     settings: dict[str, Any] = {
-        "name": "verifier-1",
         "role": "verifier",
+        "number": 1,
         "services": FleetSpec(dtype="float32", verifier_arg=("--max-num-seqs=8",)),
-        "checkpoint": Path("/models/large"),
-        "target": None,
+        "checkpoints": Checkpoints(target=Path("/models/large"), drafts=()),
         "redis_url": "redis://10.0.0.5:6379",
         "log_dir": Path("/logs"),
-        "num_threads": 4,
+        "tier": RayTier(cpus=4.5),
     }
     return ServiceSpec(**(settings | more))
 
@@ -38,13 +38,13 @@ def test_a_verifier_announces_where_its_node_is_reached() -> None:
 
 
 def test_variables_of_the_tier_reach_the_process_and_settings_of_others_do_not() -> None:
-    child = order(env={"NCCL_DEBUG": "INFO", "PACELINE_PORT": "1"}).child(endpoint())
+    child = order(tier=RayTier(env={"NCCL_DEBUG": "INFO", "PACELINE_PORT": "1"})).child(endpoint())
     assert child.env["NCCL_DEBUG"] == "INFO"
     assert "PACELINE_PORT" not in child.env
 
 
 def test_a_gateway_gets_both_its_ports() -> None:
-    child = order(name="gateway-1", role="gateway").child(endpoint("gateway"))
+    child = order(role="gateway").child(endpoint("gateway"))
     assert child.argv[child.argv.index("--grpc-port") + 1] == "4101"
     assert child.argv[child.argv.index("--port") + 1] == "4100"
 

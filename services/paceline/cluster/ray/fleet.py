@@ -14,20 +14,19 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.fleet_file import RayTier, check_for_ray
 from paceline.cluster.ray.host import Report, ServiceHost, ServiceSpec, own_address
 from paceline.cluster.spec import STORE_FLAG, FleetSpec, Ports, ServicePort, store_child
-from paceline.cluster.supervisor import ProcessSupervisor
+from paceline.cluster.supervisor import ProcessSupervisor, until_all
 from paceline.cluster.valkey import find_server, store_health
 from paceline.core.addresses import host_port
 from paceline.core.errors import ConfigError, UnavailableError
@@ -55,8 +54,6 @@ class RayReplica:
     report: Report | None = None
     has_answered: bool = False
     said: str = ""
-    _answer: asyncio.Future[Report] | None = field(default=None, init=False)
-    _asked_s: float = field(default=0.0, init=False)
 
     @property
     def endpoint(self) -> ServicePort | None:
@@ -64,24 +61,14 @@ class RayReplica:
         return self.report.endpoint if self.report is not None and self.report.well else None
 
     async def look(self) -> None:
-        """Waits a moment for the actor's report, and asks for the next one afterwards.
+        """Asks the actor for its report.
 
         Ray keeps a question to an actor that it has yet to place, and fails one to an actor that is lost.
         """
-        if self._answer is None:
-            self._answer = asyncio.wrap_future(self.actor.report.remote().future())
-            self._asked_s = time.monotonic()
-        done, _ = await asyncio.wait({self._answer}, timeout=LOOK_S)
-        if done:
-            answer, self._answer = self._answer, None
-            if answer.cancelled():
-                # It is being stopped; others are still looked at.
-                return
-            try:
-                self.report, self.has_answered = answer.result(), True
-            except RayError:
-                self.report = None
-        elif time.monotonic() - self._asked_s > ANSWER_S:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self.report, self.has_answered = await self.actor.report.remote(), True
+        except (RayError, TimeoutError):
             self.report = None
 
     def news(self) -> str:
@@ -91,12 +78,10 @@ class RayReplica:
 
     async def stop(self, grace_s: float) -> None:
         """Ends its process, which gets `grace_s` seconds to finish, and its actor."""
-        if self._answer is not None:
-            self._answer.cancel()
         if self.has_answered:
             with suppress(RayError, TimeoutError):
                 async with asyncio.timeout(grace_s + LAST_ANSWER_S):
-                    await asyncio.wrap_future(self.actor.stop.remote(grace_s).future())
+                    await self.actor.stop.remote(grace_s)
         ray.kill(self.actor, no_restart=True)
 
     def _state(self) -> str:
@@ -112,106 +97,85 @@ class RayReplica:
         return f"{self.name} is well: node {report.node[:NODE_CHARS]}, {doors}, pid {report.pid}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RayFleet:
-    """A fleet on Ray; an async context manager that is entered when all replicas are well.
+    """A fleet on Ray, made by `ray_fleet`.
 
-    Args:
-        spec: Settings; `spec.ray` is the address of the cluster.
+    Attributes:
         tiers: Resources that replicas take of the cluster, by role.
-        environ: Environment of the store, if one is started here.
         say: Gets a line for whatever a user should know.
     """
 
-    def __init__(
-        self, spec: FleetSpec, tiers: Mapping[str, RayTier], *, environ: Mapping[str, str], say: Callable[[str], None]
-    ) -> None:
-        check_for_ray(spec)
-        self.spec = spec
-        self.redis_url = ""
-        self.checkpoints: Checkpoints | None = None
-        self._tiers = tiers
-        self._environ = environ
-        self._say = say
-        self._replicas: list[RayReplica] = []
-        self._exits = AsyncExitStack()
-        self._log_dir = Path()
-
-    async def __aenter__(self) -> Self:
-        """Starts everything.
-
-        Raises:
-            ConfigError: The cluster, a setting or a checkpoint makes it impossible, or a service ended.
-            UnavailableError: A service was not well in time.
-        """
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
+    spec: FleetSpec
+    tiers: Mapping[str, RayTier]
+    checkpoints: Checkpoints
+    redis_url: str
+    log_dir: Path
+    say: Callable[[str], None]
+    replicas: list[RayReplica] = field(default_factory=list)
 
     def endpoints(self, role: str) -> list[ServicePort]:
         """Returns where the replicas of a role listen that are well."""
-        return [each.endpoint for each in self._replicas if each.role == role and each.endpoint is not None]
+        return [each.endpoint for each in self.replicas if each.role == role and each.endpoint is not None]
 
     async def follow(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self._look()
+        """Says what becomes of each replica; never returns."""
+        await until_all(self._watch(each) for each in self.replicas)
 
     async def stop(self) -> None:
-        """Stops everything, gateways first, and leaves the Ray cluster as it was."""
+        """Stops all replicas, gateways first."""
         deadline_s = time.monotonic() + self.spec.grace_s
         try:
             for roles in ((GATEWAY,), (VERIFIER, DRAFTER)):
                 left_s = max(0.0, deadline_s - time.monotonic())
-                await asyncio.gather(*(each.stop(left_s) for each in self._replicas if each.role in roles))
+                await asyncio.gather(*(each.stop(left_s) for each in self.replicas if each.role in roles))
         finally:
-            for group in {id(each.group): each.group for each in self._replicas}.values():
+            for group in {id(each.group): each.group for each in self.replicas}.values():
                 remove_placement_group(group)
-            self._replicas.clear()
-            await self._exits.aclose()
 
-    async def _start(self) -> None:
-        self.spec = spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say, files=TEXT_FILES))
-        self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, self._environ, self._say)
-        await asyncio.to_thread(_connect, spec.ray)
-        self._exits.push_async_callback(asyncio.to_thread, ray.shutdown)
-        self._log_dir = spec.log_dir or Path(tempfile.gettempdir()) / f"paceline-{secrets.token_hex(4)}"
-        self.redis_url = await self._exits.enter_async_context(shared_store(spec, self._environ, self._say))
-        self._place(GATEWAY, spec.num_gateways)
-        self._place(VERIFIER, spec.num_verifiers)
-        self._place(DRAFTER, spec.num_drafters if spec.drafter else 0)
-        await self._until_well(spec.start_timeout_s)
+    async def until_well(self) -> None:
+        """Returns once all replicas are well.
 
-    async def _until_well(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while waiting := [each for each in self._replicas if each.endpoint is None]:
-            await self._look()
-            for error in (each.report.error for each in waiting if each.report is not None and each.report.error):
-                raise ConfigError(error)
-            if time.monotonic() > deadline_s:
-                why = "" if waiting[0].has_answered else ": Ray has found no node with room for it"
-                raise UnavailableError(f"{waiting[0].name} was not ready within {timeout_s:g} s{why}")
+        Raises:
+            ConfigError: A service ended.
+            UnavailableError: A service was not well in time.
+        """
+        timeout_s = self.spec.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await until_all(self._watch(each, until_well=True) for each in self.replicas)
+        except TimeoutError:
+            for late in (each for each in self.replicas if each.endpoint is None):
+                why = "" if late.has_answered else ": Ray has found no node with room for it"
+                raise UnavailableError(f"{late.name} was not ready within {timeout_s:g} s{why}") from None
+
+    async def _watch(self, replica: RayReplica, *, until_well: bool = False) -> None:
+        """Says what becomes of a replica; raises `ConfigError` where the first start fails."""
+        while not (until_well and replica.endpoint):
+            await replica.look()
+            if line := replica.news():
+                self.say(line)
+            if until_well and replica.report is not None and replica.report.error:
+                raise ConfigError(replica.report.error)
             await asyncio.sleep(LOOK_S)
 
-    async def _look(self) -> None:
-        await asyncio.gather(*(each.look() for each in self._replicas))
-        for line in filter(None, (each.news() for each in self._replicas)):
-            self._say(line)
-
-    def _place(self, role: str, count: int) -> None:
+    def place(self, role: str, count: int) -> None:
         """Places the replicas of a role, spread by one group; Ray starts them when there is room."""
         if not count:
             return
-        tier = self._tiers[role]
+        tier = self.tiers[role]
         group = placement_group([bundle_of(tier)] * count, strategy=tier.strategy)
         for number in range(count):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-            order = self._order(role, number)
+            order = ServiceSpec(
+                role=role,
+                number=number,
+                services=self.spec,
+                checkpoints=self.checkpoints,
+                redis_url=self.redis_url,
+                log_dir=self.log_dir,
+                tier=tier,
+            )
             host: Any = ray.remote(ServiceHost)
             actor = host.options(
                 num_cpus=tier.cpus,
@@ -220,29 +184,40 @@ class RayFleet:
                 max_restarts=-1,
                 scheduling_strategy=place,
             ).remote(order)
-            self._replicas.append(RayReplica(name=order.name, role=role, actor=actor, group=group))
+            self.replicas.append(RayReplica(name=order.name, role=role, actor=actor, group=group))
 
-    def _order(self, role: str, number: int) -> ServiceSpec:
-        assert self.checkpoints is not None, "the fleet is not started"
-        spec, tier, checkpoint = self.spec, self._tiers[role], self.checkpoints.target
-        if role == DRAFTER:
-            checkpoint = self.checkpoints.draft_of(number)
-        ports = (spec.gateway_port, spec.gateway_grpc_port) if role == GATEWAY else (0, 0)
-        port, second_port = (spec.moved(first, number) for first in ports)
-        threads = {VERIFIER: spec.verifier_threads, DRAFTER: spec.drafter_threads}.get(role)
-        return ServiceSpec(
-            name=f"{role}-{number}",
-            role=role,
-            services=spec,
-            checkpoint=checkpoint,
-            target=self.checkpoints.target if role == DRAFTER and is_eagle3(checkpoint) else None,
-            redis_url=self.redis_url,
-            log_dir=self._log_dir,
-            num_threads=threads or max(1, int(tier.cpus)),
-            port=port,
-            second_port=second_port,
-            env=tier.env,
-        )
+
+@asynccontextmanager
+async def ray_fleet(
+    spec: FleetSpec, tiers: Mapping[str, RayTier], *, environ: Mapping[str, str], say: Callable[[str], None]
+) -> AsyncIterator[RayFleet]:
+    """Yields a fleet whose replicas are well; at the end stops everything, and leaves the Ray cluster as it was.
+
+    Args:
+        spec: Settings; `spec.ray` is the address of the cluster.
+        tiers: Resources that replicas take of the cluster, by role.
+        environ: Environment of the store, if one is started here.
+        say: Gets a line for whatever a user should know.
+
+    Raises:
+        ConfigError: The cluster, a setting or a checkpoint makes it impossible, or a service ended.
+        UnavailableError: A service was not well in time.
+    """
+    check_for_ray(spec)
+    spec = with_heads(await asyncio.to_thread(fetch_models, spec, say, files=TEXT_FILES))
+    checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, say)
+    async with AsyncExitStack() as exits:
+        await asyncio.to_thread(_connect, spec.ray)
+        exits.push_async_callback(asyncio.to_thread, ray.shutdown)
+        log_dir = spec.log_dir or Path(tempfile.gettempdir()) / f"paceline-{secrets.token_hex(4)}"
+        url = await exits.enter_async_context(shared_store(spec, environ, say))
+        fleet = RayFleet(spec=spec, tiers=tiers, checkpoints=checkpoints, redis_url=url, log_dir=log_dir, say=say)
+        exits.push_async_callback(fleet.stop)
+        fleet.place(GATEWAY, spec.num_gateways)
+        fleet.place(VERIFIER, spec.num_verifiers)
+        fleet.place(DRAFTER, spec.num_drafters if spec.drafter else 0)
+        await fleet.until_well()
+        yield fleet
 
 
 def bundle_of(tier: RayTier) -> dict[str, float]:
