@@ -19,7 +19,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.obs import attributes as names
-from paceline.obs.tracing import OFF, Attributes, SampledEvents, Span, TimedEvent, Tracer, start_span
+from paceline.obs.tracing import OFF, Attributes, SampledEvents, Span, Tracer, start_span
 
 # Sessions beyond are not traced; a verifier may open any number.
 MAX_TRACED = 4096
@@ -60,7 +60,7 @@ class _DraftTrace:
             names.LAG_TOKENS: lag_tokens,
             names.REPLY_MS: round(1e3 * took_s, 3),
         }
-        self.answers.add(TimedEvent(at_ns=time.time_ns(), took_s=took_s, attributes=attributes))
+        self.answers.add(time.time_ns(), took_s, attributes)
 
     def end(self) -> None:
         self.span.set_attributes(

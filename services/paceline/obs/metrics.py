@@ -31,25 +31,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
 from paceline import __version__
+from paceline.core import errors
 from paceline.core.drafting_mode import Mode
-from paceline.core.errors import (
-    EndsEnginesError,
-    EngineDiedError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    MovedError,
-    OverloadedError,
-    PacelineError,
-    PeerLostError,
-    PeerSilentError,
-    PermissionDeniedError,
-    RemoteProtocolError,
-    ResumeMismatchError,
-    SessionNotFoundError,
-    StaleEpochError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from paceline.core.messages import NS_PER_S, REPLICA_ROLES, FinishReason, GenerateResult
 from paceline.core.target_events import Reason, StepReport, TargetOutput
 
@@ -231,32 +214,8 @@ SUMMED_S = 1.0
 
 # Why sessions continue without their drafter: its stream is lost, it broke the protocol, is silent, or has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
-REQUEST_ERRORS = (
-    EndsEnginesError,
-    EngineDiedError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    OverloadedError,
-    PeerLostError,
-    PeerSilentError,
-    PermissionDeniedError,
-    RemoteProtocolError,
-    ResumeMismatchError,
-    SessionNotFoundError,
-    StaleEpochError,
-    UnauthenticatedError,
-    UnavailableError,
-)
-FAILOVER_REASONS = (
-    EngineDiedError,
-    MovedError,
-    OverloadedError,
-    PacelineError,
-    PeerLostError,
-    PeerSilentError,
-    RemoteProtocolError,
-    UnavailableError,
-)
+# Classes of errors by which a gateway counts.
+ERRORS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def rows_label(num_rows: int) -> str:
@@ -549,16 +508,14 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
         meter = Meter(registry)
         self._models = {name: ModelMetrics(meter.of_model(name)) for name in models}
-        errors = [kind.__name__ for kind in REQUEST_ERRORS]
-        reasons = [kind.__name__ for kind in FAILOVER_REASONS]
         failovers = "Sessions that left a verifier for another, by the class of the error."
         self.request_errors = meter.counters(
             "paceline:request_errors",
             "Requests ended by an error, at whichever door, by the error's class.",
             "type",
-            known=errors,
+            known=ERRORS,
         )
-        self.failovers = meter.counters("paceline:failovers", failovers, "reason", known=reasons)
+        self.failovers = meter.counters("paceline:failovers", failovers, "reason", known=ERRORS)
         self.ejections = meter.counter(
             "paceline:ejections", "Times a verifier that failed its sessions got none for a while."
         )

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -64,6 +63,7 @@ OF_CLIENTS = (
     UnauthenticatedError,
 )
 Attributes = Mapping[str, AttributeValue]
+_Event = tuple[int, Attributes]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _log = logging.getLogger(__name__)
@@ -136,30 +136,21 @@ def fail(span: Span, error: BaseException) -> None:
     span.set_status(Status(StatusCode.ERROR, shortened(str(error), MAX_MESSAGE_CHARS)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedEvent:
-    """Something that happens again and again in a span, and took a time; times in Unix nanoseconds and seconds."""
-
-    at_ns: int
-    took_s: float
-    attributes: Attributes
-
-
 class SampledEvents:
     """A bounded sample of events: evenly spread ones, of which every second is dropped when full, and the slowest."""
 
     def __init__(self, evenly: int = EVENLY, slowest: int = SLOWEST) -> None:
-        self._even: list[tuple[int, TimedEvent]] = []
+        self._even: list[tuple[int, _Event]] = []
         self._limit = evenly
         self._num_slowest = slowest
         # A heap: the fastest of the slow ones first. Numbers tell events of the same time apart.
-        self._slow: list[tuple[float, int, TimedEvent]] = []
+        self._slow: list[tuple[float, int, _Event]] = []
         self._num_seen = 0
         self._stride = 1
 
     @property
-    def kept(self) -> list[TimedEvent]:
-        """The events, oldest first."""
+    def kept(self) -> list[_Event]:
+        """The events, oldest first: Unix nanoseconds, and attributes."""
         found = dict(self._even) | {number: event for _, number, event in self._slow}
         return [found[number] for number in sorted(found)]
 
@@ -168,23 +159,23 @@ class SampledEvents:
         """Events that were seen and are not kept."""
         return self._num_seen - len(self.kept)
 
-    def add(self, event: TimedEvent) -> None:
-        """Adds the next event."""
-        number = self._num_seen
+    def add(self, at_ns: int, took_s: float, attributes: Attributes) -> None:
+        """Adds the next event: when it was in Unix nanoseconds, the seconds that it took, and its attributes."""
+        number, event = self._num_seen, (at_ns, attributes)
         if number % self._stride == 0:
             if len(self._even) == self._limit:
                 del self._even[1::2]
                 self._stride *= 2
             self._even.append((number, event))
-        heappush(self._slow, (event.took_s, number, event))
+        heappush(self._slow, (took_s, number, event))
         if len(self._slow) > self._num_slowest:
             heappop(self._slow)
         self._num_seen += 1
 
     def add_to(self, span: Span, name: str) -> None:
         """Adds those that are kept to a span."""
-        for each in self.kept:
-            span.add_event(name, each.attributes, each.at_ns)
+        for at_ns, attributes in self.kept:
+            span.add_event(name, attributes, at_ns)
 
 
 @contextmanager

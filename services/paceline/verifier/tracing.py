@@ -15,7 +15,6 @@ from paceline.obs.tracing import (
     SampledEvents,
     Span,
     SpanKind,
-    TimedEvent,
     Tracer,
     ended,
     start_span,
@@ -67,8 +66,7 @@ class SessionTrace:
         match report:
             case TracedRound():
                 since_s = report.at_s - self._last_s
-                attributes = _attributes(report, since_s)
-                self._rounds.add(TimedEvent(at_ns=self._unix_ns(report.at_s), took_s=since_s, attributes=attributes))
+                self._rounds.add(self._unix_ns(report.at_s), since_s, _attributes(report, since_s))
             case TracedStart() if self._start is not None:
                 self._span.add_event("computed anew", timestamp=self._unix_ns(report.at_s))
             case TracedStart():
