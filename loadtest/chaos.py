@@ -48,7 +48,7 @@ from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import ServicePort
 from paceline.service.supervision import BackOff
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 from tools.delay_proxy import DelayProxy
 
 # Longest time without a token: on two cores a verifier takes 10 to 20 s to start, and contexts are computed anew.

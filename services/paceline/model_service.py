@@ -33,7 +33,7 @@ from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for, sho
 from paceline.service.process import GARBAGE_OF_STEPS, GrpcServer, settle_heap, start_grpc_server, until_stopped
 from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Replica, Store, require
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 from paceline.store.registry import EXPIRY_S, announced
 
 logger = logging.getLogger(__name__)

@@ -1,41 +1,40 @@
-"""Documents that are kept for callers, in memory and on real servers: ranks, room, and who works on them."""
+"""Documents that are kept for callers, in memory and on real servers: ranks and room."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 
 import pytest
 from redis.asyncio import Redis
 
 from paceline.core.errors import UnavailableError
-from paceline.store.base import FINAL, OVERHEAD_BYTES, Document, Documents, Keeping
+from paceline.store.base import FINAL, OVERHEAD_BYTES, Document, Keeping, Store
 from paceline.store.redis import PREFIX, RedisStore
-from tests.support.memory_store import MemoryDocuments
+from tests.support.memory_store import MemoryStore
 
 ROOM = 10 * (OVERHEAD_BYTES + 1000)
 
 
 @pytest.fixture(params=["memory", "server"])
-def documents(request: pytest.FixtureRequest, store: RedisStore) -> Documents:
-    return store.documents if request.param == "server" else MemoryDocuments(time.monotonic)
+def documents(request: pytest.FixtureRequest, store: RedisStore) -> Store:
+    return store if request.param == "server" else MemoryStore()
 
 
-def document(name: str, keeper: str = "alice", rank: int = 0, body: bytes = b"x" * 1000, **fields: bool) -> Document:
-    return Document(keeper=keeper, name=name, body=body, rank=rank, **fields)
+def document(name: str, keeper: str = "alice", rank: int = 0, body: bytes = b"x" * 1000) -> Document:
+    return Document(keeper=keeper, name=name, body=body, rank=rank)
 
 
-async def keep(documents: Documents, each: Document, ttl_s: float = 60, *, replaces: bool = False) -> Keeping:
-    return await documents.keep(each, ttl_s=ttl_s, work_s=60, room_bytes=ROOM, replaces=replaces)
+async def keep(documents: Store, each: Document, ttl_s: float = 60, *, replaces: bool = False) -> Keeping:
+    return await documents.keep(each, ttl_s=ttl_s, room_bytes=ROOM, replaces=replaces)
 
 
-async def names(documents: Documents, keeper: str, number: int = 20) -> list[int]:
+async def names(documents: Store, keeper: str, number: int = 20) -> list[int]:
     """The numbers of those that are still there."""
     return [at for at in range(number) if await documents.kept(keeper, f"d{at}") is not None]
 
 
-async def test_a_document_is_its_keepers_alone(documents: Documents) -> None:
+async def test_a_document_is_its_keepers_alone(documents: Store) -> None:
     assert await documents.kept("alice", "d") is None
     assert await keep(documents, document("d", body=b"\x00first")) is Keeping.DONE
     assert await documents.kept("alice", "d") == document("d", body=b"\x00first")
@@ -46,7 +45,7 @@ async def test_a_document_is_its_keepers_alone(documents: Documents) -> None:
     assert await documents.kept("alice", "d") is None
 
 
-async def test_only_a_higher_rank_takes_the_place_of_a_document(documents: Documents) -> None:
+async def test_only_a_higher_rank_takes_the_place_of_a_document(documents: Store) -> None:
     assert await keep(documents, document("d", rank=2), replaces=True) is Keeping.MISSING
     assert await keep(documents, document("d", rank=2)) is Keeping.DONE
     for rank in (1, 2):
@@ -61,24 +60,7 @@ async def test_only_a_higher_rank_takes_the_place_of_a_document(documents: Docum
     assert await keep(documents, document("d", rank=FINAL), replaces=True) is Keeping.MISSING
 
 
-async def test_a_document_shows_whether_somebody_works_on_it(documents: Documents) -> None:
-    async def at_work() -> bool:
-        found = await documents.kept("alice", "d")
-        assert found is not None
-        return found.at_work
-
-    begun = document("d", at_work=True)
-    assert await documents.keep(begun, ttl_s=60, work_s=0.02, room_bytes=ROOM) is Keeping.DONE
-    assert await at_work()
-    await asyncio.sleep(0.05)
-    assert not await at_work()
-    await documents.work_on([("alice", "d")], 60)
-    assert await at_work()
-    await keep(documents, document("d", rank=1))
-    assert not await at_work()
-
-
-async def test_a_document_ends_and_gives_its_room_back(documents: Documents) -> None:
+async def test_a_document_ends_and_gives_its_room_back(documents: Store) -> None:
     await keep(documents, document("d0", body=b"x" * 4000), ttl_s=0.02)
     await asyncio.sleep(0.05)
     assert await names(documents, "alice", 1) == []
@@ -87,7 +69,7 @@ async def test_a_document_ends_and_gives_its_room_back(documents: Documents) -> 
     assert await names(documents, "alice") == list(range(1, 11))
 
 
-async def test_a_keeper_alone_has_all_the_room_and_then_loses_its_oldest(documents: Documents) -> None:
+async def test_a_keeper_alone_has_all_the_room_and_then_loses_its_oldest(documents: Store) -> None:
     for at in range(13):
         assert await keep(documents, document(f"d{at}")) is Keeping.DONE
     assert await names(documents, "alice") == list(range(3, 13))
@@ -95,7 +77,7 @@ async def test_a_keeper_alone_has_all_the_room_and_then_loses_its_oldest(documen
     assert await names(documents, "alice") == list(range(3, 13))
 
 
-async def test_whoever_keeps_most_loses_and_nobody_else(documents: Documents) -> None:
+async def test_whoever_keeps_most_loses_and_nobody_else(documents: Store) -> None:
     """The second audit: twenty requests of one key drove out what another had kept."""
     await keep(documents, document("d0", "bob"))
     await keep(documents, document("d1", "carol"))
@@ -113,7 +95,7 @@ async def test_whoever_keeps_most_loses_and_nobody_else(documents: Documents) ->
     assert min(kept) >= 4
 
 
-async def test_what_is_written_again_counts_once(documents: Documents) -> None:
+async def test_what_is_written_again_counts_once(documents: Store) -> None:
     for rank in range(30):
         assert await keep(documents, document("d1", rank=rank)) is Keeping.DONE
     for at in range(2, 11):
@@ -122,15 +104,15 @@ async def test_what_is_written_again_counts_once(documents: Documents) -> None:
 
 
 async def test_memory_and_server_agree_and_the_index_adds_up(server: Redis, store: RedisStore) -> None:
-    chance, memory = random.Random(0), MemoryDocuments(time.monotonic)
+    chance, memory = random.Random(0), MemoryStore()
     for _ in range(200):
         keeper, name = chance.choice("abc"), f"d{chance.randrange(8)}"
         if chance.random() < 0.1:
-            assert await memory.forget(keeper, name) == await store.documents.forget(keeper, name)
+            assert await memory.forget(keeper, name) == await store.forget(keeper, name)
             continue
         each = document(name, keeper, chance.randrange(40), bytes(chance.randrange(6000)))
         replaces = chance.random() < 0.2
-        outcomes = {await keep(documents, each, replaces=replaces) for documents in (memory, store.documents)}
+        outcomes = {await keep(documents, each, replaces=replaces) for documents in (memory, store)}
         assert len(outcomes) == 1
         # The server orders by milliseconds.
         await asyncio.sleep(0.002)
@@ -138,7 +120,7 @@ async def test_memory_and_server_agree_and_the_index_adds_up(server: Redis, stor
     for keeper in "abc":
         for at in range(8):
             found = await memory.kept(keeper, f"d{at}")
-            assert found == await store.documents.kept(keeper, f"d{at}")
+            assert found == await store.kept(keeper, f"d{at}")
             if found is not None:
                 sizes[f"{keeper}:d{at}".encode()] = found.size
     assert {name: int(size) for name, size in (await server.hgetall(f"{PREFIX}sizes")).items()} == sizes
@@ -149,21 +131,20 @@ async def test_memory_and_server_agree_and_the_index_adds_up(server: Redis, stor
 
 async def test_a_full_server_keeps_nothing_new_and_loses_nothing(server: Redis, store: RedisStore) -> None:
     for at in range(10):
-        await keep(store.documents, document(f"d{at}"))
+        await keep(store, document(f"d{at}"))
     await server.config_set("maxmemory", 1)
     with pytest.raises(UnavailableError, match="is full"):
-        await keep(store.documents, document("d10"))
-    assert await names(store.documents, "alice") == list(range(10))
-    assert await store.documents.forget("alice", "d0")
+        await keep(store, document("d10"))
+    assert await names(store, "alice") == list(range(10))
+    assert await store.forget("alice", "d0")
 
 
 @pytest.mark.parametrize("rank", ["", "first", "-1", "1e400", "99999999999999999999999", "\u0665"])
 async def test_a_document_whose_rank_cannot_be_read_is_none_and_can_be_kept_anew(store: RedisStore, rank: str) -> None:
     """Audit 4, b07: reading it raised, and the task of a verifier that rehearses ended and began again for ever."""
-    documents = store.documents
-    await keep(documents, document("d", rank=1))
+    await keep(store, document("d", rank=1))
     await store._client.hset(f"{PREFIX}body:alice:d", "rank", rank)
-    assert await documents.kept("alice", "d") is None
-    await documents.forget("alice", "d")
-    assert await keep(documents, document("d", rank=2)) is Keeping.DONE
-    assert await documents.kept("alice", "d") == document("d", rank=2)
+    assert await store.kept("alice", "d") is None
+    await store.forget("alice", "d")
+    assert await keep(store, document("d", rank=2)) is Keeping.DONE
+    assert await store.kept("alice", "d") == document("d", rank=2)

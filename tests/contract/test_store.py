@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,6 +22,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.store.base import (
     EPOCHS_PER_OWNER,
+    MAX_EPOCH,
     AdvanceSession,
     LoggedSession,
     PutSession,
@@ -30,8 +32,7 @@ from paceline.store.base import (
     Store,
     Written,
 )
-from paceline.store.opening import open_store
-from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, URL_OPTIONS, RedisStore
+from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, URL_OPTIONS, RedisStore, open_store
 from tests.support.memory_store import MemoryStore
 from tools.ports import free_port, listens
 
@@ -269,10 +270,15 @@ async def test_an_owner_that_was_replaced_is_told_so_and_changes_nothing(store: 
     assert await store.session("s1") == LoggedSession(record=owned, token_ids=PROMPT)
 
 
-async def test_epochs_of_64_bits_are_told_apart(store: Store) -> None:
-    await put(store, replace(SESSION, epoch=2**64 - 1))
-    assert await advance(store, 2**64 - 2, (1,)) is Written.TAKEN_OVER
-    assert await advance(store, 2**64 - 1, (1,)) is Written.DONE
+async def test_the_last_epochs_are_told_apart(store: Store) -> None:
+    last = MAX_EPOCH + 1 - EPOCHS_PER_OWNER
+    await put(store, replace(SESSION, epoch=last - 1))
+    assert await advance(store, last - 1, (1,), owner="g2") is Written.TAKEN_OVER
+    claimed = await store.claim_session("s1", "g2")
+    assert claimed is not None
+    assert claimed.record.epoch == last
+    assert await advance(store, MAX_EPOCH, (1,), owner="g2") is Written.DONE
+    assert await advance(store, MAX_EPOCH - 1, (1,), owner="g2") is Written.TAKEN_OVER
 
 
 async def test_a_claim_gives_the_log_and_an_epoch_above_all_of_the_former_owner(store: Store) -> None:
@@ -324,13 +330,6 @@ async def test_an_owner_whose_claim_was_lost_is_the_owner_again_once_it_writes(s
     assert await advance(store, 5, (40, 41)) is Written.TAKEN_OVER
 
 
-async def test_ranges_at_the_end_of_64_bits_are_told_apart(store: Store) -> None:
-    last = 2**64 - EPOCHS_PER_OWNER
-    await put(store, replace(SESSION, epoch=last - 1))
-    assert await advance(store, last - 1, (1,), owner="g2") is Written.TAKEN_OVER
-    assert await advance(store, last, (1,), owner="g2") is Written.DONE
-
-
 async def test_a_session_nobody_knows_cannot_be_advanced(store: Store) -> None:
     assert await advance(store, 5, (1,)) is Written.MISSING
     assert await store.session("s1") is None
@@ -356,6 +355,19 @@ async def test_advancing_renews_the_time_to_live(store: Store) -> None:
 
     await eventually(the_idle_one_is_gone)
     assert await store.session("s1") is not None
+
+
+async def test_a_session_tells_how_long_ago_its_owner_wrote_it(store: Store) -> None:
+    await put(store)
+    await asyncio.sleep(0.1)
+    logged = await store.session("s1")
+    assert logged is not None
+    assert logged.age_s > 0.09
+    begun_s = time.monotonic()
+    assert await advance(store, 5, (40,)) is Written.DONE
+    logged = await store.session("s1")
+    assert logged is not None
+    assert 0.0 <= logged.age_s < time.monotonic() - begun_s + 0.01
 
 
 async def test_of_many_owners_at_once_the_newest_wins(store: Store) -> None:

@@ -16,7 +16,7 @@ from paceline.gateway.access.keys import ApiKey
 from paceline.gateway.access.rate_limit import RateLimit
 from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 from tools.ports import free_port, listens
 
 HOST = "127.0.0.1"

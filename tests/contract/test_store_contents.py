@@ -13,7 +13,6 @@ from redis.asyncio import Redis
 
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.store.base import (
-    EPOCHS_PER_OWNER,
     LoggedSession,
     PutSession,
     SessionState,
@@ -136,28 +135,6 @@ async def test_an_ended_session_whose_record_is_refused_is_given_up(server: Redi
 
 
 # Claims.
-
-
-async def test_a_claim_of_a_record_that_changed_its_owner_since_it_was_read_is_made_anew(
-    server: Redis, store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same epoch under another owner is what a failover that lost a claim leaves behind."""
-    await put(store)
-    read, reads = store.session, 0
-
-    async def read_then_lose(session_id: str) -> LoggedSession | None:
-        nonlocal reads
-        reads += 1
-        logged = await read(session_id)
-        if reads == 1:
-            await server.hset(RECORD_KEY, "owner", "g3")
-        return logged
-
-    monkeypatch.setattr(store, "session", read_then_lose)
-    claimed = await store.claim_session("s1", "g2")
-    assert reads == 2
-    assert claimed is not None
-    assert (claimed.record.epoch, claimed.record.owner) == (EPOCHS_PER_OWNER, "g2")
 
 
 async def test_a_claim_gives_the_log_of_the_moment_of_the_claim(

@@ -15,7 +15,7 @@ from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.store.base import Replica, Store
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 from tests.contract.test_store import HOST, server_process
 
 VERIFIER = Replica(replica_id="v1", role="verifier", address="127.0.0.1:8101", num_sessions=2)

@@ -16,7 +16,8 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.gateway.api.responses import kept as keeping
 from paceline.gateway.api.responses.kept import KeptResponse
 from paceline.gateway.http.response import to_json
-from tests.support.memory_store import MemoryDocuments
+from paceline.gateway.sessions import records, take_over
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted_fleet import (
     MODEL,
     SHARES_A_GATEWAY,
@@ -59,7 +60,7 @@ async def paused_stream(fleet: ScriptedFleet, http: httpx.AsyncClient) -> AsyncI
 
 
 def documents_of(fleet: ScriptedFleet) -> dict[Any, Any]:
-    return fleet.store.documents._stored
+    return fleet.store._documents
 
 
 # The end of a response.
@@ -135,19 +136,19 @@ async def test_what_is_refused_is_not_kept(fleet: ScriptedFleet) -> None:
 async def test_a_response_of_a_gateway_that_died_is_incomplete_to_its_readers(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "WORK_S", 0.5)
-    monkeypatch.setattr(keeping, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(records, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(take_over, "RUNNING_S", 0.5)
     async with (
         joining_doors(fleet) as addresses,
         httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False, verify=False) as other,
         paused_stream(fleet, other) as (response_id, session_id),
     ):
         await shown_as(fleet.http, response_id, "in_progress")
-        # It says so again and again.
+        # Its record is written again and again.
         await asyncio.sleep(0.8)
         assert (await shown(fleet.http, response_id))["status"] == "in_progress"
         # As of a gateway that is gone.
-        monkeypatch.setattr(MemoryDocuments, "work_on", gone)
+        monkeypatch.setattr(MemoryStore, "write_sessions", gone)
         assert (await shown_as(fleet.http, response_id, "incomplete"))["incomplete_details"] == INTERRUPTED
         fleet.verifier.resume(session_id)
 
@@ -184,7 +185,7 @@ async def test_a_client_that_leaves_after_its_cancellation_does_not_undo_it(
         async with paused_stream(fleet, other) as (response_id, _):
             await asyncio.sleep(0.1)
             assert (await other.post(f"{RESPONSES}/{response_id}/cancel")).json()["status"] == "cancelled"
-            monkeypatch.setattr(MemoryDocuments, "keep", gone)
+            monkeypatch.setattr(MemoryStore, "keep", gone)
         await fleet.verifier.abandoned.get()
         await asyncio.sleep(0.05)
         assert (await shown(other, response_id))["status"] == "cancelled"
@@ -215,7 +216,7 @@ async def test_a_store_that_hangs_is_not_on_the_way_of_tokens(
 
     monkeypatch.setattr(keeping, "REST_S", 0.05)
     with monkeypatch.context() as patched:
-        patched.setattr(MemoryDocuments, "keep", hang)
+        patched.setattr(MemoryStore, "keep", hang)
         async with asyncio.timeout(WAIT_S):
             for _ in range(4):
                 response = (await fleet.http.post(RESPONSES, json=BODY)).json()

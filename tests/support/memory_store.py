@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from paceline.store.base import (
     AdvanceSession,
@@ -17,6 +16,7 @@ from paceline.store.base import (
     Replica,
     SessionRecord,
     SessionWrite,
+    Store,
     Written,
     first_owner_epoch,
     next_owner_epoch,
@@ -36,6 +36,15 @@ class _StoredReplica:
     expires_s: float
 
 
+_Id = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredDocument:
+    document: Document
+    expires_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredSession:
     record: SessionRecord
@@ -43,17 +52,9 @@ class _StoredSession:
     ttl_s: float
     expires_s: float
 
-    @property
-    def logged(self) -> LoggedSession:
-        return LoggedSession(record=self.record, token_ids=self.token_ids)
 
-
-class MemoryStore:
-    """A store that ends with its process; `clock` returns monotonic seconds.
-
-    Attributes:
-        documents: What gateways keep for their callers.
-    """
+class MemoryStore(Store):
+    """A store that ends with its process; `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -62,12 +63,8 @@ class MemoryStore:
         self._marks: dict[str, bool] = {}
         self._sessions: dict[str, _StoredSession] = {}
         self._notes: dict[str, tuple[bytes, float]] = {}
-        self.documents = MemoryDocuments(clock)
-
-    @property
-    def num_bad_entries(self) -> int:
-        """Always 0: entries are values here."""
-        return 0
+        # The oldest first.
+        self._documents: dict[_Id, _StoredDocument] = {}
 
     async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
         """Puts a replica into the registry, or renews it; returns whether it should drain."""
@@ -100,7 +97,10 @@ class MemoryStore:
     async def session(self, session_id: str) -> LoggedSession | None:
         """Returns a record and its log."""
         stored = self._alive(session_id)
-        return None if stored is None else stored.logged
+        if stored is None:
+            return None
+        age_s = self._clock() - stored.expires_s + stored.ttl_s
+        return LoggedSession(record=stored.record, token_ids=stored.token_ids, age_s=age_s)
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
         """Makes `owner` the owner of a session."""
@@ -147,18 +147,6 @@ class MemoryStore:
         self._notes[name] = content, self._clock() + ttl_s
         return True
 
-    async def ping(self) -> None:
-        """Always answers."""
-
-    async def close(self) -> None:
-        """Has nothing to give back."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     def _write(self, record: SessionRecord, token_ids: tuple[int, ...], ttl_s: float) -> None:
         now_s = self._clock()
         for session_id in [key for key, stored in self._sessions.items() if stored.expires_s <= now_s]:
@@ -174,72 +162,42 @@ class MemoryStore:
             return None
         return stored
 
-
-_Id = tuple[str, str]
-
-
-@dataclass(slots=True)
-class _Stored:
-    document: Document
-    expires_s: float
-    worked_on_until_s: float
-
-
-class MemoryDocuments:
-    """Documents that end with their process; `clock` returns monotonic seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        # The oldest first.
-        self._stored: dict[_Id, _Stored] = {}
-
-    async def keep(
-        self, document: Document, *, ttl_s: float, work_s: float, room_bytes: int, replaces: bool = False
-    ) -> Keeping:
+    async def keep(self, document: Document, *, ttl_s: float, room_bytes: int, replaces: bool = False) -> Keeping:
         """Writes a document in place of one of a lower rank."""
         now_s = self._clock()
-        self._stored = {each: stored for each, stored in self._stored.items() if stored.expires_s > now_s}
+        self._documents = {each: stored for each, stored in self._documents.items() if stored.expires_s > now_s}
         own = document.keeper, document.name
-        known = self._stored.get(own)
+        known = self._documents.get(own)
         if known is not None and known.document.rank >= document.rank:
             return Keeping.OUTRANKED
         if known is None and replaces:
             return Keeping.MISSING
         if document.size > room_bytes:
             return Keeping.TOO_LARGE
-        self._stored.pop(own, None)
+        self._documents.pop(own, None)
         self._make_room(document, room_bytes)
-        worked_on_until_s = now_s + work_s if document.at_work else now_s
-        self._stored[own] = _Stored(document, now_s + ttl_s, worked_on_until_s)
+        self._documents[own] = _StoredDocument(document=document, expires_s=now_s + ttl_s)
         return Keeping.DONE
 
     def _make_room(self, document: Document, room_bytes: int) -> None:
         held: Counter[str] = Counter()
-        for keeper, name in self._stored:
-            held[keeper] += self._stored[keeper, name].document.size
+        for keeper, name in self._documents:
+            held[keeper] += self._documents[keeper, name].document.size
         while held.total() + document.size > room_bytes:
             mine = held[document.keeper]
             loser = max(held, key=lambda keeper: held[keeper])
             if mine and mine + document.size >= held[loser]:
                 loser = document.keeper
-            oldest = next(each for each in self._stored if each[0] == loser)
-            held[loser] -= self._stored.pop(oldest).document.size
-
-    async def work_on(self, documents: Sequence[_Id], work_s: float) -> None:
-        """Marks documents as worked on."""
-        for each in documents:
-            if each in self._stored:
-                self._stored[each].worked_on_until_s = self._clock() + work_s
+            oldest = next(each for each in self._documents if each[0] == loser)
+            held[loser] -= self._documents.pop(oldest).document.size
 
     async def kept(self, keeper: str, name: str) -> Document | None:
         """Returns a document."""
-        stored, now_s = self._stored.get((keeper, name)), self._clock()
-        if stored is None or stored.expires_s <= now_s:
-            return None
-        return replace(stored.document, at_work=stored.worked_on_until_s > now_s)
+        stored = self._documents.get((keeper, name))
+        return None if stored is None or stored.expires_s <= self._clock() else stored.document
 
     async def forget(self, keeper: str, name: str) -> bool:
         """Deletes a document."""
         known = await self.kept(keeper, name) is not None
-        self._stored.pop((keeper, name), None)
+        self._documents.pop((keeper, name), None)
         return known

@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import parse, setting
 from paceline.service.process import run
 from paceline.store.base import Replica, Store, require
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 from paceline.store.registry import EXPIRY_S, HEARTBEAT_S
 
 PROG = "paceline drain"

@@ -15,7 +15,7 @@ from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.service.config import ENVIRONMENT_PREFIX, Given, from_mapping, named, setting
-from paceline.store.opening import require_server
+from paceline.store.redis import require_server
 
 ROLES = (GATEWAY, VERIFIER, DRAFTER)
 RAY = "ray"

@@ -37,7 +37,7 @@ from paceline.service.config import named, public_url
 from paceline.service.credentials import read_certificates, utc_now
 from paceline.service.supervision import BackOff
 from paceline.store.base import require
-from paceline.store.opening import open_store, require_server
+from paceline.store.redis import open_store, require_server
 
 
 class LocalFleet:

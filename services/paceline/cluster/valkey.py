@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.cluster.supervisor import HealthCheck
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 
 SYSTEM_SERVERS = ("valkey-server", "redis-server")
 # Enough for the records of tens of thousands of sessions beside all kept responses. Where it ends, records are refused;

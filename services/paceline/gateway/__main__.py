@@ -19,7 +19,7 @@ from paceline.obs.log import setup_logging
 from paceline.service.config import exit_with_error, loggable, named, parse
 from paceline.service.process import GARBAGE_OF_REQUESTS, install_signal_handlers, run, settle_heap
 from paceline.store.base import require
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 
 logger = logging.getLogger(__name__)
 

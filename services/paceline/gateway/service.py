@@ -120,10 +120,10 @@ class _Gateway:
             max_sessions=config.max_sessions,
         )
         self._limits = DoorLimits.of(config, open_files_limit())
-        self._shelf = ResponseShelf(
-            store.documents, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes
-        )
         resumption = Resumption(store, self._fleet, replica_id)
+        self._shelf = ResponseShelf(
+            store, resumption, workers, ttl_s=config.response_ttl_s, room_bytes=config.response_room_bytes
+        )
         self._app = self._make_app(resumption, workers, tracer)
         self._servicer = GatewayServicer(self._sessions, self._fleet, resumption, workers, tracer)
 
@@ -177,14 +177,14 @@ class _Gateway:
         tasks: dict[str, Work] = {
             "fleet": partial(self._fleet.keep_fresh, self._config.refresh_s, self._client, self._follow_fleet),
             "records": partial(self._records.keep_writing, self._config.record_interval_s),
-            "responses": self._shelf.writer.keep_writing,
+            "responses": self._shelf.keep_writing,
         }
         try:
             async with self._supervisor.kept(tasks):
                 yield
         finally:
             await self._records.flush()
-            await self._shelf.writer.flush()
+            await self._shelf.flush()
             await self._client.close()
 
     def _is_ready(self) -> bool:

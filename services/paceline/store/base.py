@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
@@ -20,6 +20,7 @@ from paceline.core.messages import ModelIdentity
 FINAL = 1 << 52
 # Cost of a document in the store beside its body.
 OVERHEAD_BYTES = 1024
+_NOWHERE = "--redis-url memory:// keeps nothing; name a Redis or Valkey server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +32,12 @@ class Document:
         name: Its name among the keeper's, without a colon.
         body: Any bytes.
         rank: Only a document of a higher rank takes its place.
-        at_work: Whether somebody works on it.
     """
 
     keeper: str
     name: str
     body: bytes
     rank: int
-    at_work: bool = False
 
     @property
     def size(self) -> int:
@@ -52,32 +51,6 @@ class Keeping(enum.Enum):
     OUTRANKED = "a document of the same or a higher rank is there"
     MISSING = "there is nothing to replace any more"
     TOO_LARGE = "it does not fit into the room of all documents"
-
-
-class Documents(Protocol):
-    """Documents of all keepers. Every method raises `UnavailableError` when the server does not answer in time."""
-
-    async def keep(
-        self, document: Document, *, ttl_s: float, work_s: float, room_bytes: int, replaces: bool = False
-    ) -> Keeping:
-        """Writes a document in place of one of a lower rank, in one atomic step.
-
-        Args:
-            document: If it is `at_work`, it counts as such for `work_s` seconds.
-            ttl_s: Life of the document in seconds.
-            work_s: See there.
-            room_bytes: Room for all documents of all keepers.
-            replaces: Whether it is written only if there is one to replace.
-        """
-
-    async def work_on(self, documents: Sequence[tuple[str, str]], work_s: float) -> None:
-        """Marks documents, by keeper and name, as worked on for `work_s` seconds from now."""
-
-    async def kept(self, keeper: str, name: str) -> Document | None:
-        """Returns a document; None if it is unknown, no longer kept, or unreadable."""
-
-    async def forget(self, keeper: str, name: str) -> bool:
-        """Deletes a document; returns whether there was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,25 +152,28 @@ class Written(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedSession:
-    """A record with its log: the prompt's ids and the generated ones."""
+    """A record with its log: the prompt's ids and the generated ones.
+
+    Attributes:
+        age_s: Seconds since its owner last wrote it, as far as the store told.
+    """
 
     record: SessionRecord
     token_ids: tuple[int, ...]
+    age_s: float = field(default=0.0, compare=False)
 
 
-class Store(Protocol):
-    """Registry and session records; an async context manager that closes itself.
+class Store:
+    """Registry, session records and kept documents; an async context manager that closes itself.
 
-    Every method raises `UnavailableError` when the server does not answer in time; the message names its address.
+    Every method raises `UnavailableError` when the server does not answer in time; the message names its address. This
+    class stands for no server: it knows nothing, forgets announcements, and refuses writes that must last.
     """
-
-    @property
-    def documents(self) -> Documents:
-        """Documents that gateways keep for their callers."""
 
     @property
     def num_bad_entries(self) -> int:
         """Entries that the last reading of the registry left out because they cannot be read."""
+        return 0
 
     async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
         """Puts a replica into the registry, or renews it, for `ttl_s` seconds; works on a full store, too.
@@ -211,15 +187,18 @@ class Store(Protocol):
         Returns:
             Whether it is marked as draining now.
         """
+        return False
 
     async def withdraw(self, replica_id: str) -> None:
         """Takes a replica and its draining mark out of the registry."""
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
         """Marks a replica as draining for all readers of the registry, or takes the mark back; both are stored."""
+        raise UnavailableError(_NOWHERE)
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
         """Returns the registered replicas, of one role or all, sorted by id."""
+        return []
 
     async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
         """Makes writes in order, each in one atomic step, all in one exchange with the server.
@@ -227,9 +206,11 @@ class Store(Protocol):
         Raises:
             UnavailableError: No write was made: the server does not answer, is full, or is a read-only copy.
         """
+        raise UnavailableError(_NOWHERE)
 
     async def session(self, session_id: str) -> LoggedSession | None:
         """Returns a record and its log; None if it is unknown, expired or unreadable."""
+        return None
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
         """Makes `owner` the owner of a session, under an epoch above all of its former owner's; atomic.
@@ -237,23 +218,51 @@ class Store(Protocol):
         Returns:
             The record at that moment, with its log; None if it is unknown, expired or unreadable.
         """
+        return None
+
+    async def keep(self, document: Document, *, ttl_s: float, room_bytes: int, replaces: bool = False) -> Keeping:
+        """Writes a document in place of one of a lower rank, in one atomic step.
+
+        Args:
+            ttl_s: Life of the document in seconds.
+            room_bytes: Room for all documents of all keepers.
+            replaces: Whether it is written only if there is one to replace.
+        """
+        raise UnavailableError(_NOWHERE)
+
+    async def kept(self, keeper: str, name: str) -> Document | None:
+        """Returns a document; None if it is unknown, no longer kept, or unreadable."""
+        return None
+
+    async def forget(self, keeper: str, name: str) -> bool:
+        """Deletes a document; returns whether there was one."""
+        return False
 
     async def note(self, name: str) -> bytes | None:
         """Returns what services of a kind have left for one another; None: nothing, or no longer."""
+        return None
 
     async def write_note(self, name: str, content: bytes, *, ttl_s: float, new: bool = False) -> bool:
         """Writes a note for some seconds; returns False if it is to be new and there is one."""
+        return True
 
     async def ping(self) -> None:
         """Returns when the server answers."""
 
-    async def __aenter__(self) -> Self: ...
+    async def close(self) -> None:
+        """Closes the connections."""
 
-    async def __aexit__(self, *_: object) -> None: ...
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 # An owner numbers its placements within its own range, so that even an outdated record shows the next range.
 EPOCHS_PER_OWNER = 1 << 16
+# The numbers of the server's scripts are exact up to here: enough for billions of owners.
+MAX_EPOCH = (1 << 53) - 1
 
 
 def first_owner_epoch(epoch: int) -> int:

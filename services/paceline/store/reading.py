@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from paceline.core.addresses import is_address
 from paceline.core.messages import REPLICA_ROLES
-from paceline.store.base import Replica, SessionRecord, SessionState
+from paceline.store.base import MAX_EPOCH, Replica, SessionRecord, SessionState
 
 MAX_CHARS = 1024
 MAX_INTEGER = 2**64 - 1
@@ -64,20 +64,21 @@ def record_from_fields(session_id: str, values: Mapping[str, bytes | None], log_
     record = _object("record", there, SessionRecord)
     _demand(record.session_id == session_id, "session_id", f"must be {session_id!r}", record.session_id)
     _demand(isinstance(_json(record.params_json.encode()), dict), "params_json", "must be an object", "another value")
+    _demand(record.epoch <= MAX_EPOCH, "epoch", f"must be at most {MAX_EPOCH}", record.epoch)
     _demand(log_bytes % 4 == 0, "log", "must have four bytes a token", log_bytes)
     least = record.prompt_len + record.committed_len
     _demand(log_bytes // 4 >= least, "log", f"must have at least {least} tokens", log_bytes // 4)
     return record
 
 
-def rank_from_text(value: bytes) -> int:
-    """Returns the rank of a document.
+def number_from_text(name: str, value: bytes) -> int:
+    """Returns a field that is a number.
 
     Raises:
-        EntryError: It is no number, or out of range.
+        EntryError: It is none, or out of range.
     """
-    rank: int = _from_text("rank", value, int)
-    return rank
+    number: int = _from_text(name, value, int)
+    return number
 
 
 def _from_text(name: str, value: bytes, hint: Any) -> Any:

@@ -4,6 +4,9 @@ A replica is one JSON string with a time to live and an entry in an index set; a
 log one string of four bytes a token. Whole keys expire, no fields. Atomic operations are Lua scripts. A key's name
 begins with `paceline:`; both keys of a session hash to one slot.
 
+A kept document is a hash that expires. An index knows the sizes of all documents, in the order in which they expire, by
+keeper and together; it changes in the same script as the documents, and does not expire. Its keys hash to one slot.
+
 A server at its `maxmemory` refuses writes that may grow. Registry and claims are small and bounded, so their scripts
 are permitted on a full server (`allow-oom`); records of sessions are refused then. A full server stops a script at its
 first write only, so a script for records must begin with one that grows.
@@ -19,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
@@ -40,7 +43,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.core.addresses import host_port
 from paceline.core.errors import MAX_PROBLEM_CHARS, ConfigError, UnavailableError, shortened
+from paceline.service.config import named, public_url
 from paceline.store.base import (
+    EPOCHS_PER_OWNER,
     AdvanceSession,
     Document,
     Keeping,
@@ -49,11 +54,11 @@ from paceline.store.base import (
     Replica,
     SessionRecord,
     SessionWrite,
+    Store,
     Written,
     first_owner_epoch,
-    next_owner_epoch,
 )
-from paceline.store.reading import EntryError, rank_from_text, record_from_fields, replica_from_json
+from paceline.store.reading import EntryError, number_from_text, record_from_fields, replica_from_json
 
 PREFIX = "paceline:{documents}:"
 _OUTCOMES = (Keeping.DONE, Keeping.OUTRANKED, Keeping.MISSING, Keeping.TOO_LARGE)
@@ -70,7 +75,7 @@ local function count(keeper, id, size, expires_ms)
 end
 local function drop(id)
   local keeper, size = id:match('^[^:]*'), tonumber(redis.call('HGET', key('sizes'), id) or 0)
-  redis.call('DEL', key('body', id), key('work', id))
+  redis.call('DEL', key('body', id))
   redis.call('HDEL', key('sizes'), id)
   redis.call('ZREM', key('ends'), id)
   redis.call('ZREM', key('ends', keeper), id)
@@ -83,7 +88,7 @@ _KEEP_SCRIPT = (
     "#!lua\n"
     + _INDEX_FUNCTIONS
     + """
-local keeper, name, body, rank, size, ttl_ms, work_ms, room, replaces = unpack(ARGV)
+local keeper, name, body, rank, size, ttl_ms, room, replaces = unpack(ARGV)
 local id = keeper .. ':' .. name
 local stored = redis.call('HGET', key('body', id), 'rank')
 if stored and (tonumber(stored) or -1) >= tonumber(rank) then return 1 end
@@ -106,7 +111,6 @@ while tonumber(redis.call('GET', key('total'))) + size > room do
 end
 redis.call('HSET', key('body', id), 'rank', rank, 'body', body)
 redis.call('PEXPIRE', key('body', id), ttl_ms)
-if work_ms ~= '0' then redis.call('SET', key('work', id), '1', 'PX', work_ms) end
 count(keeper, id, size, now_ms + ttl_ms)
 return 0
 """
@@ -120,75 +124,6 @@ drop(ARGV[1])
 return known
 """
 )
-
-# Runs a command; raises `UnavailableError` in the words of the store.
-_Call = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-
-
-class RedisDocuments:
-    """Documents on a server.
-
-    A document is a hash that expires, beside it a key that exists while somebody works on it. An index knows the sizes
-    of all, in the order in which they expire, by keeper and together; it changes in the same script as the documents,
-    and does not expire. All keys hash to one slot.
-
-    Args:
-        client: Connections to it.
-        call: Runs a command of the client.
-    """
-
-    def __init__(self, client: Redis, call: _Call) -> None:
-        self._client = client
-        self._call = call
-        self._keep = client.register_script(_KEEP_SCRIPT)
-        self._forget = client.register_script(_FORGET_SCRIPT)
-
-    async def keep(
-        self, document: Document, *, ttl_s: float, work_s: float, room_bytes: int, replaces: bool = False
-    ) -> Keeping:
-        arguments: list[str | int | bytes] = [
-            *(document.keeper, document.name, document.body, document.rank, document.size),
-            *(_milliseconds(ttl_s), _milliseconds(work_s) if document.at_work else 0),
-            *(room_bytes, int(replaces)),
-        ]
-        return _OUTCOMES[await self._call(lambda: self._keep(keys=[PREFIX], args=arguments))]
-
-    async def work_on(self, documents: Sequence[tuple[str, str]], work_s: float) -> None:
-
-        async def mark() -> None:
-            async with self._client.pipeline(transaction=False) as pipe:
-                for keeper, name in documents:
-                    pipe.set(_key("work", keeper, name), "1", px=_milliseconds(work_s))
-                await pipe.execute()
-
-        await self._call(mark)
-
-    async def kept(self, keeper: str, name: str) -> Document | None:
-
-        async def read() -> list[Any]:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.hmget(_key("body", keeper, name), "rank", "body")
-                pipe.exists(_key("work", keeper, name))
-                results: list[Any] = await pipe.execute()
-                return results
-
-        (rank, body), at_work = await self._call(read)
-        if rank is None or body is None:
-            return None
-        try:
-            known = rank_from_text(rank)
-        except EntryError as error:
-            _log.warning("a document cannot be read", extra={"document": f"{keeper}:{name}", "error": error})
-            return None
-        return Document(keeper=keeper, name=name, body=bytes(body), rank=known, at_work=bool(at_work))
-
-    async def forget(self, keeper: str, name: str) -> bool:
-        return bool(await self._call(lambda: self._forget(keys=[PREFIX], args=[f"{keeper}:{name}"])))
-
-
-def _key(kind: str, keeper: str, name: str) -> str:
-    return f"{PREFIX}{kind}:{keeper}:{name}"
-
 
 _Arguments = list[str | int | bytes]
 
@@ -205,7 +140,6 @@ REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
 DRAIN_MARKS = "paceline:drain_marks"
 NOTE_PREFIX = "paceline:note:"
-CLAIM_TRIES = 8
 
 # The draining mark is stored beside the entries, so that it can be set without knowing the entry. 0 means that it was
 # taken back; no mark at all may mean that the store has lost it.
@@ -232,16 +166,12 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
 end
 return found
 """
-# Epochs have up to 64 bits and Lua's numbers 53, so their decimal digits are compared.
 _YIELDS_FUNCTION = """
-local function newer(a, b)
-  if #a ~= #b then return #a > #b end
-  return a > b
-end
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
 local function taken_over(epoch, first_epoch, owner)
-  if not stored[1] or newer(first_epoch, stored[1]) then return false end
-  return newer(stored[1], epoch) or stored[2] ~= owner
+  local known = tonumber(stored[1] or '')
+  if not known or tonumber(first_epoch) > known then return false end
+  return known > tonumber(epoch) or stored[2] ~= owner
 end
 """
 _PUT_SCRIPT = (
@@ -275,10 +205,11 @@ return 0
 )
 # Returns the record and its log as they were when the owner changed.
 _CLAIM_SCRIPT = """#!lua flags=allow-oom
-local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
-if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return false end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'owner', ARGV[4])
-return {redis.call('HMGET', KEYS[1], unpack(ARGV, 5)), redis.call('GET', KEYS[2])}
+local stored = redis.call('HGET', KEYS[1], 'epoch')
+if not stored then return false end
+local next_range = (math.floor(stored / ARGV[1]) + 1) * ARGV[1]
+redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', next_range), 'owner', ARGV[2])
+return {redis.call('HMGET', KEYS[1], unpack(ARGV, 3)), redis.call('GET', KEYS[2])}
 """
 _TOKEN_TYPE = np.dtype("<u4")
 _WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
@@ -287,12 +218,8 @@ _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
 _log = logging.getLogger(__name__)
 
 
-class RedisStore:
-    """A store on a real server; connections are made when first needed, and again after a loss.
-
-    Attributes:
-        documents: Documents that gateways keep for their callers.
-    """
+class RedisStore(Store):
+    """A store on a real server; connections are made when first needed, and again after a loss."""
 
     def __init__(self, url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._place = _place(url)
@@ -313,7 +240,8 @@ class RedisStore:
         self._put = self._client.register_script(_PUT_SCRIPT)
         self._advance = self._client.register_script(_ADVANCE_SCRIPT)
         self._claim = self._client.register_script(_CLAIM_SCRIPT)
-        self.documents = RedisDocuments(self._client, self._call)
+        self._keep = self._client.register_script(_KEEP_SCRIPT)
+        self._forget = self._client.register_script(_FORGET_SCRIPT)
 
     @property
     def num_bad_entries(self) -> int:
@@ -379,27 +307,42 @@ class RedisStore:
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.hmget(keys[0], _SESSION_FIELDS)
                 pipe.get(keys[1])
+                pipe.hget(keys[0], "ttl_ms")
+                pipe.pttl(keys[0])
                 results: list[Any] = await pipe.execute(raise_on_error=False)
                 return results
 
         return _logged(session_id, await self._call(read, "HMGET"))
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
-        """Makes `owner` the owner of a session.
+        """Makes `owner` the owner of a session whose record can be read."""
+        if await self.session(session_id) is None:
+            return None
+        arguments: _Arguments = [EPOCHS_PER_OWNER, owner, *_SESSION_FIELDS]
+        claimed = await self._call(partial(self._claim, keys=_session_keys(session_id), args=arguments))
+        return None if claimed is None else _logged(session_id, claimed)
 
-        Raises:
-            UnavailableError: The server does not answer, or others keep writing the record.
-        """
-        for _ in range(CLAIM_TRIES):
-            seen = await self.session(session_id)
-            if seen is None:
-                return None
-            mine = (next_owner_epoch(seen.record.epoch), owner)
-            arguments: _Arguments = [seen.record.epoch, seen.record.owner, *mine, *_SESSION_FIELDS]
-            claimed = await self._call(partial(self._claim, keys=_session_keys(session_id), args=arguments))
-            if claimed is not None:
-                return _logged(session_id, claimed)
-        raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
+    async def keep(self, document: Document, *, ttl_s: float, room_bytes: int, replaces: bool = False) -> Keeping:
+        arguments: _Arguments = [
+            *(document.keeper, document.name, document.body, document.rank, document.size),
+            *(_milliseconds(ttl_s), room_bytes, int(replaces)),
+        ]
+        return _OUTCOMES[await self._call(partial(self._keep, keys=[PREFIX], args=arguments))]
+
+    async def kept(self, keeper: str, name: str) -> Document | None:
+        key = f"{PREFIX}body:{keeper}:{name}"
+        rank, body = await self._call(lambda: self._client.hmget(key, ["rank", "body"]), "HMGET")
+        if rank is None or body is None:
+            return None
+        try:
+            known = number_from_text("rank", rank)
+        except EntryError as error:
+            _log.warning("a document cannot be read", extra={"document": f"{keeper}:{name}", "error": error})
+            return None
+        return Document(keeper=keeper, name=name, body=bytes(body), rank=known)
+
+    async def forget(self, keeper: str, name: str) -> bool:
+        return bool(await self._call(partial(self._forget, keys=[PREFIX], args=[f"{keeper}:{name}"])))
 
     async def note(self, name: str) -> bytes | None:
         content: bytes | None = await self._call(partial(self._client.get, NOTE_PREFIX + name), "GET")
@@ -416,12 +359,6 @@ class RedisStore:
     async def close(self) -> None:
         with suppress(RedisError, OSError):
             await self._client.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def _call(self, call: Callable[[], Awaitable[Any]], command: str = "EVALSHA") -> Any:
         """Makes a call; `command` names it in errors. Scripts are called by EVALSHA."""
@@ -454,6 +391,37 @@ class RedisStore:
             # uvloop raises RuntimeError for a write to a closed socket.
             reason = type(error).__name__
             raise UnavailableError(f"the store at {self._place} cannot be used ({reason})") from error
+
+
+def open_store(url: str, setting: str = "--redis-url") -> Store:
+    """Opens the store at a URL: `redis://[user:password@]host:port/db`, also `rediss` and `unix`, or `memory://`.
+
+    Nothing is dialled yet. `memory://` stands for no store at all.
+
+    Args:
+        url: The URL; an option of redis-py may follow a question mark.
+        setting: The setting that gave it, for errors.
+
+    Raises:
+        ConfigError: The URL has another scheme, or an option that is not known or has a bad value.
+    """
+    with named(setting, public_url(url)):
+        scheme = urlsplit(url).scheme
+        if scheme == "memory":
+            return Store()
+        if scheme in ("redis", "rediss", "unix"):
+            return RedisStore(url)
+        raise ConfigError("must begin with redis://, rediss://, unix:// or memory://")
+
+
+def require_server(url: str, setting: str = "--redis-url") -> None:
+    """Refuses `memory://` where services have to find one another.
+
+    Raises:
+        ConfigError: The URL names no server, or cannot be used.
+    """
+    if not isinstance(open_store(url, setting), RedisStore):
+        raise ConfigError(f"{setting} must name a server, got memory://, which stands for none")
 
 
 def _place(url: str) -> str:
@@ -524,8 +492,11 @@ def _written(result: int | ResponseError) -> Written:
 
 
 def _logged(session_id: str, answer: Sequence[Any]) -> LoggedSession | None:
-    """Returns a session from its fields and its log; None if it does not exist or cannot be read."""
-    values, log = answer
+    """Returns a session from its fields, its log, its time to live and what is left of it; the last two may be missing.
+
+    None: it does not exist or cannot be read.
+    """
+    values, log, ttl_ms, left_ms = (*answer, b"0", 0)[:4]
     errors = [each for each in answer if isinstance(each, ResponseError)]
     if not errors and (values[0] is None or log is None):
         return None
@@ -534,7 +505,8 @@ def _logged(session_id: str, answer: Sequence[Any]) -> LoggedSession | None:
             raise EntryError(str(errors[0]))
         named = dict(zip(_SESSION_FIELDS, values, strict=True))
         record = record_from_fields(session_id, named, len(log))
+        age_s = (number_from_text("ttl_ms", ttl_ms or b"") - left_ms) / 1000
     except EntryError as error:
         _log.warning("a session record cannot be read", extra={"session_id": session_id, "error": error})
         return None
-    return LoggedSession(record=record, token_ids=tuple(np.frombuffer(log, _TOKEN_TYPE).tolist()))
+    return LoggedSession(record=record, token_ids=tuple(np.frombuffer(log, _TOKEN_TYPE).tolist()), age_s=age_s)

@@ -37,7 +37,7 @@ from paceline.service.learned import TunedState, kept_in
 from paceline.service.process import GARBAGE_OF_STEPS, run, settle_heap
 from paceline.service.supervision import TaskSupervisor, Work
 from paceline.store.base import Store
-from paceline.store.opening import open_store
+from paceline.store.redis import open_store
 from paceline.tier.drafters import Drafters
 from paceline.vllm.board import SharedTrees
 from paceline.vllm.chain_scheduler import ChainScheduler

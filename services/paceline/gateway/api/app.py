@@ -18,15 +18,14 @@ import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.api.anthropic.endpoint import ERRORS as MESSAGE_ERRORS
-from paceline.gateway.api.anthropic.endpoint import MessagesApi, count_tokens
+from paceline.gateway.api.anthropic.endpoint import MessagesEndpoint, count_tokens
 from paceline.gateway.api.console.figures import Figures, console_routes
 from paceline.gateway.api.endpoints.endpoint import BodyReader, Endpoint
 from paceline.gateway.api.openai.endpoint import CompletionEndpoint
-from paceline.gateway.api.openai.tokenizing import TokenizerEndpoint, detokenize, tokenize
-from paceline.gateway.api.openai.translated import TranslatedEndpoint
+from paceline.gateway.api.openai.tokenizing import answer_without_session, detokenize, tokenize
 from paceline.gateway.api.openapi import PATH, openapi_document
 from paceline.gateway.api.responses.endpoint import ERRORS as RESPONSE_ERRORS
-from paceline.gateway.api.responses.endpoint import KeptResponses, ResponsesApi
+from paceline.gateway.api.responses.endpoint import ResponsesEndpoint
 from paceline.gateway.api.responses.kept import ResponseShelf
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.http.errors import HttpError, to_http
@@ -84,23 +83,22 @@ def create_app(
     serve = partial(Endpoint, count_error=sessions.count_error, ping_s=ping_s)
     traced = partial(serve, tracer=tracer)
     completions = partial(CompletionEndpoint, sessions, resumption, reader)
-    translated = partial(TranslatedEndpoint, sessions, reader)
-    tokenizer = partial(TokenizerEndpoint, sessions, reader)
-    kept = KeptResponses(sessions, resumption, shelf)
+    direct = partial(answer_without_session, sessions, reader)
+    responses = ResponsesEndpoint(sessions, reader, resumption, shelf)
     posts = {
         "/v1/completions": traced(completions(chat=False), operation=TEXT_COMPLETION, id_prefix="cmpl-"),
         "/v1/chat/completions": traced(completions(chat=True), operation=CHAT, id_prefix="chatcmpl-"),
-        RESPONSES: traced(translated(ResponsesApi(shelf)), operation=CHAT, id_prefix="resp_", errors=RESPONSE_ERRORS),
-        f"{RESPONSES}/{{response_id}}/cancel": serve(kept.cancel, errors=RESPONSE_ERRORS),
-        MESSAGES: traced(translated(MessagesApi()), operation=CHAT, id_prefix="msg_", errors=MESSAGE_ERRORS),
-        COUNT_TOKENS: serve(tokenizer(count_tokens), id_prefix="tok-", errors=MESSAGE_ERRORS),
-        "/tokenize": serve(tokenizer(tokenize), id_prefix="tok-"),
-        "/detokenize": serve(tokenizer(detokenize), id_prefix="tok-"),
+        RESPONSES: traced(responses, operation=CHAT, id_prefix="resp_", errors=RESPONSE_ERRORS),
+        f"{RESPONSES}/{{response_id}}/cancel": serve(responses.cancel, errors=RESPONSE_ERRORS),
+        MESSAGES: traced(MessagesEndpoint(sessions, reader), operation=CHAT, id_prefix="msg_", errors=MESSAGE_ERRORS),
+        COUNT_TOKENS: serve(partial(direct, count_tokens), id_prefix="tok-", errors=MESSAGE_ERRORS),
+        "/tokenize": serve(partial(direct, tokenize), id_prefix="tok-"),
+        "/detokenize": serve(partial(direct, detokenize), id_prefix="tok-"),
     }
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-        Route(f"{RESPONSES}/{{response_id}}", serve(kept.show, errors=RESPONSE_ERRORS), methods=["GET"]),
-        Route(f"{RESPONSES}/{{response_id}}", serve(kept.delete, errors=RESPONSE_ERRORS), methods=["DELETE"]),
+        Route(f"{RESPONSES}/{{response_id}}", serve(responses.show, errors=RESPONSE_ERRORS), methods=["GET"]),
+        Route(f"{RESPONSES}/{{response_id}}", serve(responses.delete, errors=RESPONSE_ERRORS), methods=["DELETE"]),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
         *_status_routes(sessions, fleet, registry, supervisor, keys),

@@ -27,6 +27,8 @@ MAX_SESSION_ID_CHARS = 128
 FREE_RESUMPTIONS = 4
 # Pauses before looks for a record, which is written some hundredths of a second after its session begins.
 PAUSES_S = (0.0, 0.05, 0.2, 0.5)
+# A session counts as run for this long after its gateway last wrote its record, which it does every 5 s.
+RUNNING_S = 30.0
 
 
 class Resumption:
@@ -84,6 +86,15 @@ class Resumption:
                 f"session_id: {session_id[:80]!r} is not known; it ended too long ago, or never was recorded"
             )
         return self._request(logged, offset, digest)
+
+    async def runs(self, session_id: str, api_key: str) -> bool:
+        """Whether a gateway runs a session, by its record.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        logged = await self._logged(session_id, api_key)
+        return logged is not None and logged.record.state is SessionState.RUNNING and logged.age_s < RUNNING_S
 
     async def _logged(self, session_id: str, api_key: str) -> LoggedSession | None:
         """A session's record; None under another key, as a caller does not learn that it exists there."""

@@ -14,7 +14,7 @@ from paceline.gateway.api.anthropic.requests import generation_of, prompt_of
 from paceline.gateway.api.openai.bodies import ChatFields
 from paceline.gateway.api.openai.prompts import chat_tokens
 from paceline.gateway.api.openai.tools import read_toolbox
-from paceline.gateway.api.openai.translated import ChatApi, Translated, renamed
+from paceline.gateway.api.openai.translated import Translated, TranslatedEndpoint, renamed
 from paceline.gateway.http.errors import HttpError
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from paceline.gateway.http.response import REQUEST_ID, ErrorForm
@@ -56,7 +56,7 @@ ERRORS = ErrorForm(
 )
 
 
-class MessagesApi(ChatApi):
+class MessagesEndpoint(TranslatedEndpoint):
     """Anthropic's API."""
 
     names: ClassVar[Mapping[str, str]] = {
@@ -90,4 +90,4 @@ def count_tokens(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Js
         tools = read_toolbox(chat.tools, None, True, unknown).tools
         return {"input_tokens": len(chat_tokens(chat, sessions.model(body.model), unknown, tools=tools))}
     except InvalidRequestError as error:
-        raise renamed(error, MessagesApi.names, places) from None
+        raise renamed(error, MessagesEndpoint.names, places) from None

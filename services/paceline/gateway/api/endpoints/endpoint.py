@@ -6,7 +6,7 @@ Bodies are read and parsed within bounds, and off the event loop where that take
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -117,7 +117,7 @@ class BodyReader:
         self,
         call: Call,
         understand: Callable[..., ReadT],
-        prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
+        prepare: Callable[[dict[str, Any]], Awaitable[Sequence[Any] | None]] | None = None,
     ) -> ReadT:
         """Returns what `understand` makes of a body; headers of the answer will name what was ignored.
 
@@ -153,7 +153,7 @@ class BodyReader:
         raw: bytearray,
         understand: Callable[..., ReadT],
         unknown: UnknownFields,
-        prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None,
+        prepare: Callable[[dict[str, Any]], Awaitable[Sequence[Any] | None]] | None,
     ) -> ReadT:
         small = len(raw) <= MAX_INLINE_BYTES
         fields = await self.workers.run(partial(parse_json_object, raw), small=small)
@@ -162,7 +162,7 @@ class BodyReader:
             prepared = await prepare(fields)
             understand = partial(understand, prepared)
             # Fetched texts may be long.
-            small = small and not prepared
+            small = small and not any(prepared or ())
         work = partial(understand, fields, unknown)
         try:
             return await self.workers.run(work, small=small)

@@ -21,23 +21,16 @@ from paceline.gateway.sessions.sessions import Sessions
 Json = dict[str, Any]
 
 
-class TokenizerEndpoint:
-    """An operation that runs no session.
+async def answer_without_session(
+    sessions: Sessions, reader: BodyReader, answer: Callable[[Sessions, Json, UnknownFields], Json], call: Call
+) -> Work:
+    """Reads a request that runs no session; returns what answers it.
 
     Args:
         sessions: Knows the models.
         answer: `tokenize`, `detokenize`, or the same of another API.
     """
-
-    def __init__(
-        self, sessions: Sessions, reader: BodyReader, answer: Callable[[Sessions, Json, UnknownFields], Json]
-    ) -> None:
-        self._reader = reader
-        self._answer = partial(answer, sessions)
-
-    async def __call__(self, call: Call) -> Work:
-        """Reads a request; returns what answers it."""
-        return call.exchange.whole(await self._reader.read(call, self._answer))
+    return call.exchange.whole(await reader.read(call, partial(answer, sessions)))
 
 
 def tokenize(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:

@@ -1,6 +1,6 @@
 """Generation in the words of other APIs: a request becomes a chat of OpenAI's, and the chat's events become theirs.
 
-It knows no API; each is a `ChatApi`.
+It knows no API; each is a `TranslatedEndpoint`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Keeper:
         """
 
 
-class ChatApi(ABC):
-    """An API whose requests and answers are chats in other words.
+class TranslatedEndpoint(ABC):
+    """POST of an API whose requests and answers are chats in other words.
 
     Attributes:
         names: Its own names of fields of chats, for errors; longer ones come first.
@@ -88,9 +88,14 @@ class ChatApi(ABC):
 
     names: ClassVar[Mapping[str, str]]
 
-    async def prepare(self, fields: Json) -> Any:
+    def __init__(self, sessions: Sessions, reader: BodyReader) -> None:
+        self._sessions = sessions
+        self._reader = reader
+
+    async def prepare(self, fields: Json) -> Sequence[Any] | None:
         """Returns what has to be fetched before a body can be translated."""
         del fields
+        return None
 
     @abstractmethod
     def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
@@ -104,32 +109,23 @@ class ChatApi(ABC):
         del translated, answer, request
         return Keeper()
 
-
-class TranslatedEndpoint:
-    """POST of another API."""
-
-    def __init__(self, sessions: Sessions, reader: BodyReader, api: ChatApi) -> None:
-        self._sessions = sessions
-        self._reader = reader
-        self._api = api
-
     async def __call__(self, call: Call) -> Work:
         """Reads a request; returns what answers it."""
-        order = await self._reader.read(call, partial(self._order, call), self._api.prepare)
+        order = await self._reader.read(call, partial(self._order, call), self.prepare)
         return self._answer(*order, call)
 
     def _order(
         self, call: Call, prepared: Any, fields: Json, unknown: UnknownFields
     ) -> tuple[Translated, SessionRequest]:
-        translated = self._api.translate(prepared, fields, unknown)
+        translated = self.translate(prepared, fields, unknown)
         own_id = call.exchange.own_id
         try:
             body = parse_body(ChatBody, translated.chat, unknown)
             [request] = chat_sessions(body, self._sessions.model(body.model), own_id, unknown)
         except InvalidRequestError as error:
-            raise renamed(error, self._api.names, translated.places) from None
+            raise renamed(error, self.names, translated.places) from None
         call.trace.understood([request], own_id)
-        refusal = renamed(InvalidRequestError(request.grammar_field, ""), self._api.names, translated.places)
+        refusal = renamed(InvalidRequestError(request.grammar_field, ""), self.names, translated.places)
         caller = current_caller().name
         return translated, replace(request, api_key=caller, span=call.trace.span, grammar_field=refusal.field)
 
@@ -138,8 +134,8 @@ class TranslatedEndpoint:
             if translated.stream:
                 call.exchange.ping_while_silent()
             message = Message(request.form, request.session_id)
-            answer = self._api.answer(translated, request, message, call.exchange.own_id)
-            keeper = self._api.keeper(translated, answer, request)
+            answer = self.answer(translated, request, message, call.exchange.own_id)
+            keeper = self.keeper(translated, answer, request)
             told = ToldAnswer(answer, message, keeper, call.exchange.event if translated.stream else unsent)
             ending = await told.told(self._sessions.run(request, call.trace.noting(told.piece)))
             call.trace.ended(ending)

@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError
-from paceline.gateway.api.endpoints.endpoint import Call, Work
-from paceline.gateway.api.openai.translated import ChatApi, Keeper, ToldAnswer, Translated
+from paceline.gateway.api.endpoints.endpoint import BodyReader, Call, Work
+from paceline.gateway.api.openai.translated import Keeper, ToldAnswer, Translated, TranslatedEndpoint
 from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of, response_of
 from paceline.gateway.api.responses.bodies import MAX_REFERRED, ResponsesBody
 from paceline.gateway.api.responses.kept import (
@@ -43,31 +43,12 @@ Json = dict[str, Any]
 MAX_DIGITS = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Context:
-    """Request fields that a response repeats.
-
-    Attributes:
-        messages: The conversation, without instructions.
-        kept: Kept parts of the request; None: the response is not kept.
-    """
-
-    body: ResponsesBody
-    messages: list[Json]
-    kept: bytes | None = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Earlier:
-    """The conversation that a request continues.
-
-    Attributes:
-        messages: The conversation so far, without instructions.
-        items: Items of kept responses that the request refers to, by their ids.
-    """
-
-    messages: list[Json]
-    items: Mapping[str, Json]
+# What the answer needs of a request: its body, the conversation without instructions, and the parts of the request that
+# are kept (None: the response is not).
+_Context = tuple[ResponsesBody, list[Json], bytes | None]
+# The conversation that a request continues, without instructions, and the items of kept responses that it refers to, by
+# their ids.
+_Earlier = tuple[list[Json], Mapping[str, Json]]
 
 
 def error_shape(error: HttpError, request_id: str) -> Json:
@@ -79,8 +60,12 @@ def error_shape(error: HttpError, request_id: str) -> Json:
 ERRORS = ErrorForm(shape=error_shape, named=True)
 
 
-class ResponsesApi(ChatApi):
-    """OpenAI's newer API."""
+class ResponsesEndpoint(TranslatedEndpoint):
+    """OpenAI's newer API; kept responses are shown, streamed, cancelled, or deleted.
+
+    Args:
+        resumption: Takes over the session of a response.
+    """
 
     names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
@@ -92,15 +77,15 @@ class ResponsesApi(ChatApi):
         "reasoning_effort": "reasoning.effort",
     }
 
-    def __init__(self, shelf: ResponseShelf) -> None:
+    def __init__(self, sessions: Sessions, reader: BodyReader, resumption: Resumption, shelf: ResponseShelf) -> None:
+        super().__init__(sessions, reader)
+        self._resumption = resumption
         self._shelf = shelf
 
     @override
     async def prepare(self, fields: Json) -> _Earlier:
-        return _Earlier(
-            messages=await self._previous(fields.get("previous_response_id")),
-            items=await self._items(referred(fields.get("input"))),
-        )
+        messages = await self._previous(fields.get("previous_response_id"))
+        return messages, await self._items(referred(fields.get("input")))
 
     async def _previous(self, previous: Any) -> list[Json]:
         """Returns the conversation up to the end of a response."""
@@ -130,30 +115,87 @@ class ResponsesApi(ChatApi):
 
     @override
     def translate(self, prepared: _Earlier, fields: Json, unknown: UnknownFields) -> Translated:
-        body = read_fields(ResponsesBody, with_items(fields, prepared.items), unknown)
-        chat, places = chat_of(body, prepared.messages, unknown)
+        earlier, items = prepared
+        body = read_fields(ResponsesBody, with_items(fields, items), unknown)
+        chat, places = chat_of(body, earlier, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
         kept = as_written(messages, _echoed(body), self._shelf.room_bytes) if body.store else None
-        context = _Context(body=body, messages=messages, kept=kept)
+        context: _Context = body, messages, kept
         return Translated(chat=chat, places=places, stream=body.stream, context=context)
 
     @override
     def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
-        return ResponseAnswer(_response(translated.context.body, request, own_id), message.call_id)
+        body, _, _ = translated.context
+        return ResponseAnswer(_response(body, request, own_id), message.call_id)
 
     @override
     def keeper(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> Keeper:
-        context: _Context = translated.context
-        if context.kept is None:
+        _, messages, kept = translated.context
+        if kept is None:
             return Keeper()
         begun = KeptResponse(
             api_key=request.api_key,
             response=answer.response,
-            messages=context.messages,
-            request=context.kept,
+            messages=messages,
+            request=kept,
             rank=running_rank(request.epoch),
         )
         return _ResponseKeeper(self._shelf, answer, begun)
+
+    async def show(self, call: Call) -> Work:
+        """Answers with a response: as it is, or as a stream from the last event on that the client has."""
+        query, kept = call.request.query_params, await self._found(call)
+        # HEAD comes here, too, and must not take the session from the call that runs it.
+        if query.get("stream") != "true" or call.request.method == "HEAD":
+            return call.exchange.whole(kept.response)
+        after = _number(query.get("starting_after"))
+        return self._replay(kept, after, call.exchange) if kept.final else self._resume(kept, after, call.exchange)
+
+    async def _replay(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
+        for event in _replayed(kept, after):
+            exchange.event(event)
+            # Nothing here waits, and there may be thousands.
+            await asyncio.sleep(0)
+            await exchange.flushed()
+        await exchange.end()
+
+    async def _resume(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
+        """Runs the rest of the session here; the call that ran it ends with an error."""
+        caller = current_caller()
+        with self._sessions.admitted(1, caller, continued=True):
+            try:
+                session = await self._resumption.claim_for(caller, kept.session_id, 0, "")
+            except SessionNotFoundError:
+                if kept.in_progress:
+                    raise
+                await self._replay(kept, after, exchange)
+                return
+            exchange.ping_while_silent()
+            message = Message(session.form, session.session_id)
+            answer = ResponseAnswer(_begun(kept), message.call_id, after)
+            begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
+            keeper = _ResponseKeeper(self._shelf, answer, begun, replaces=True)
+            told = ToldAnswer(answer, message, keeper, exchange.event)
+            await told.told(self._sessions.run(session, told.piece))
+            await exchange.end()
+
+    async def cancel(self, call: Call) -> Work:
+        """Ends a response that is in progress, by taking its session and not running it."""
+        kept = await self._found(call)
+        if kept.in_progress:
+            cancelled = replace(kept, response={**kept.response, "status": CANCELLED}, rank=FINAL)
+            await self._resumption.claim(kept.session_id, 0, "", kept.api_key)
+            kept = cancelled if await self._shelf.end(cancelled) else await self._found(call)
+        return call.exchange.whole(kept.response)
+
+    async def delete(self, call: Call) -> Work:
+        """Deletes a response; one in progress is still sent to the client that reads it."""
+        response_id = call.request.path_params["response_id"]
+        await self._shelf.forget(response_id, current_caller().name)
+        return call.exchange.whole({"id": response_id, "object": "response", "deleted": True})
+
+    async def _found(self, call: Call) -> KeptResponse:
+        return await self._shelf.find(call.request.path_params["response_id"], current_caller().name)
 
 
 class _ResponseKeeper(Keeper):
@@ -167,7 +209,7 @@ class _ResponseKeeper(Keeper):
     def __init__(
         self, shelf: ResponseShelf, answer: ResponseAnswer, begun: KeptResponse, *, replaces: bool = False
     ) -> None:
-        self._writer = shelf.writer
+        self._shelf = shelf
         self._answer = answer
         self._begun = begun
         self._replaces = replaces
@@ -176,26 +218,26 @@ class _ResponseKeeper(Keeper):
     def begun(self) -> None:
         # From now on any gateway can resume it.
         response = {**self._answer.response, "output": []}
-        self._put(replace(self._begun, response=response, at_work=True))
+        self._put(replace(self._begun, response=response))
 
     @override
     async def ended(self) -> None:
         # From now on it can be a `previous_response_id`.
         ended = replace(self._begun, response=self._answer.response, rank=FINAL)
         self._put(ended)
-        await self._writer.written(ended)
+        await self._shelf.written(ended)
 
     @override
     def broke_off(self, error: Exception | None) -> None:
         if isinstance(error, StaleEpochError):
             # It goes on elsewhere, or has been cancelled there.
-            self._writer.leave(self._begun)
+            self._shelf.leave(self._begun)
             return
         self._answer.break_off(interrupted() if error is None else {"status": FAILED, "error": _failure(error)})
         self._put(replace(self._begun, response=self._answer.response, rank=self._begun.rank + 1))
 
     def _put(self, kept: KeptResponse) -> None:
-        self._writer.put(kept, replaces=self._replaces)
+        self._shelf.put(kept, replaces=self._replaces)
 
 
 def _failure(error: Exception) -> Json:
@@ -238,82 +280,6 @@ def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json
         "usage": None,
         **_echoed(body),
     }
-
-
-class KeptResponses:
-    """The operations on kept responses: they are shown, streamed, cancelled, or deleted.
-
-    Args:
-        sessions: Runs what is left of one.
-        resumption: Takes over its session.
-    """
-
-    def __init__(self, sessions: Sessions, resumption: Resumption, shelf: ResponseShelf) -> None:
-        self._sessions = sessions
-        self._resumption = resumption
-        self._shelf = shelf
-
-    async def show(self, call: Call) -> Work:
-        """Answers with a response: as it is, or as a stream from the last event on that the client has."""
-        query, kept = call.request.query_params, await self._found(call)
-        # HEAD comes here, too, and must not take the session from the call that runs it.
-        if query.get("stream") != "true" or call.request.method == "HEAD":
-            return call.exchange.whole(kept.response)
-        after = _number(query.get("starting_after"))
-        return self._replay(kept, after, call.exchange) if kept.final else self._resume(kept, after, call.exchange)
-
-    async def _replay(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
-        for event in _replayed(kept, after):
-            exchange.event(event)
-            # Nothing here waits, and there may be thousands.
-            await asyncio.sleep(0)
-            await exchange.flushed()
-        await exchange.end()
-
-    async def _resume(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
-        """Runs the rest of the session here; the call that ran it ends with an error."""
-        caller = current_caller()
-        with self._sessions.admitted(1, caller, continued=True):
-            try:
-                session = await self._resumption.claim_for(caller, _session_id(kept), 0, "")
-            except SessionNotFoundError:
-                if kept.response["status"] == IN_PROGRESS:
-                    raise
-                await self._replay(kept, after, exchange)
-                return
-            exchange.ping_while_silent()
-            message = Message(session.form, session.session_id)
-            answer = ResponseAnswer(_begun(kept), message.call_id, after)
-            begun = replace(kept, response=answer.response, rank=running_rank(session.epoch))
-            keeper = _ResponseKeeper(self._shelf, answer, begun, replaces=True)
-            told = ToldAnswer(answer, message, keeper, exchange.event)
-            await told.told(self._sessions.run(session, told.piece))
-            await exchange.end()
-
-    async def cancel(self, call: Call) -> Work:
-        """Ends a response that is in progress, by taking its session and not running it."""
-        kept = await self._found(call)
-        if kept.response["status"] == IN_PROGRESS:
-            cancelled = replace(kept, response={**kept.response, "status": CANCELLED}, rank=FINAL, at_work=False)
-            await self._claim(kept)
-            kept = cancelled if await self._shelf.end(cancelled) else await self._found(call)
-        return call.exchange.whole(kept.response)
-
-    async def delete(self, call: Call) -> Work:
-        """Deletes a response; one in progress is still sent to the client that reads it."""
-        response_id = call.request.path_params["response_id"]
-        await self._shelf.forget(response_id, current_caller().name)
-        return call.exchange.whole({"id": response_id, "object": "response", "deleted": True})
-
-    async def _found(self, call: Call) -> KeptResponse:
-        return await self._shelf.find(call.request.path_params["response_id"], current_caller().name)
-
-    async def _claim(self, kept: KeptResponse) -> SessionRequest:
-        return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
-
-
-def _session_id(kept: KeptResponse) -> str:
-    return f"{kept.response['id']}-0"
 
 
 def _begun(kept: KeptResponse) -> Json:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +18,9 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, OverloadedError, SessionNotFoundError, UnavailableError
 from paceline.gateway.api.endpoints.endpoint import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.response import to_json
+from paceline.gateway.sessions.take_over import Resumption
 from paceline.service.fair_shares import Lease, Shares, current_caller
-from paceline.store.base import EPOCHS_PER_OWNER, FINAL, Document, Documents, Keeping
+from paceline.store.base import EPOCHS_PER_OWNER, FINAL, Document, Keeping, Store
 
 Json = dict[str, Any]
 
@@ -42,7 +43,6 @@ class KeptResponse:
         messages: The conversation before it, without instructions.
         request: The fixed part as written: messages, and the fields that `ECHOED` names.
         rank: See `running_rank`.
-        at_work: Whether a gateway runs it.
     """
 
     api_key: str
@@ -50,11 +50,23 @@ class KeptResponse:
     messages: Sequence[Json]
     request: bytes = field(repr=False)
     rank: int
-    at_work: bool = False
 
     @property
     def response_id(self) -> str:
         return str(self.response["id"])
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.api_key, self.response_id
+
+    @property
+    def session_id(self) -> str:
+        return f"{self.response_id}-0"
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether it says that a gateway runs it."""
+        return bool(self.response["status"] == IN_PROGRESS)
 
     @property
     def final(self) -> bool:
@@ -69,7 +81,7 @@ class KeptResponse:
     def document(self) -> Document:
         rest = {**self.response, **dict.fromkeys(ECHOED)}
         body = b"\n".join((self.request, to_json(rest)))
-        return Document(keeper=self.api_key, name=self.response_id, body=body, rank=self.rank, at_work=self.at_work)
+        return Document(keeper=self.api_key, name=self.response_id, body=body, rank=self.rank)
 
     @classmethod
     def from_document(cls, document: Document) -> KeptResponse:
@@ -88,7 +100,6 @@ class KeptResponse:
             messages=fixed["messages"],
             request=request,
             rank=document.rank,
-            at_work=document.at_work,
         )
 
 
@@ -130,8 +141,6 @@ def _num_characters(item: Json) -> int:
     return len(item.get("arguments", "")) + sum(map(len, texts))
 
 
-# A response counts as run for this long after its gateway last said so, and it says so this often.
-WORK_S, RENEWAL_S = 30.0, 10.0
 # A store that failed is left alone for this long.
 REST_S = 5.0
 # The end of a response waits so long to be written, while the store is well: so any gateway can continue it at once.
@@ -140,7 +149,8 @@ MAX_WAITING_BYTES = 32 * 1024 * 1024
 # Cost of a waiting response beside its texts.
 _OVERHEAD_BYTES = 4096
 
-_Name = tuple[str, str]
+# Ids that gateways make; the store is not asked for others.
+_ID = re.compile(r"resp_[0-9a-f]{32}")
 
 _log = logging.getLogger(__name__)
 
@@ -153,27 +163,31 @@ class _Waiting:
     held: Lease
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def end(self) -> None:
-        """It is written, or nobody should wait for it."""
-        self.held.release()
-        self.over.set()
 
-
-class KeepingWriter:
-    """Writes without being waited for.
+class ResponseShelf:
+    """Where responses are kept; they are written without being waited for.
 
     Args:
-        documents: The store's documents.
-        keep: Writes one, `documents.keep` with its limits.
+        store: Keeps them as documents.
+        resumption: Knows which sessions run.
+        workers: Read long ones.
+        ttl_s: Life of a response after its last change, in seconds.
+        room_bytes: Room in the store for all responses of all keys.
     """
 
-    def __init__(self, documents: Documents, keep: Callable[..., Awaitable[Keeping]]) -> None:
-        self._documents = documents
-        self._keep = keep
+    def __init__(
+        self, store: Store, resumption: Resumption, workers: Workers, *, ttl_s: float, room_bytes: int
+    ) -> None:
+        self.room_bytes = room_bytes
+        self._ttl_s = ttl_s
+        self._store = store
+        self._resumption = resumption
+        self._workers = workers
         self._room = Shares(MAX_WAITING_BYTES, "bytes of responses that wait to be kept")
-        self._waiting: dict[_Name, _Waiting] = {}
+        # By names of responses: what is not written yet.
+        self._waiting: dict[tuple[str, str], _Waiting] = {}
         # Responses that run here, and whether they were written before: deleted ones then do not come back.
-        self._running: dict[_Name, bool] = {}
+        self._running: dict[tuple[str, str], bool] = {}
         self._came = asyncio.Event()
         self._failing = False
 
@@ -181,47 +195,33 @@ class KeepingWriter:
         """Writes a response soon, in place of what waits of it; not the end of one that does not run here any more.
 
         Args:
-            kept: As it is now; if it is `at_work`, it counts as run here until its next state.
+            kept: As it is now; if it is in progress, it counts as run here until its next state.
             replaces: Whether it was read from the store.
         """
-        name = kept.api_key, kept.response_id
-        if name not in self._running and not kept.at_work:
+        if kept.name not in self._running and not kept.in_progress:
             # Its call ends a moment after it was cancelled.
             return
-        known = self._running.get(name, replaces)
-        self._drop(name)
+        known = self._running.get(kept.name, replaces)
+        self._drop(kept)
         try:
             held = self._room.take(kept.size + _OVERHEAD_BYTES, current_caller())
         except OverloadedError as error:
             _log.warning("a response is not kept", extra={"response_id": kept.response_id, "error": error})
-            if not kept.at_work:
-                self._running.pop(name, None)
+            if not kept.in_progress:
+                self._running.pop(kept.name, None)
             return
-        self._running[name] = known
-        self._waiting[name] = _Waiting(kept, held)
+        self._running[kept.name] = known
+        self._waiting[kept.name] = _Waiting(kept, held)
         self._came.set()
-
-    def waiting(self, api_key: str, response_id: str) -> KeptResponse | None:
-        """Returns a response that is not written yet."""
-        entry = self._waiting.get((api_key, response_id))
-        return None if entry is None else entry.kept
 
     def leave(self, kept: KeptResponse) -> None:
         """Writes no more of a response: it goes on elsewhere, or has ended."""
-        name = kept.api_key, kept.response_id
-        self._drop(name)
-        self._running.pop(name, None)
-
-    def forget(self, kept: KeptResponse) -> None:
-        """A response is being deleted; if it runs here, its end is not written either."""
-        name = kept.api_key, kept.response_id
-        self._drop(name)
-        if name in self._running:
-            self._running[name] = True
+        self._drop(kept)
+        self._running.pop(kept.name, None)
 
     async def written(self, kept: KeptResponse) -> None:
         """Returns when a response is written; soon in any case, and at once while the store does not answer."""
-        entry = self._waiting.get((kept.api_key, kept.response_id))
+        entry = self._waiting.get(kept.name)
         if entry is None or self._failing:
             return
         with suppress(TimeoutError):
@@ -229,90 +229,26 @@ class KeepingWriter:
                 await entry.over.wait()
 
     async def keep_writing(self) -> None:
-        """Writes without end: what comes at once, and regularly that responses are run."""
-        loop = asyncio.get_running_loop()
-        renew_s = loop.time() + RENEWAL_S
+        """Writes without end what comes, at once."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(renew_s):
-                    await self._came.wait()
+            await self._came.wait()
             self._came.clear()
             await self.flush()
-            if loop.time() >= renew_s:
-                await self._trying(self._renew)
-                renew_s = loop.time() + RENEWAL_S
             if self._failing:
                 await asyncio.sleep(REST_S)
                 self._came.set()
 
     async def flush(self) -> None:
         """Writes all that waits; what cannot be written now is written later."""
-        await self._trying(self._write_all)
-
-    async def _trying(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work()
+            while self._waiting:
+                await self._write(next(iter(self._waiting.values())))
         except UnavailableError as error:
             if not self._failing:
                 _log.warning("responses are not kept", extra={"error": error})
             self._failing = True
             for entry in self._waiting.values():
                 entry.over.set()
-
-    async def _write_all(self) -> None:
-        while self._waiting:
-            name, entry = next(iter(self._waiting.items()))
-            outcome = await self._write(entry.kept, replaces=self._running.get(name, False))
-            self._failing = False
-            if outcome is Keeping.TOO_LARGE:
-                _log.warning("a response is not kept, it is too large", extra={"response_id": entry.kept.response_id})
-            going_on = outcome is Keeping.DONE and entry.kept.at_work
-            if self._waiting.get(name) is entry:
-                self._drop(name)
-                if not going_on:
-                    self._running.pop(name, None)
-            if going_on and name in self._running:
-                self._running[name] = True
-
-    async def _write(self, kept: KeptResponse, *, replaces: bool) -> Keeping:
-        document = kept.document() if kept.size <= MAX_INLINE_BYTES else await asyncio.to_thread(kept.document)
-        return await self._keep(document, work_s=WORK_S, replaces=replaces)
-
-    async def _renew(self) -> None:
-        running = [name for name, written in self._running.items() if written]
-        if running:
-            await self._documents.work_on(running, WORK_S)
-            self._failing = False
-
-    def _drop(self, name: _Name) -> None:
-        entry = self._waiting.pop(name, None)
-        if entry is not None:
-            entry.end()
-
-
-# Ids that gateways make; the store is not asked for others.
-_ID = re.compile(r"resp_[0-9a-f]{32}")
-
-
-class ResponseShelf:
-    """Where responses are kept.
-
-    Args:
-        documents: The store's documents.
-        workers: Read long ones.
-        ttl_s: Life of a response after its last change, in seconds.
-        room_bytes: Room in the store for all responses of all keys.
-
-    Attributes:
-        writer: Writes them in the background.
-    """
-
-    def __init__(self, documents: Documents, workers: Workers, *, ttl_s: float, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
-        self._ttl_s = ttl_s
-        self.writer = KeepingWriter(documents, self._keep)
-        self._documents = documents
-        self._workers = workers
 
     async def end(self, kept: KeptResponse) -> bool:
         """Writes a final response now.
@@ -323,8 +259,8 @@ class ResponseShelf:
         Raises:
             UnavailableError: The store does not answer.
         """
-        outcome = await self._keep(kept.document(), work_s=0.0)
-        self.writer.leave(kept)
+        outcome = await self._keep(kept)
+        self.leave(kept)
         return outcome is Keeping.DONE
 
     async def find(self, response_id: str, api_key: str, field: str = "response_id") -> KeptResponse:
@@ -338,33 +274,53 @@ class ResponseShelf:
         kept = await self._find(response_id, api_key)
         if kept is None:
             raise SessionNotFoundError(f"{field}: {response_id[:80]!r} is not known; it is not kept, or no longer")
-        if kept.at_work or kept.response["status"] != IN_PROGRESS:
+        if not kept.in_progress or kept.name in self._running or await self._resumption.runs(kept.session_id, api_key):
             return kept
         return replace(kept, response={**kept.response, **interrupted()})
 
     async def forget(self, response_id: str, api_key: str) -> None:
-        """Deletes a response.
+        """Deletes a response; if it runs here, its end is not written either.
 
         Raises:
             SessionNotFoundError: There is none for this key.
             UnavailableError: The store does not answer.
         """
         kept = await self.find(response_id, api_key)
-        self.writer.forget(kept)
-        await self._documents.forget(api_key, response_id)
+        self._drop(kept)
+        if kept.name in self._running:
+            self._running[kept.name] = True
+        await self._store.forget(api_key, response_id)
 
-    async def _keep(self, document: Document, *, work_s: float, replaces: bool = False) -> Keeping:
-        return await self._documents.keep(
-            document, ttl_s=self._ttl_s, room_bytes=self.room_bytes, work_s=work_s, replaces=replaces
-        )
+    async def _write(self, entry: _Waiting) -> None:
+        kept = entry.kept
+        outcome = await self._keep(kept, replaces=self._running.get(kept.name, False))
+        self._failing = False
+        if outcome is Keeping.TOO_LARGE:
+            _log.warning("a response is not kept, it is too large", extra={"response_id": kept.response_id})
+        going_on = outcome is Keeping.DONE and kept.in_progress
+        if self._waiting.get(kept.name) is entry:
+            self._drop(kept)
+            if not going_on:
+                self._running.pop(kept.name, None)
+        if going_on and kept.name in self._running:
+            self._running[kept.name] = True
+
+    async def _keep(self, kept: KeptResponse, *, replaces: bool = False) -> Keeping:
+        document = kept.document() if kept.size <= MAX_INLINE_BYTES else await asyncio.to_thread(kept.document)
+        return await self._store.keep(document, ttl_s=self._ttl_s, room_bytes=self.room_bytes, replaces=replaces)
+
+    def _drop(self, kept: KeptResponse) -> None:
+        entry = self._waiting.pop(kept.name, None)
+        if entry is not None:
+            entry.held.release()
+            entry.over.set()
 
     async def _find(self, response_id: str, api_key: str) -> KeptResponse | None:
         if _ID.fullmatch(response_id) is None:
             return None
-        waiting = self.writer.waiting(api_key, response_id)
-        if waiting is not None:
-            return waiting
-        document = await self._documents.kept(api_key, response_id)
+        if (waiting := self._waiting.get((api_key, response_id))) is not None:
+            return waiting.kept
+        document = await self._store.kept(api_key, response_id)
         if document is None:
             return None
         try:
