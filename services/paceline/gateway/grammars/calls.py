@@ -7,8 +7,9 @@ no engine that follows grammars serves it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from keyword import iskeyword
 from typing import Any
 
@@ -60,23 +61,15 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening, content: st
     """
     writes = FAMILIES[family]
     _check_names(toolbox, writes)
-    parts, room = named(content, _FORMAT) if content else [], MAX_GRAMMAR_CHARS
-    for name, schema in writes.schemas(toolbox):
-        # Counted one by one: each argument has all that it refers to.
-        room -= len(text_of(schema, field="tools"))
-        if room < 0:
-            raise InvalidRequestError("tools", f"must make a grammar of at most {MAX_GRAMMAR_CHARS} characters")
-        parts.append({"name": name, "json_schema": {**_GUIDANCE, **schema}})
-
     rules = [
         *opening.rules("answer", call_in_reasoning(opening.reasoning, family)),
         *writes.rules(toolbox, opening, bool(content)),
     ]
-    return joined(rules, parts, "tools")
+    return joined(rules, [*(named(content, _FORMAT) if content else []), *_referred(writes.schemas(toolbox))], "tools")
 
 
 def enforced_calls(toolbox: Toolbox) -> str:
-    """Returns the grammar of calls that have to be made, in the one form for all families.
+    """Returns the grammar of calls that have to be made, in the one form for all families: of a named tool, arguments.
 
     Rules that no grammar can hold are ignored where a tool is not strict.
 
@@ -84,7 +77,22 @@ def enforced_calls(toolbox: Toolbox) -> str:
         InvalidRequestError: A schema is too large.
     """
     given = [schema if strict else loosened(schema, field="tools") for schema, strict in toolbox.parameters]
-    return grammar_of_json_schema(toolbox.with_parameters(given).schema, field="tools", exact=False)
+    if toolbox.named:
+        return grammar_of_json_schema(given[toolbox.names.index(toolbox.named)], field="tools", exact=False)
+    rules = [f"start: {_list(toolbox)}", _calls(toolbox, "parameters")]
+    return joined(rules, _referred((f"tool_{at}", schema) for at, schema in enumerate(given)), "tools")
+
+
+def _referred(schemas: Iterable[tuple[str, Json]]) -> list[Json]:
+    """Returns the grammars of schemas that rules refer to by their names."""
+    grammars, room = list[Json](), MAX_GRAMMAR_CHARS
+    for name, schema in schemas:
+        # Counted one by one: each argument has all that it refers to.
+        room -= len(text_of(schema, field="tools"))
+        if room < 0:
+            raise InvalidRequestError("tools", f"must make a grammar of at most {MAX_GRAMMAR_CHARS} characters")
+        grammars.append({"name": name, "json_schema": {**_GUIDANCE, **schema}})
+    return grammars
 
 
 def _check_names(toolbox: Toolbox, writes: CallFormat) -> None:
@@ -102,22 +110,19 @@ def _of_arguments(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
         yield f"tool_{at}", schema if strict else {"type": "object"}
 
 
-def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
-    """Yields one schema per argument, for families that write each argument by itself."""
+def _of_each_argument(toolbox: Toolbox, *, bare: bool = False) -> Iterator[tuple[str, Json]]:
+    """Yields one schema per argument, for families that write each argument by itself.
+
+    Args:
+        bare: Whether the family writes strings bare: its schemas leave them out, if there is more.
+    """
     yield "any", {}
     for at, strict in enumerate(toolbox.strict):
         for number, argument in enumerate(_arguments(toolbox, at) if strict else ()):
-            yield f"tool_{at}_{number}", whole(argument.schema, argument.defined)
-
-
-def _of_each_bare_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
-    """Yields the same for a family whose strings are bare: in these schemas they are left out, if there is more."""
-    yield "any", {}
-    for at, strict in enumerate(toolbox.strict):
-        for number, argument in enumerate(_arguments(toolbox, at) if strict else ()):
-            others = sorted(argument.types - {"string"})
-            bare = others and argument.types != TYPES and "string" in argument.types
-            schema = {"allOf": [argument.schema, {"type": others}]} if bare else argument.schema
+            schema, types = argument.schema, argument.types if bare else TYPES
+            others = sorted(types - {"string"})
+            if others and types != TYPES and "string" in types:
+                schema = {"allOf": [schema, {"type": others}]}
             yield f"tool_{at}_{number}", whole(schema, argument.defined)
 
 
@@ -176,6 +181,15 @@ def _calls(toolbox: Toolbox, key: str, *, cut: bool = False) -> str:
     return f"call: {' | '.join(forms)}"
 
 
+def _list(toolbox: Toolbox) -> str:
+    """Returns the rule of a JSON list of calls."""
+    return f"{_literal('[')} call{_further(toolbox)} {_literal(']')}"
+
+
+def _further(toolbox: Toolbox) -> str:
+    return f" ({_literal(', ')} call)*" if toolbox.parallel else ""
+
+
 def _literal(text: str) -> str:
     """Returns a string of Lark, which is written as in JSON."""
     return json.dumps(text, ensure_ascii=False)
@@ -191,9 +205,9 @@ def _hermes(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
 def _mistral(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
     yield from _marked("GAP calls", toolbox, bound)
     yield from _to_call("call", opening, bound, json_formats.MISTRAL_BEGIN)
-    further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
-    listed = f"{_literal('[')} call{further} {_literal(']')}"
-    yield " | ".join([f"calls: {listed}", *(f"{_literal(n)} args? @tool_{at}" for at, n in enumerate(toolbox.names))])
+    yield " | ".join(
+        [f"calls: {_list(toolbox)}", *(f"{_literal(n)} args? @tool_{at}" for at, n in enumerate(toolbox.names))]
+    )
     yield opening.marker("args", json_formats.ARGS)
     yield _calls(toolbox, "arguments")
 
@@ -306,7 +320,7 @@ def _bare_values(
 
 
 def _pythonic(toolbox: Toolbox, opening: Opening, bound: bool) -> Iterator[str]:
-    further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
+    further = _further(toolbox)
     if bound:
         yield f'answer: @{_FORMAT} | (list_begin GAP)? "[" call{further} "]" GAP list_end? GAP'
         yield opening.marker("list_begin", pythonic.BEGIN)
@@ -352,6 +366,8 @@ FAMILIES: Mapping[str, CallFormat] = {
     HERMES: CallFormat(schemas=_of_arguments, rules=_hermes),
     LLAMA3_JSON: CallFormat(schemas=_of_arguments, rules=_llama3),
     MISTRAL: CallFormat(schemas=_of_arguments, rules=_mistral),
-    QWEN3_CODER: CallFormat(schemas=_of_each_bare_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
+    QWEN3_CODER: CallFormat(
+        schemas=partial(_of_each_argument, bare=True), rules=_qwen3_coder, can_write=_fits_into_a_tag
+    ),
     PYTHONIC: CallFormat(schemas=_of_each_argument, rules=_pythonic, can_write=_is_python_name),
 }

@@ -1,12 +1,11 @@
-"""The tools that a model may call in one answer, and the JSON schemas of their calls.
+"""The tools that a model may call in one answer, and the JSON schemas of their arguments.
 
 It knows JSON values only: no models, no tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.gateway.message.schemas import TYPES, Definitions, Json, definitions, followed, types_of
 
@@ -49,14 +48,6 @@ class Toolbox:
         """The JSON schema of each tool's arguments, and whether calls must follow it."""
         return [(each["function"]["parameters"], strict) for each, strict in zip(self.tools, self.strict, strict=True)]
 
-    def with_parameters(self, given: Sequence[Json]) -> Toolbox:
-        """Returns the same with other schemas of the tools' arguments."""
-        tools = (
-            {**each, "function": {**each["function"], "parameters": schema}}
-            for each, schema in zip(self.tools, given, strict=True)
-        )
-        return replace(self, tools=tuple(tools))
-
     def defined(self, at: int) -> Definitions:
         """Returns the schema of one tool's arguments as `tool_AT`, and what it refers to; see `definitions`.
 
@@ -74,26 +65,6 @@ class Toolbox:
         """
         return {name: _types(self.defined(at), f"tool_{at}") for at, name in enumerate(self.names)}
 
-    @property
-    def schema(self) -> Json:
-        """The JSON schema of enforced calls: the arguments of the named tool, or an array of calls.
-
-        Raises:
-            InvalidRequestError: A schema is nested too deeply.
-        """
-        names = self.names
-        if self.named:
-            named: Json = self.tools[names.index(self.named)]["function"]["parameters"]
-            return named
-        defined = [self.defined(at) for at in range(len(names))]
-        return {
-            "type": "array",
-            "minItems": 1,
-            **({} if self.parallel else {"maxItems": 1}),
-            "items": {"anyOf": [_call_schema(name, f"#/$defs/tool_{at}") for at, name in enumerate(names)]},
-            "$defs": {name: schema for each in defined for name, schema in each.items()},
-        }
-
 
 def _types(defined: Definitions, name: str) -> dict[str, tuple[str, ...]]:
     """Returns the types of the parameters of a tool."""
@@ -102,12 +73,3 @@ def _types(defined: Definitions, name: str) -> dict[str, tuple[str, ...]]:
         return {}
     found = {key: types_of(each, defined) for key, each in properties.items()}
     return {key: () if types == TYPES else tuple(sorted(types)) for key, types in found.items()}
-
-
-def _call_schema(name: str, parameters: str) -> Json:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
