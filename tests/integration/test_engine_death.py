@@ -168,7 +168,8 @@ async def test_in_a_long_step_a_verifier_shows_life_and_for_how_long_until_the_e
         signs: dict[float, float] = {}
         while len(signs) < 4:
             await asyncio.sleep(0.001)
-            if step_s := stream.call.step_s:
+            assert stream.call._stream is not None
+            if step_s := stream.call._stream.step_s:
                 signs[stream.call.heard_s] = step_s
         assert sorted(signs.values()) == [*signs.values()], "the step goes on"
         bound_s = 0.0

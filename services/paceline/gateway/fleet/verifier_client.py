@@ -100,12 +100,6 @@ class RunningCall(AskedSession):
         assert self._stream is not None, "it has begun"
         return self._stream.heard_s
 
-    @property
-    def step_s(self) -> float:
-        """For how long the verifier's step had lasted then, seconds; 0: its engine had made progress."""
-        assert self._stream is not None, "it has begun"
-        return self._stream.step_s
-
     def begun(self, stream: _VerifierStream) -> None:
         self._stream = stream
 

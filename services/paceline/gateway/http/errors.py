@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import (
@@ -50,8 +51,8 @@ class HttpError:
     """An error as an HTTP client sees it."""
 
     status: int
-    type: str
-    message: str
+    type: str = "invalid_request_error"
+    message: str = ""
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
@@ -73,46 +74,36 @@ class HttpError:
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How errors of a type are reported.
-
-    Attributes:
-        code: OpenAI's `code`.
-        type: OpenAI's `type`.
-        param: OpenAI's `param`, where the error names no field of its own.
-        logged: Line for the log; empty: none.
-    """
-
-    status: int
-    code: str | None = None
-    type: str = "invalid_request_error"
-    param: str | None = None
-    logged: str = ""
-
-
-# The first that fits counts.
-_FORMS: tuple[tuple[type[Exception], _Form], ...] = (
-    (BodyTooLargeError, _Form(413, "body_too_large")),
-    (BodyTimeoutError, _Form(408, "body_timeout")),
-    (BodyEncodingError, _Form(UNSUPPORTED_STATUS, "body_encoding")),
-    (InvalidRequestError, _Form(400)),
-    (ModelNotFoundError, _Form(404, "model_not_found", param="model")),
-    (SessionNotFoundError, _Form(404, "session_not_found")),
-    (ResumeMismatchError, _Form(409, "resume_mismatch")),
+_BAD_UPSTREAM = HttpError(status=502, code="bad_upstream", type="server_error")
+# Errors without their messages; the first type that fits counts.
+_FORMS: tuple[tuple[type[Exception], HttpError], ...] = (
+    (BodyTooLargeError, HttpError(status=413, code="body_too_large")),
+    (BodyTimeoutError, HttpError(status=408, code="body_timeout")),
+    (BodyEncodingError, HttpError(status=UNSUPPORTED_STATUS, code="body_encoding")),
+    (InvalidRequestError, HttpError(status=400)),
+    (ModelNotFoundError, HttpError(status=404, code="model_not_found", param="model")),
+    (SessionNotFoundError, HttpError(status=404, code="session_not_found")),
+    (ResumeMismatchError, HttpError(status=409, code="resume_mismatch")),
     # No client should send it again by itself, as many do after a 5xx.
-    (EndsEnginesError, _Form(422, "request_ends_engines")),
-    (UnauthenticatedError, _Form(UNAUTHENTICATED_STATUS, "invalid_api_key")),
-    (OverloadedError, _Form(429, "overloaded", "rate_limit_error")),
-    (UnavailableError, _Form(503, "unavailable", "service_unavailable_error")),
-    (StaleEpochError, _Form(409, "session_taken_over")),
+    (EndsEnginesError, HttpError(status=422, code="request_ends_engines")),
+    (UnauthenticatedError, HttpError(status=UNAUTHENTICATED_STATUS, code="invalid_api_key")),
+    (OverloadedError, HttpError(status=429, code="overloaded", type="rate_limit_error")),
     (
-        PermissionDeniedError,
-        _Form(502, "bad_upstream", "server_error", logged="a verifier refuses this gateway's certificate"),
+        UnavailableError,
+        HttpError(
+            status=503, code="unavailable", type="service_unavailable_error", retry_after_s=UNAVAILABLE_RETRY_AFTER_S
+        ),
     ),
-    (RemoteProtocolError, _Form(502, "bad_upstream", "server_error", logged="a verifier broke the protocol")),
-    (Exception, _Form(500, "internal_error", "server_error", logged="request failed")),
+    (StaleEpochError, HttpError(status=409, code="session_taken_over")),
+    (PermissionDeniedError, _BAD_UPSTREAM),
+    (RemoteProtocolError, _BAD_UPSTREAM),
+    (Exception, HttpError(status=500, code="internal_error", type="server_error", message=INTERNAL_MESSAGE)),
 )
+_LOGGED: Mapping[type[Exception], str] = {
+    PermissionDeniedError: "a verifier refuses this gateway's certificate",
+    RemoteProtocolError: "a verifier broke the protocol",
+    Exception: "request failed",
+}
 
 
 def to_http(error: Exception, request_id: str = "") -> HttpError:
@@ -123,14 +114,11 @@ def to_http(error: Exception, request_id: str = "") -> HttpError:
         request_id: Its name in the log; empty: it has none.
     """
     kind, form = next((kind, form) for kind, form in _FORMS if isinstance(error, kind))
-    if form.logged:
-        _log.error(form.logged, exc_info=error, extra={"request_id": request_id} if request_id else {})
-    retry_after_s = UNAVAILABLE_RETRY_AFTER_S if kind is UnavailableError else None
-    return HttpError(
-        status=form.status,
-        type=form.type,
-        message=INTERNAL_MESSAGE if kind is Exception else str(error),
+    if kind in _LOGGED:
+        _log.error(_LOGGED[kind], exc_info=error, extra={"request_id": request_id} if request_id else {})
+    return replace(
+        form,
+        message=form.message or str(error),
         param=error.field if isinstance(error, InvalidRequestError) else form.param,
-        code=form.code,
-        retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else retry_after_s,
+        retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else form.retry_after_s,
     )

@@ -7,7 +7,7 @@ parts that are text, which all APIs have; each kind of object declares its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from reprlib import Repr
@@ -47,8 +47,8 @@ class UnknownFields:
     def __init__(self, *, strict: bool) -> None:
         self.ignored_tools: dict[str, str] = {}
         self._strict = strict
-        self._fields = _Names()
-        self._tools = _Names()
+        self._fields: list[str] = []
+        self._tools: list[str] = []
 
     def add(self, path: str, name: str) -> None:
         """Notes a field.
@@ -62,7 +62,7 @@ class UnknownFields:
         """
         if self._strict:
             raise InvalidRequestError(_joined(path, name), "is not a field of this endpoint")
-        self._fields.add(_joined(path, name))
+        _note(_joined(path, name), self._fields)
 
     def leave_out(self, path: str, kind: Any) -> str:
         """Notes an entry of a list, which is left out as its kind is not served; returns the name of the kind.
@@ -77,7 +77,7 @@ class UnknownFields:
         if self._strict:
             raise InvalidRequestError(f"{path}.type", f"is not served, got {_shown(kind)}")
         name = _shown(kind)
-        self._fields.add(_joined(path, name))
+        _note(_joined(path, name), self._fields)
         return name
 
     def leave_out_tool(self, path: str, kind: str, name: Any) -> None:
@@ -94,34 +94,26 @@ class UnknownFields:
         if self._strict:
             raise InvalidRequestError(f"{path}.type", f"is not served, as it is no function, got {_shown(kind)}")
         self.ignored_tools |= dict.fromkeys((kind, name) if isinstance(name, str) else (kind,), kind)
-        self._tools.add(kind)
+        _note(kind, self._tools)
 
     @property
     def header(self) -> str:
         """Paths of fields and entries, as far as a header should name them; empty: there are none."""
-        return self._fields.header
+        return _header(self._fields)
 
     @property
     def tools_header(self) -> str:
-        return self._tools.header
+        return _header(self._tools)
 
 
-class _Names:
-    """Names for a header: the first of them, and how many others there are."""
+def _note(name: str, names: list[str]) -> None:
+    """Adds a name for a header; of those beyond the first ones, only the number is told."""
+    names.append(_in_header(name) if len(names) < MAX_NAMED_FIELDS else "")
 
-    def __init__(self) -> None:
-        self._named: list[str] = []
-        self._others = 0
 
-    def add(self, name: str) -> None:
-        if len(self._named) < MAX_NAMED_FIELDS:
-            self._named.append(_in_header(name))
-        else:
-            self._others += 1
-
-    @property
-    def header(self) -> str:
-        return ", ".join([*self._named, *([f"{self._others} more"] if self._others else [])])
+def _header(names: Sequence[str]) -> str:
+    others = len(names) - MAX_NAMED_FIELDS
+    return ", ".join([*names[:MAX_NAMED_FIELDS], *([f"{others} more"] if others > 0 else [])])
 
 
 class Fields(BaseModel):

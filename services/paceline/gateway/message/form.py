@@ -199,9 +199,10 @@ class MessageForm:
         """
         return None if values is None else cls(**values)
 
-    def reader(self) -> MessageReader:
-        """Returns a reader for an answer of this form."""
-        return MessageReader(self._reasoning_reader(), self._call_reader())
+    def reader(self, stops: Sequence[str] = (), *, include_stop: bool = False) -> MessageReader:
+        """Returns a reader for an answer of this form that ends with one of these strings; see `MessageReader`."""
+        reasoning, calls = self._reasoning_reader(), self._call_reader()
+        return MessageReader(reasoning, calls, stops, include_stop=include_stop, one_call=not self.parallel)
 
     def reasoning_count(self, decode: Callable[[Sequence[int]], str]) -> ReasoningCount | None:
         """Returns a count of its reasoning tokens; None: it has no reasoning.
@@ -252,38 +253,6 @@ _CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
 }
 
 
-class MessageReader:
-    """Reads reasoning first, then calls in the content.
-
-    Args:
-        reasoning: Reads the text; None: all of it is content.
-        calls: Reads the content; None: it has no calls.
-    """
-
-    def __init__(self, reasoning: StatefulReader | None, calls: StatefulReader | None) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-
-    def feed(self, text: str) -> list[Part]:
-        """Takes further text; returns what is certain by now."""
-        if not text:
-            return []
-        return joined(self._through([Content(text)] if self._reasoning is None else self._reasoning.feed(text)))
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back; nothing may be fed afterwards."""
-        parts = self._through([] if self._reasoning is None else self._reasoning.finish())
-        return joined([*parts, *([] if self._calls is None else self._calls.finish())])
-
-    def _through(self, parts: list[Part]) -> list[Part]:
-        if self._calls is None:
-            return parts
-        out: list[Part] = []
-        for part in parts:
-            out += self._calls.feed(part.text) if isinstance(part, Content) else [part]
-        return out
-
-
 def call_id(session_id: str, index: int, *, short: bool) -> str:
     """Returns the id of a call; it is the same wherever and however often the session runs."""
     digest = hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()
@@ -309,13 +278,14 @@ def begins_thinking(reasoning: str, prompt_end: str) -> bool:
     return opened
 
 
-class StopReader:
-    """Reads a message up to its end. How its text is cut does not change the result.
+class MessageReader:
+    """Reads a message up to its end: reasoning, then calls in the content. How its text is cut changes nothing.
 
     Args:
-        reader: Reads the text.
+        reasoning: Reads the text; None: all of it is content.
+        calls: Reads the content; None: it has no calls.
         stops: Stop strings; none is searched within reasoning or a call, or across a call.
-        include: Whether the stop string belongs to the content.
+        include_stop: Whether the stop string belongs to the content.
         one_call: Whether the message ends with its first call: with the JSON object of its arguments, or where
             arguments that are none are followed by something else.
 
@@ -324,12 +294,21 @@ class StopReader:
         over: Whether it has ended.
     """
 
-    def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool, one_call: bool = False) -> None:
+    def __init__(
+        self,
+        reasoning: StatefulReader | None,
+        calls: StatefulReader | None,
+        stops: Sequence[str],
+        *,
+        include_stop: bool,
+        one_call: bool,
+    ) -> None:
         self.stop: str | None = None
         self.over = False
-        self._reader = reader
+        self._reasoning = reasoning
+        self._calls = calls
         self._matcher = StopMatcher(stops)
-        self._include = include
+        self._include_stop = include_stop
         self._one_call = one_call
         # Extent of the only call's arguments; None: it has not begun.
         self._extent: BracketScanner | None = None
@@ -340,12 +319,25 @@ class StopReader:
         Args:
             may_stop: Whether a stop string that this text completes ends the message.
         """
-        return self._up_to_end(self._reader.feed(text), may_stop)
+        if not text:
+            return []
+        parts = [Content(text)] if self._reasoning is None else self._reasoning.feed(text)
+        return self._up_to_end(self._with_calls(parts), may_stop)
 
     def finish(self, *, may_stop: bool = True) -> list[Part]:
         """Returns what was held back; nothing may be fed afterwards."""
-        parts = self._up_to_end(self._reader.finish(), may_stop)
+        parts = self._with_calls([] if self._reasoning is None else self._reasoning.finish())
+        parts = self._up_to_end([*parts, *([] if self._calls is None else self._calls.finish())], may_stop)
         return parts if self.over else joined([*parts, Content(self._matcher.flush())])
+
+    def _with_calls(self, parts: Sequence[Part]) -> list[Part]:
+        """Returns parts with the calls in their content."""
+        if self._calls is None:
+            return list(parts)
+        out: list[Part] = []
+        for part in parts:
+            out += self._calls.feed(part.text) if isinstance(part, Content) else [part]
+        return out
 
     def _up_to_end(self, parts: list[Part], may_stop: bool) -> list[Part]:
         out: list[Part] = []
@@ -360,7 +352,7 @@ class StopReader:
     def _content(self, part: Content, may_stop: bool) -> list[Part]:
         passed, self.stop = self._matcher.feed(part.text, may_match=may_stop)
         self.over = self.stop is not None
-        if self.stop is not None and self._include:
+        if self.stop is not None and self._include_stop:
             passed += self.stop
         return [Content(passed)]
 

@@ -8,7 +8,6 @@ bounded, and what was held back for a call that turns out to be none is not sear
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -179,7 +178,7 @@ class MarkedCalls(StatefulReader):
     White space before a marker, and behind a call at the end of the text, is no content, unless it is very long.
 
     Args:
-        markers: The beginnings of calls.
+        markers: The beginnings of calls; none: all of the text is content.
     """
 
     def __init__(self, markers: tuple[str, ...]) -> None:
@@ -188,9 +187,9 @@ class MarkedCalls(StatefulReader):
         self._has_calls = False
         self._marker = self._blank_before = ""
 
-    @abstractmethod
     def call(self) -> bool:
         """State behind a marker, which is already taken; its last step returns to `content`."""
+        raise NotImplementedError
 
     def content(self) -> bool:
         found = first_marker(self.held, self._markers)
@@ -224,17 +223,6 @@ class MarkedCalls(StatefulReader):
     def _give(self, text: str) -> None:
         if text:
             self.parts.append(Content(text))
-
-
-class NoCalls(MarkedCalls):
-    """Reads content alone."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-
-    def call(self) -> bool:
-        """No marker leads here."""
-        return False
 
 
 def _bare_len(text: str) -> int:

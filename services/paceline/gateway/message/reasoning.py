@@ -19,7 +19,7 @@ from paceline.gateway.message.reader import (
     CallArguments,
     CallBegin,
     Content,
-    NoCalls,
+    MarkedCalls,
     Reasoning,
     StatefulReader,
     content_of,
@@ -66,7 +66,7 @@ class ThinkReader(StatefulReader):
         self._open, self._close = tags[0]
         self._label = label
         self._call = call
-        self._calls = NoCalls() if calls is None else calls
+        self._calls = MarkedCalls(()) if calls is None else calls
         # Text that the call reader has taken and not given back.
         self._tried = ""
 

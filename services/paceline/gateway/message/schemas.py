@@ -244,37 +244,32 @@ def types_of(schema: Any, defined: Definitions) -> frozenset[str]:
     Args:
         schema: A schema of `definitions`, or within one.
     """
-    return _Types(defined).of(schema) or TYPES
+    return _allowed(schema, defined, {}) or TYPES
 
 
-class _Types:
-    """Looks at each definition once; one that refers to itself allows nothing by that."""
+def _allowed(schema: Any, defined: Definitions, known: dict[str, frozenset[str]]) -> frozenset[str]:
+    """Returns the types that a schema allows; of a definition that refers to itself nothing by that.
 
-    def __init__(self, defined: Definitions) -> None:
-        self._defined = defined
-        self._known: dict[str, frozenset[str]] = {}
-
-    def of(self, schema: Any) -> frozenset[str]:
-        self._defined.step()
-        if not isinstance(schema, dict):
-            return TYPES
-        limits = [_listed(schema.get("type")), _of_values(schema), self._referred(_referred(schema))]
-        limits += [self.of(each) for each in _schemas(schema.get("allOf"))]
-        limits += [
-            frozenset[str]().union(*map(self.of, several))
-            for several in (_schemas(schema.get(key)) for key in ("anyOf", "oneOf"))
-            if several
-        ]
-        allowed = frozenset.intersection(*limits)
-        return allowed | {"null"} if schema.get("nullable") is True else allowed
-
-    def _referred(self, name: str) -> frozenset[str]:
-        if name not in self._defined:
-            return TYPES
-        if name not in self._known:
-            self._known[name] = frozenset()
-            self._known[name] = self.of(self._defined[name])
-        return self._known[name]
+    Args:
+        known: Types of the definitions that were looked at, by name.
+    """
+    defined.step()
+    if not isinstance(schema, dict):
+        return TYPES
+    limits = [_listed(schema.get("type")), _of_values(schema)]
+    if (name := _referred(schema)) in defined:
+        if name not in known:
+            known[name] = frozenset()
+            known[name] = _allowed(defined[name], defined, known)
+        limits.append(known[name])
+    limits += [_allowed(each, defined, known) for each in _schemas(schema.get("allOf"))]
+    limits += [
+        frozenset[str]().union(*(_allowed(each, defined, known) for each in several))
+        for several in (_schemas(schema.get(key)) for key in ("anyOf", "oneOf"))
+        if several
+    ]
+    allowed = frozenset.intersection(*limits)
+    return allowed | {"null"} if schema.get("nullable") is True else allowed
 
 
 def _listed(given: Any) -> frozenset[str]:

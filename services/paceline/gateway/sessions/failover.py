@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,34 +55,15 @@ MOST_FAILURES = 10
 _OF_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 
-class _Turn:
-    """The turn of a new session among those whose engine died."""
-
-    def __init__(self, turns: asyncio.Lock) -> None:
-        self._turns = turns
-        self._has_come = False
-
-    async def wait(self) -> None:
-        """Returns when it has come, or would take too long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LONGEST_TURN_S):
-                await self._turns.acquire()
-                self._has_come = True
-
-    def end(self) -> None:
-        """Ends it, if it has come."""
-        if self._has_come:
-            self._has_come = False
-            self._turns.release()
-
-
 @dataclass(slots=True, kw_only=True)
 class _Attempts:
     """A session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
     request: SessionRequest
     recorded: RecordedSession
-    turn: _Turn
+    # Turns of new sessions whose engine died.
+    turns: asyncio.Lock
+    has_turn: bool = False
     until_s: float
     pause_s: float = FIRST_PAUSE_S
     num_failures: int = 0
@@ -92,6 +73,19 @@ class _Attempts:
     def has_waited(self) -> bool:
         """Whether it has waited already because all verifiers had failed it."""
         return self.pause_s > FIRST_PAUSE_S
+
+    async def wait_for_turn(self) -> None:
+        """Returns when its turn has come, or would take too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONGEST_TURN_S):
+                await self.turns.acquire()
+                self.has_turn = True
+
+    def end_turn(self) -> None:
+        """Ends its turn, if it has one."""
+        if self.has_turn:
+            self.has_turn = False
+            self.turns.release()
 
     def restart(self, until_s: float) -> None:
         """Forgets past failures: the session has a new token."""
@@ -137,11 +131,6 @@ class Failover:
         self._in_flight: Counter[str] = Counter()
         self._turns = asyncio.Lock()
 
-    @property
-    def in_flight(self) -> Mapping[str, int]:
-        """Sessions of this gateway by the replica ids of their verifiers."""
-        return self._in_flight
-
     def check_room(self, request: SessionRequest) -> None:
         """Refuses a new session while it would wait too long at every verifier; a resumed session waits.
 
@@ -165,24 +154,24 @@ class Failover:
             EndsEnginesError: Several engines in a row died of it.
             PacelineError: A verifier refused the session, none was found in time, or the gateway ended it.
         """
-        turn = _Turn(self._turns)
-        attempts = _Attempts(request=request, recorded=recorded, until_s=self._clock() + self._failover_s, turn=turn)
+        until_s = self._clock() + self._failover_s
+        attempts = _Attempts(request=request, recorded=recorded, turns=self._turns, until_s=until_s)
         try:
             await self._try_verifiers(attempts, take)
         finally:
-            turn.end()
+            attempts.end_turn()
 
     async def _try_verifiers(self, attempts: _Attempts, take: OnCommit) -> None:
         """Does the work of `run`; its last turn may not have ended."""
-        request, recorded, turn = attempts.request, attempts.recorded, attempts.turn
+        request, recorded = attempts.request, attempts.recorded
         epoch = request.epoch
         while True:
             if recorded.deaths.parts:
-                await turn.wait()
+                await attempts.wait_for_turn()
             verifier = await self._verifier(attempts)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
             generate = self._generate(request, recorded, epoch)
-            add = partial(self._add, verifier, recorded, recorded.speculation, turn, take)
+            add = partial(self._add, verifier, attempts, recorded.speculation, take)
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size, add)
             known = len(recorded.token_ids)
             try:
@@ -190,7 +179,7 @@ class Failover:
                 self._health.served(verifier.replica_id)
                 return
             except PacelineError as error:
-                turn.end()
+                attempts.end_turn()
                 self._note_reach(running, verifier, error)
                 if isinstance(error, InvalidRequestError) and error.field == GRAMMAR_FIELD:
                     raise InvalidRequestError(request.grammar_field, error.problem) from None
@@ -207,9 +196,8 @@ class Failover:
     def _add(
         self,
         verifier: Replica,
-        recorded: RecordedSession,
+        attempts: _Attempts,
         earlier: SpeculationRecord | None,
-        turn: _Turn,
         take: OnCommit,
         token_ids: tuple[int, ...],
         origins: bytes,
@@ -218,10 +206,10 @@ class Failover:
         """Adds to the record what a verifier has committed, and hands it on."""
         self._health.heard(verifier.replica_id)
         if token_ids:
-            turn.end()
-            recorded.extend(token_ids)
+            attempts.end_turn()
+            attempts.recorded.extend(token_ids)
         if event.speculation is not None:
-            recorded.speculation = sum_of_records([earlier, event.speculation])
+            attempts.recorded.speculation = sum_of_records([earlier, event.speculation])
         return take(token_ids, origins, event)
 
     def _note_reach(self, running: RunningCall, verifier: Replica, error: PacelineError) -> None:

@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     Attributes:
         token_ids: Tokens among them that belong to the answer.
         parts: Parts of the new text; without a form of the message, content alone.
-        tokens: Tokens behind the text, if the request asks for them; see `TextStream`.
+        tokens: Tokens behind the text, if the request asks for them; see `OutputStream`.
         offset: Generated tokens before these.
         digest: Returns the digest of all tokens up to these, until more are there; see `paceline.core.messages`.
         known_parts: Parts that a client which resumes the stream has already.

@@ -292,39 +292,26 @@ PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _DEFAULT, _TOOL_USE, _SUFFIX = "default", "tool_use", ".jinja"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateSources:
-    """The templates of a folder.
-
-    Attributes:
-        default: Template for chats without tools; None: there is none.
-        tool_use: Template for chats with tools; None: the same.
-        special_tokens: Tokens that templates may name, `bos_token` and the like.
-    """
-
-    default: str | None
-    tool_use: str | None
-    special_tokens: Mapping[str, str]
-
-
-def read_templates(folder: Path, replacement: Path | None = None) -> TemplateSources:
-    """Reads the templates of a folder.
+def read_templates(
+    folder: Path, replacement: Path | None = None
+) -> tuple[ChatTemplate | None, ChatTemplate | None, Mapping[str, str]]:
+    """Returns the template of a folder, the one for chats with tools if it has one, and the tokens that they may name.
 
     Args:
         folder: A checkpoint's folder.
         replacement: File of a template that is used for all chats instead; None: the folder's own are used.
 
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: A file cannot be read, or a template cannot be used.
     """
     settings = tokenizer_settings(folder)
     named = _named_templates(folder, settings) if replacement is None else {_DEFAULT: _text(replacement)}
-    default = named.get(_DEFAULT, named.get(_TOOL_USE))
-    return TemplateSources(
-        default=default,
-        tool_use=None if default is None else named.get(_TOOL_USE),
-        special_tokens=named_tokens(settings),
+    special_tokens = named_tokens(settings)
+    default, tool_use = (
+        None if source is None else ChatTemplate(source, special_tokens)
+        for source in (named.get(_DEFAULT, named.get(_TOOL_USE)), named.get(_TOOL_USE))
     )
+    return default, tool_use, special_tokens
 
 
 def _named_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:

@@ -21,7 +21,6 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.params import utf8_len
 from paceline.gateway.text.chat_template import ChatTemplate, Message, read_templates, up_to_mark, with_end_marked
 from paceline.gateway.text.spellings import MarkedChat, SpecialSpellings, token_ids
-from paceline.gateway.text.streaming import Decodes
 
 # Requests that bring templates of their own mostly bring the same one.
 _NUM_TEMPLATES = 16
@@ -70,12 +69,14 @@ class TextCodec:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._added_ids = {spelling: token_id for token_id, spelling in self._added.items()}
         # By the few sets of special tokens that readers of answers need.
-        self._showing: dict[tuple[str, ...] | None, Decodes] = {}
+        self._shown: dict[tuple[str, ...] | None, frozenset[int]] = {}
         decoder = tokenizer.decoder
         # Copies the decoder alone: all of a tokenizer with 150,000 tokens takes two thirds of a second.
         self._spelling = _Spelling(None if decoder is None else json.loads(decoder.__getstate__()))
-        spelled = _Spelled(tokenizer) if self._spelling.is_byte_level else None
-        self._decoder = _Decoder(tokenizer, self._spelling.bytes_of(vocab), spelled)
+        self._bytes_of = self._spelling.bytes_of(vocab)
+        # The library is asked for no text of a byte-level vocabulary: a session's step would wait for it twice.
+        self._spelled = _Spelled(tokenizer, self._spelling) if self._spelling.is_byte_level else None
+        self._of_pieces = decoder
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
     def own_template(self, *, with_tools: bool) -> ChatTemplate | None:
@@ -103,12 +104,8 @@ class TextCodec:
             ConfigError: The folder holds no tokenizer, or the tokenizer or a template cannot be read or used.
         """
         tokenizer = read_tokenizer(folder)
-        sources = read_templates(folder, chat_template)
-        template, tool_template = (
-            None if source is None else ChatTemplate(source, sources.special_tokens)
-            for source in (sources.default, sources.tool_use)
-        )
-        return cls(tokenizer, template, vocab_hash(folder), sources.special_tokens, tool_template)
+        template, tool_template, special_tokens = read_templates(folder, chat_template)
+        return cls(tokenizer, template, vocab_hash(folder), special_tokens, tool_template)
 
     def template(self, source: str) -> ChatTemplate:
         """Returns another chat template with the special tokens of this tokenizer.
@@ -190,10 +187,25 @@ class TextCodec:
             )
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Returns the text of tokens, special ones spelled out or left out; broken UTF-8 becomes U+FFFD."""
+        """Returns the text of tokens, special ones spelled out or left out; broken UTF-8 becomes U+FFFD.
+
+        Valid UTF-8 stays, whatever comes behind it. The library's decoder of byte-fallback vocabularies gives up a
+        whole run of bytes for one that is invalid: the text of the tokens before that one would change when it comes.
+        """
         if not special_tokens:
             token_ids = [token_id for token_id in token_ids if token_id not in self._special]
-        return self._decoder.decode(token_ids)
+        if self._spelled is not None:
+            return b"".join(map(self._spelled.__getitem__, token_ids)).decode(errors="replace")
+        if self._bytes_of.keys().isdisjoint(token_ids):
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        pieces: list[str] = []
+        for byte_tokens, run in groupby(token_ids, self._bytes_of.__contains__):
+            if byte_tokens:
+                valid = bytes(map(self._bytes_of.__getitem__, run)).decode(errors="replace").encode()
+                pieces += (f"<0x{byte:02X}>" for byte in valid)
+            else:
+                pieces += filter(None, map(self._tokenizer.id_to_token, run))
+        return str(self._of_pieces.decode(pieces))
 
     def is_visible(self, token_id: int) -> bool:
         """Tells whether a token has text: known to the tokenizer and not special."""
@@ -203,14 +215,13 @@ class TextCodec:
         """Returns the token that was added to the vocabulary under this spelling; None: there is none."""
         return self._added_ids.get(spelling)
 
-    def showing(self, spellings: tuple[str, ...] | None) -> Decodes:
-        """Returns a decoder for which these special tokens have text, and others none; None: all of them have text."""
-        if spellings not in self._showing:
-            shown = {
+    def special_ids(self, spellings: tuple[str, ...] | None) -> frozenset[int]:
+        """Returns the special tokens with these spellings; None: all of them."""
+        if spellings not in self._shown:
+            self._shown[spellings] = frozenset(
                 token_id for token_id, spelled in self._special.items() if spellings is None or spelled in spellings
-            }
-            self._showing[spellings] = _Showing(self, self._decoder, shown) if shown else self
-        return self._showing[spellings]
+            )
+        return self._shown[spellings]
 
     def piece(self, token_id: int) -> str | None:
         """Returns a token as the vocabulary spells it; None: there is none."""
@@ -229,70 +240,17 @@ class TextCodec:
 class _Spelled(dict[int, bytes]):
     """The bytes of the tokens of a byte-level vocabulary, as the library's decoder has them; looked up once each."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, spelling: _Spelling) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._alphabet = _byte_alphabet()
+        self._spelling = spelling
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
-        try:
-            self[token_id] = b"".join([self._alphabet[character] for character in piece])
-        except KeyError:
-            # A token added to the vocabulary, in other characters.
-            self[token_id] = piece.encode()
+        self[token_id] = self._spelling.to_bytes(piece)
         return self[token_id]
-
-
-class _Decoder:
-    """Turns tokens into text; what is valid UTF-8 stays, whatever comes behind it.
-
-    The library's decoder of byte-fallback vocabularies gives up a whole run of bytes for one that is invalid: the text
-    of the tokens before that one would change when it comes.
-
-    Args:
-        bytes_of: By id, the byte that a token stands for; empty: it has no such tokens.
-        spelled: Spelling of a byte-level vocabulary, which asks the library for no text: a session's step would wait
-            for it twice. None: it is another one.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, int], spelled: _Spelled | None) -> None:
-        self._tokenizer = tokenizer
-        self._spelled = spelled
-        self._of_pieces = tokenizer.decoder
-        self._bytes_of = bytes_of
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones spelled out."""
-        if self._spelled is not None:
-            return b"".join(map(self._spelled.__getitem__, token_ids)).decode(errors="replace")
-        if self._bytes_of.keys().isdisjoint(token_ids):
-            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-        pieces: list[str] = []
-        for byte_tokens, run in groupby(token_ids, self._bytes_of.__contains__):
-            if byte_tokens:
-                valid = bytes(map(self._bytes_of.__getitem__, run)).decode(errors="replace").encode()
-                pieces += (f"<0x{byte:02X}>" for byte in valid)
-            else:
-                pieces += filter(None, map(self._tokenizer.id_to_token, run))
-        return str(self._of_pieces.decode(pieces))
-
-
-class _Showing:
-    """Decodes tokens of which some are special and have the text that they are written as.
-
-    Args:
-        shown: Special tokens that have text, beside all that are not special.
-    """
-
-    def __init__(self, codec: TextCodec, decoder: _Decoder, shown: set[int]) -> None:
-        self._codec, self._shown = codec, shown
-        self.decode = decoder.decode
-
-    def is_visible(self, token_id: int) -> bool:
-        return self._codec.is_visible(token_id) or token_id in self._shown
 
 
 def _rendered_marked(template: ChatTemplate, marked: MarkedChat) -> str:
@@ -336,7 +294,11 @@ class _Spelling:
 
     def to_bytes(self, piece: str) -> bytes:
         if self._bytes_of:
-            return b"".join(self._bytes_of.get(character) or character.encode() for character in piece)
+            try:
+                return b"".join([self._bytes_of[character] for character in piece])
+            except KeyError:
+                # A token added to the vocabulary, in other characters.
+                return piece.encode()
         if self._byte_fallback and _FALLBACK.fullmatch(piece):
             return bytes.fromhex(piece[3:5])
         return (piece if self._space is None else piece.replace(self._space, " ")).encode()

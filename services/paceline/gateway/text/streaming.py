@@ -12,27 +12,20 @@ join to the text of the answer and every token appears once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.messages import TokenOrigin
+
+if TYPE_CHECKING:
+    from paceline.gateway.text.codec import TextCodec
 
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so at most the three last tokens can still become part of one.
 MAX_UNFINISHED_TOKENS = 3
 MAX_HELD_TOKENS = 8
 NUM_CONTEXT_TOKENS = 6
-
-
-class Decodes(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens; broken UTF-8 becomes U+FFFD, and changes no text before it."""
-
-    def is_visible(self, token_id: int) -> bool:
-        """Tells whether a token has text."""
 
 
 class Detokenizer:
@@ -42,11 +35,18 @@ class Detokenizer:
     same earlier token, because some decoders treat the first token of a text in a special way.
     """
 
-    def __init__(self, codec: Decodes, prompt_token_ids: Sequence[int] = ()) -> None:
-        """Starts after a prompt, whose last tokens serve as context only."""
+    def __init__(
+        self, codec: TextCodec, prompt_token_ids: Sequence[int] = (), shown: Collection[int] = frozenset()
+    ) -> None:
+        """Starts after a prompt, whose last tokens serve as context only.
+
+        Args:
+            shown: Special tokens that have text.
+        """
         self._codec = codec
-        context = [t for t in prompt_token_ids[-NUM_CONTEXT_TOKENS:] if codec.is_visible(t)]
-        if codec.decode(context).endswith(REPLACEMENT):
+        self._shown = shown
+        context = self._visible(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        if self._decode(context).endswith(REPLACEMENT):
             context = []
         self._window = context
         self._num_given = len(context)
@@ -58,7 +58,7 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes new tokens and returns the text that is certain by now."""
-        fresh = [token_id for token_id in token_ids if self._codec.is_visible(token_id)]
+        fresh = self._visible(token_ids)
         self._window += fresh
         pieces: list[str] = []
         for end in range(len(self._window), len(self._window) - len(fresh), -1):
@@ -77,11 +77,17 @@ class Detokenizer:
         self._give(len(self._window), piece)
         return piece
 
+    def _visible(self, token_ids: Sequence[int]) -> list[int]:
+        return [each for each in token_ids if self._codec.is_visible(each) or each in self._shown]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._codec.decode(token_ids, special_tokens=True)
+
     def _difference(self, end: int) -> str:
         if end == self._num_given:
             return ""
-        given = self._codec.decode(self._window[: self._num_given])
-        return self._codec.decode(self._window[:end])[len(given) :]
+        given = self._decode(self._window[: self._num_given])
+        return self._decode(self._window[:end])[len(given) :]
 
     def _give(self, end: int, piece: str) -> None:
         # A window without text so far stays: otherwise the next token would be decoded as the first of a text.

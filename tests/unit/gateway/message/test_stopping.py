@@ -15,7 +15,6 @@ from paceline.gateway.message.form import (
     PYTHONIC,
     QWEN3_CODER,
     MessageForm,
-    StopReader,
 )
 from paceline.gateway.message.growing import Message
 
@@ -41,7 +40,7 @@ CALLS: list[tuple[dict[str, Any], str, str]] = [
 def message(form: MessageForm, text: str, size: int) -> tuple[Message, str]:
     """What a text becomes, and as much of it as is read."""
     made, read = Message(form, "session"), ""
-    reader = StopReader(form.reader(), (), include=False, one_call=not form.parallel)
+    reader = form.reader()
     for at in range(0, len(text), size):
         read = text[: at + size]
         made.delta(made.take(reader.feed(text[at : at + size])))

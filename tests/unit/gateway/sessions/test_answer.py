@@ -11,7 +11,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.message.form import HERMES, QWEN3, MessageForm
 from paceline.gateway.message.reader import CallArguments, CallBegin, Content, Part, Reasoning, content_of, joined
-from paceline.gateway.sessions.answer import TextStream
+from paceline.gateway.sessions.answer import OutputStream
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
 from paceline.gateway.text.streaming import TokenText
@@ -37,7 +37,7 @@ def started(
     stop_token_ids: tuple[int, ...] = (),
     form: MessageForm | None = None,
     **of_text: bool,
-) -> TextStream:
+) -> OutputStream:
     sampling = SamplingParams(max_tokens=64, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
     request = SessionRequest(
         model=MODEL,
@@ -50,7 +50,7 @@ def started(
         form=form,
         **of_text,
     )
-    return TextStream(request)
+    return OutputStream(request)
 
 
 def run(token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int = 0) -> tuple[str, int]:
@@ -170,7 +170,7 @@ def message(text: str, sizes: list[int], stops: list[str], **more: bool) -> tupl
             break
     else:
         parts += stream.finish().parts
-    return joined([*parts, *stream.end()]), num_tokens, stream.stop
+    return joined([*parts, *stream.end_of_message()]), num_tokens, stream._reader.stop
 
 
 @given(sizes=st.lists(st.integers(1, 40), max_size=9), include=st.booleans())

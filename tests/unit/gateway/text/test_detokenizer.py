@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.text.streaming import MAX_HELD_TOKENS, REPLACEMENT, Decodes, Detokenizer
+from paceline.gateway.text.streaming import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer
 from tests.support import tiny_tokenizer
 
 CODEC = TextCodec(tiny_tokenizer.train(), None)
@@ -58,9 +58,11 @@ DECODERS = {
 }
 
 
-def stream(codec: Decodes, steps: list[list[int]], prompt: list[int] | None = None) -> list[str]:
+def stream(
+    codec: TextCodec, steps: list[list[int]], prompt: list[int] | None = None, *, special_tokens: bool = False
+) -> list[str]:
     """Returns the pieces that the steps give, the flushed rest last."""
-    detokenizer = Detokenizer(codec, prompt or [])
+    detokenizer = Detokenizer(codec, prompt or [], codec.special_ids(None if special_tokens else ()))
     return [*(detokenizer.feed(step) for step in steps), detokenizer.flush()]
 
 
@@ -80,12 +82,13 @@ def test_a_text_is_a_function_of_its_tokens_however_many_come_at_once(name: str,
     common = [*map(int, "你é".encode()), 0xE5] if codec.vocab_size > 256 else [0]
     token_ids = data.draw(st.lists(ids | st.sampled_from([byte + 1 for byte in common]), max_size=30))
     prompt = data.draw(st.lists(ids, max_size=8))
-    for decodes in (codec, codec.showing(None)):
-        one_by_one = "".join(stream(decodes, [[each] for each in token_ids], prompt))
+    for special in (False, True):
+        one_by_one = "".join(stream(codec, [[each] for each in token_ids], prompt, special_tokens=special))
         for _ in range(3):
             places = data.draw(st.lists(st.integers(0, 30), max_size=6))
-            assert "".join(stream(decodes, cut(token_ids, places), prompt)) == one_by_one
-        assert "".join(stream(decodes, [token_ids])) == decodes.decode(token_ids)
+            assert "".join(stream(codec, cut(token_ids, places), prompt, special_tokens=special)) == one_by_one
+        whole = codec.decode(token_ids, special_tokens=special)
+        assert "".join(stream(codec, [token_ids], special_tokens=special)) == whole
 
 
 @given(token_ids=st.lists(st.integers(0, CODEC.vocab_size + 3) | st.integers(2, 258), max_size=20))
@@ -102,8 +105,9 @@ def test_bytes_that_are_no_text_cost_no_character_beside_them(token_ids: list[in
 
 @given(steps=STEPS)
 def test_pieces_join_to_the_text_of_all_tokens(steps: list[list[int]]) -> None:
-    for codec in (CODEC, CODEC.showing(None)):
-        assert "".join(stream(codec, steps)) == codec.decode(list(itertools.chain(*steps)))
+    for special in (False, True):
+        whole = CODEC.decode(list(itertools.chain(*steps)), special_tokens=special)
+        assert "".join(stream(CODEC, steps, special_tokens=special)) == whole
 
 
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=80))

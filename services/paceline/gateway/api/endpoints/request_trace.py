@@ -16,11 +16,8 @@ from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_sp
 
 MAX_MODEL_CHARACTERS = 128
 TOOL_CALLS = "tool_calls"
-# Formats that are JSON, as the APIs name them; the objects of requests that hold one, and fields that ask for it by
-# being there.
-_JSON_FORMATS = ("json_object", "json_schema")
-_FORMATS = (("response_format",), ("text", "format"), ("output_config", "format"))
-_JSON_FIELDS = (("structured_outputs", "json"), ("structured_outputs", "json_object"))
+# Beginnings of the fields of a chat that ask for JSON by a grammar.
+_JSON_FIELDS = ("response_format", "structured_outputs.json")
 
 
 class RequestTrace:
@@ -49,8 +46,6 @@ class RequestTrace:
         model = fields.get("model")
         if isinstance(model, str) and model:
             self._named(shortened(model, MAX_MODEL_CHARACTERS))
-        if _wants_json(fields):
-            self.span.set_attribute(names.GEN_AI_OUTPUT_TYPE, "json")
 
     def understood(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
         """Notes the sessions of a request, samples of the same prompt side by side."""
@@ -70,6 +65,8 @@ class RequestTrace:
                 **_requested(sessions[0].sampling),
             }
         )
+        if sessions[0].grammar_field.startswith(_JSON_FIELDS):
+            self.span.set_attribute(names.GEN_AI_OUTPUT_TYPE, "json")
         if sessions[0].stops:
             self.span.set_attribute(names.GEN_AI_REQUEST_STOP_SEQUENCES, sessions[0].stops)
         if len(sessions) > 1:
@@ -157,19 +154,6 @@ def traced_request(tracer: Tracer, operation: str, traceparent: str, request_id:
             normally = True
         finally:
             trace.over(normally=normally)
-
-
-def _wants_json(fields: Mapping[str, Any]) -> bool:
-    formats = (_inside(fields, path) for path in _FORMATS)
-    return any(isinstance(each, dict) and each.get("type") in _JSON_FORMATS for each in formats) or any(
-        _inside(fields, path) not in (None, False) for path in _JSON_FIELDS
-    )
-
-
-def _inside(fields: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        fields = fields.get(name) if isinstance(fields, dict) else None
-    return fields
 
 
 def _requested(sampling: SamplingParams) -> Attributes:

@@ -6,9 +6,10 @@ each token is an iterator, made while it is written: there may be half a million
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,21 +31,14 @@ LEAST_LOGPROB = -9999.0
 Judged = tuple[int, PositionLogprobs | None]
 
 
-class CharacterCount:
-    """Counts the characters of a text that arrives in bytes; a broken one counts once it is complete."""
-
-    def __init__(self) -> None:
-        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
-        self.num_whole = 0
-
-    def add(self, data: bytes) -> None:
-        """Takes further bytes."""
-        self.num_whole += len(self._decoder.decode(data))
-
-
 @dataclass(slots=True, kw_only=True)
 class ChoiceState:
-    """A choice as it grows."""
+    """A choice as it grows.
+
+    Attributes:
+        decoder: Decodes the bytes of judged tokens; a broken character counts once it is complete.
+        num_characters: Characters that it has decoded.
+    """
 
     request: SessionRequest
     texts: list[str] = field(default_factory=list)
@@ -54,7 +48,8 @@ class ChoiceState:
     begun: bool = False
     tokens: list[TokenText] = field(default_factory=list)
     num_generated_tokens: int = 0
-    characters: CharacterCount = field(default_factory=CharacterCount)
+    decoder: IncrementalDecoder = field(default_factory=partial(getincrementaldecoder("utf-8"), errors="replace"))
+    num_characters: int = 0
     ending: Ending | None = None
     message: Message | None = None
     predicted: PredictedText | None = None
@@ -376,16 +371,16 @@ def _completion_logprobs(codec: TextCodec, choice: ChoiceState, judged: Sequence
         "tokens": (codec.token_bytes(token_id).decode(errors="replace") for token_id, _ in judged),
         "token_logprobs": (None if each is None else max(each.logprob, LEAST_LOGPROB) for _, each in judged),
         "top_logprobs": (None if each is None else _top_by_text(codec, each) for _, each in judged),
-        "text_offset": _offsets(codec, choice.characters, judged),
+        "text_offset": _offsets(codec, choice, judged),
     }
 
 
-def _offsets(codec: TextCodec, characters: CharacterCount, judged: Sequence[Judged]) -> Iterator[int]:
+def _offsets(codec: TextCodec, choice: ChoiceState, judged: Sequence[Judged]) -> Iterator[int]:
     """Yields where the character begins that each token is part of; special tokens have no text."""
     for token_id, _ in judged:
-        yield characters.num_whole
+        yield choice.num_characters
         if codec.is_visible(token_id):
-            characters.add(codec.token_bytes(token_id))
+            choice.num_characters += len(choice.decoder.decode(codec.token_bytes(token_id)))
 
 
 def _top_by_text(codec: TextCodec, position: PositionLogprobs) -> dict[str, float]:

@@ -103,6 +103,7 @@ from tests.support.openai_bodies import (
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
         ({"speculation": {"acceptance": "Lucky!"}}, "speculation.acceptance", "coupled, rejection"),
         ({"speculation": True}, "speculation", "must be an object, got True"),
+        ({"speculation": {"token_origins": "yes"}}, "speculation.token_origins", "valid boolean"),
         # Nobody else's field: an unknown one in it is a slip, and speculation would stay on.
         ({"speculation": {"enable": False}}, "speculation.enable", "is no field of speculation; enabled is"),
         ({"speculation": {"gamma": 4}}, "speculation.gamma", "there are enabled, max_draft_tokens"),
