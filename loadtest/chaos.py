@@ -132,7 +132,7 @@ async def disturb(options: argparse.Namespace) -> Outcome:
         _clients(site.fleet, site.keys.stays) as clients,
     ):
         answers = [over(client) for client in clients]
-        reference = await _undisturbed(answers[0], requests)
+        reference = await run_each(answers[0], requests)
         plan = planned(options.faults, _names(site.fleet), chance, num_rounds=None if options.seconds else 1)
         disturbance = Disturbance(site, plan)
         histories = await _disturbed(answers, requests, disturbance, options)
@@ -231,15 +231,6 @@ def _names(fleet: LocalFleet) -> dict[str, list[str]]:
     for endpoint in fleet.endpoints:
         names[endpoint.role].append(endpoint.name)
     return names
-
-
-async def _undisturbed(answer: Answer, requests: Sequence[Request]) -> list[History]:
-    with tqdm(total=len(requests), desc="undisturbed", unit="stream") as bar:
-        histories = await run_each(answer, requests, bar.update)
-    failed = [history.error for history in histories if not history.whole]
-    if failed:
-        raise RuntimeError(f"{len(failed)} undisturbed streams failed, first: {failed[0]}")
-    return histories
 
 
 async def _disturbed(

@@ -73,7 +73,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
         async with ResumingClient(gateways, patience_s=PATIENCE_S, silence_s=PATIENCE_S) as client:
             answer = over(client)
             started_s = time.perf_counter()
-            reference = await undisturbed(answer, requests)
+            reference = await run_each(answer, requests)
             histories, deeds = await disturbed(fleet, answer, requests, arguments.seconds)
             num_resumed = client.num_resumed
     verdict = judge(histories, reference)
@@ -103,19 +103,6 @@ def request_of(number: int, mean_tokens: int) -> Request:
         sampling=sampling,
         speculation=common_pb2.SpeculationParams(enabled=True),
     )
-
-
-async def undisturbed(answer: Answer, requests: Sequence[Request]) -> list[History]:
-    """Runs each request once.
-
-    Raises:
-        RuntimeError: A request failed.
-    """
-    with tqdm(total=len(requests), desc="first load", unit="stream") as bar:
-        histories = await run_each(answer, requests, bar.update)
-    if failed := [each.error for each in histories if not each.whole]:
-        raise RuntimeError(f"{len(failed)} undisturbed streams failed, first: {failed[0]}")
-    return histories
 
 
 async def disturbed(

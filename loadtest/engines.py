@@ -18,8 +18,7 @@ every other round in the opposite order; ratios are made within a round and thei
   temperature 0.8      0.95 of plain on vLLM's cores
 
 A ratio is met within its standard error. The first run sets vLLM up in the user's cache folder, and every start of a
-server takes a minute or two. A part, in 10 minutes: --streams 1 --temperature 0 --draft-lengths 7 --rounds 1. With
---in-process the engine runs in one process and is driven step by step, to take a round apart.
+server takes a minute or two. A part, in 10 minutes: --streams 1 --temperature 0 --draft-lengths 7 --rounds 1.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.fleet import DEMO, PAIRS, lone_drafter, named_pair, say
 from loadtest.peers.inside.protocol import Job
-from loadtest.peers.run import VLLM, PeerFigure, case_of, encoded_prompts, run_job
+from loadtest.peers.run import PeerFigure, case_of, encoded_prompts
 from loadtest.trial import Trial, rounded_error, take_turns
 from loadtest.vllm_server import served_figures
 from paceline.checkpoints.families import is_eagle3
@@ -106,7 +105,6 @@ def main() -> None:
     )
     parser.add_argument("--passes", type=int, default=1, help="over the prompts, the median counts (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
-    parser.add_argument("--in-process", action="store_true", help="without a server")
     # Through the clean-ups that stop vLLM and the drafter.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run(parser, measure)
@@ -172,10 +170,7 @@ async def _results(
                 drafter_cores=side.drafter_cores,
                 learned_dir=learned_dir,
             )
-            if not arguments.in_process:
-                return await served_figures(python, job, arguments.temperature)
-            jobs = [replace(job, temperature=temperature) for temperature in arguments.temperature]
-            return [figure for each in jobs for figure in _figures(python, each)]
+            return await served_figures(python, job, arguments.temperature)
 
         async def measure_side(side: Side) -> list[PeerFigure]:
             if not side.drafter_cores:
@@ -184,15 +179,6 @@ async def _results(
                 return await figures_of(side, [address])
 
         return await take_turns(sides, measure_side, rounds=arguments.rounds, title="engines")
-
-
-def _figures(python: Path, job: Job) -> list[PeerFigure]:
-    # Blocks the loop: nothing else is to run here, and a signal that ends the bench ends this at once.
-    figures = run_job(VLLM, python, job)
-    for figure in figures:
-        if figure.error:
-            raise CommandFailedError(f"{figure.mode}, {figure.streams} streams: {figure.error}")
-    return figures
 
 
 def speeds_at(load: Load, results: Mapping[Side, Sequence[Sequence[PeerFigure]]]) -> dict[str, list[float]]:

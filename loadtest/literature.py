@@ -12,8 +12,7 @@ the same fleet; for each chance:
 * fixed k, fixed 16: chains of that length; controller: the fleet as it is by default
 
 A second table is of drafters that guess three wide, whose second guess is right in half of the rest: there the tier may
-have the branch ready that the text takes. A third shows where the time of a round of the tier goes, one wide at the
-first chance: median milliseconds of each piece, from the target's device back to it.
+have the branch ready that the text takes.
 
 Each figure is the mean of all rounds; spread is the largest difference between rounds of one way, over its mean. The
 bench is met when all texts are equal.
@@ -32,13 +31,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.bench import Table, bench_parser, report, run, show
+from loadtest.bench import Table, bench_parser, report, run
 from loadtest.client import Completions
 from loadtest.fleet import bench_fleet
 from loadtest.paced import OFF, keep_busy
 from loadtest.streams import Ask, HttpDoor
-from loadtest.timed.marks import FOLDER
-from loadtest.timed.rounds import DRAFTER, VERIFIER, anatomy
 from paceline.cluster.local import LocalFleet
 
 TOKEN_MS, VERIFY_MS, DRAFT_MS = 7.0, 8.0, 0.5
@@ -51,7 +48,6 @@ POLICIES: Mapping[int, Policies] = {
     1: {FIXED: {"policy": "fixed", "num_speculative_tokens": MOST_LENGTH}, CONTROLLER: {}},
     3: {CONTROLLER: {}},
 }
-TIMED = {"modules": {role: f"loadtest.timed.{role}" for role in (VERIFIER, DRAFTER)}}
 
 
 def main() -> None:
@@ -68,7 +64,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all rows; True when no way has changed a text."""
     rows, texts = list[dict[str, Any]](), defaultdict[int, set[str]](set)
     num_fleets = len(arguments.chances) * len(PLACEMENTS) * sum(map(len, POLICIES.values()))
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=num_fleets + 1, unit="fleet") as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=num_fleets, unit="fleet") as bar:
         for width, policies in POLICIES.items():
             table, path = Table(), Path(folder) / f"{width}.json"
             path.write_text(json.dumps(profile(width)), encoding="utf-8")
@@ -80,11 +76,8 @@ async def measure(arguments: argparse.Namespace) -> bool:
                 }
                 rows.append(row_of(width, chance, speeds))
                 table.add(rows[-1])
-        pieces = await Bench(Path(folder) / "1.json", arguments.chances[0], arguments, texts).time_rounds(Path(folder))
-        bar.update()
-    show([pieces])
     met = all(len(each) == 1 for each in texts.values())
-    return report("literature", simulated=True, rows=rows, round_ms=pieces, ok=met)
+    return report("literature", simulated=True, rows=rows, ok=met)
 
 
 def row_of(width: int, chance: float, speeds: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
@@ -116,8 +109,8 @@ def row_of(width: int, chance: float, speeds: Mapping[str, Mapping[str, list[flo
 
 
 def expected(chance: float, length: int) -> float:
-    """Tokens a round of a chain of this length."""
-    return (1.0 - chance ** (length + 1)) / (1.0 - chance)
+    """Tokens a round of a chain of this length (Leviathan et al. 2211.17192, equation 1)."""
+    return length + 1.0 if chance == 1.0 else (1.0 - chance ** (length + 1)) / (1.0 - chance)
 
 
 def formula(chance: float, length: int) -> float:
@@ -145,15 +138,9 @@ class Bench:
     ) -> None:
         self._path, self._chance, self._arguments, self._texts = path, chance, arguments, texts
 
-    async def time_rounds(self, folder: Path) -> dict[str, float]:
-        """Returns the median milliseconds of each piece of a round."""
-        async with self._fleet({}, environ={FOLDER: str(folder)}, launcher=TIMED) as fleet:
-            await self._tokens_per_s(HttpDoor(fleet.gateway_url), None)
-        return anatomy(folder)
-
-    def _fleet(self, settings: Mapping[str, Any], **more: Any) -> LocalFleet:
+    def _fleet(self, settings: Mapping[str, Any]) -> LocalFleet:
         config = json.dumps({"method": "draft_model", **settings})
-        return bench_fleet(simulate=str(self._path), acceptance=self._chance, speculative_config=config, **more)
+        return bench_fleet(simulate=str(self._path), acceptance=self._chance, speculative_config=config)
 
     async def measure_placement(
         self, placement: Mapping[str, Any], policies: Policies, bar: tqdm[Any]

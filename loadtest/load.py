@@ -24,7 +24,7 @@ from loadtest.bench import machine, report
 from loadtest.client import replay
 from loadtest.fleet import bench_fleet, say
 from loadtest.prompts import Prompts, open_prompts
-from loadtest.streams import Ask, Door, GrpcDoor, HttpDoor
+from loadtest.streams import COUNTED, Ask, Door, GrpcDoor, HttpDoor
 from loadtest.traffic.config import HTTP, OFF, ON, TRACE, LoadConfig
 from loadtest.traffic.figures import Window, bucket_figures, buckets_of, comparison, different_texts, mode_figures
 from loadtest.traffic.plan import Source, requests_of, windows_of
@@ -37,8 +37,6 @@ PROG = "load"
 WARM_RATE_SHARE = 0.5
 # Nobody is refused: a replay measures how long requests take, not how many are turned away.
 UNBOUNDED = ("--max-sessions=100000", "--max-wait-s=86400")
-# Usage in every event says how many tokens each brings.
-COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def main() -> None:

@@ -10,34 +10,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
-import grpc
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from loadtest.bench import MIB, bench_parser, report, run
 from loadtest.fleet import bench_fleet
+from loadtest.streams import Ask, Completion, GrpcDoor
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.cluster.local import LocalFleet
-from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.service.process import CHANNEL_OPTIONS
+from tools.procfs import resident_bytes
+from tools.scrape import scrape
 
 # Of meta-llama/Llama-3.2-1B.
 SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -49,13 +45,11 @@ SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-WEIGHT_STD = 0.02
 # Tokens that each stream has when the prompt comes.
-LEAD_TOKENS = 4
+LEAD_TOKENS, TOKENS = 4, "vllm:generation_tokens_total"
 STREAM_TOKENS = 16_000
 START_S = 600.0
 
@@ -71,20 +65,6 @@ def main() -> None:
     run(parser, measure)
 
 
-@dataclass(slots=True, kw_only=True)
-class Times:
-    """When tokens of a stream came, seconds, and its error; empty: none. `begun` is set after a few, or the error."""
-
-    at_s: list[float] = field(default_factory=list)
-    error: str = ""
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def gaps_s(self, since_s: float, until_s: float) -> list[float]:
-        """Times between tokens that touch an interval."""
-        within = pairwise([*(each for each in self.at_s if each <= until_s), until_s])
-        return [later - sooner for sooner, later in within if later > since_s]
-
-
 async def measure(options: argparse.Namespace) -> bool:
     """Runs the streams and the prompt; True when all of them were served."""
     async with AsyncExitStack() as stack:
@@ -93,44 +73,49 @@ async def measure(options: argparse.Namespace) -> bool:
             save_random(folder)
         fleet = bench_fleet(model=folder, drafter=False, verifier_threads=options.threads, start_timeout_s=START_S)
         await stack.enter_async_context(fleet)
-        address = fleet.endpoint("gateway").second_address
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
-        stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
-        return await _measured(options, fleet, stub)
+        return await _measured(options, fleet)
 
 
-async def _measured(options: argparse.Namespace, fleet: LocalFleet, stub: gateway_pb2_grpc.GatewayAsyncStub) -> bool:
-    streams = [Times() for _ in range(options.streams)]
+async def _measured(options: argparse.Namespace, fleet: LocalFleet) -> bool:
+    door, origin_s = GrpcDoor(fleet.endpoint("gateway").second_address), time.perf_counter()
+    streams = [Completion() for _ in range(options.streams)]
     tasks = [
-        asyncio.create_task(answer(stub, f"stream {number}", STREAM_TOKENS, times))
-        for number, times in enumerate(streams)
+        asyncio.create_task(door.ask(Ask(prompt=f"stream {number}", max_tokens=STREAM_TOKENS), origin_s, into=done))
+        for number, done in enumerate(streams)
     ]
-    await asyncio.wait_for(asyncio.gather(*(each.begun.wait() for each in streams)), START_S)
-    sent_s, prompt = time.perf_counter(), Times()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(options.timeout_s):
-            await answer(stub, prompt_of(options.prompt_tokens), 4, prompt)
-    ended_s = time.perf_counter()
+    async with asyncio.timeout(START_S):
+        address = fleet.endpoint("verifier").second_address
+        while (await scrape(address)).get(TOKENS, 0.0) < LEAD_TOKENS * len(streams):  # noqa: ASYNC110 - only polling shows it
+            await asyncio.sleep(0.5)
+    asked = Ask(prompt=prompt_of(options.prompt_tokens), max_tokens=4)
+    prompt = await door.ask(asked, origin_s, timeout_s=options.timeout_s)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    gaps_s = [gap for each in streams for gap in each.gaps_s(sent_s, ended_s)]
-    errors = [each.error for each in (prompt, *streams) if each.error]
+    await door.close()
+    gaps = [gap for each in streams for gap in gaps_s(each, prompt.started_s, prompt.ended_s)]
+    errors = [each.message for each in (prompt, *streams) if each.error]
     restarts = fleet.restart_count("verifier-0")
-    print(f"prompt of {options.prompt_tokens} tokens: {len(prompt.at_s)} tokens after {ended_s - sent_s:.1f} s")
-    print(f"streams: gap median {statistics.median(gaps_s):.2f} s, largest {max(gaps_s):.2f} s; errors: {errors}")
+    print(f"prompt of {options.prompt_tokens} tokens: {prompt.num_tokens} tokens after {prompt.e2e_s:.1f} s")
+    print(f"streams: gap median {statistics.median(gaps):.2f} s, largest {max(gaps):.2f} s; errors: {errors}")
     return report(
         "long_prompt",
         prompt_tokens=options.prompt_tokens,
-        prompt_s=round(ended_s - sent_s, 1),
-        gap_p50_s=round(statistics.median(gaps_s), 3),
-        gap_max_s=round(max(gaps_s), 3),
-        stream_tokens=[len(each.at_s) for each in streams],
-        verifier_mib=resident_mib(fleet.pid("verifier")),
+        prompt_s=round(prompt.e2e_s, 1),
+        gap_p50_s=round(statistics.median(gaps), 3),
+        gap_max_s=round(max(gaps), 3),
+        stream_tokens=[each.num_tokens for each in streams],
+        verifier_mib=resident_bytes(fleet.pid("verifier")) // MIB,
         restarts=restarts,
         errors=errors,
-        ok=not errors and not restarts and len(prompt.at_s) > 0,
+        ok=not errors and not restarts and prompt.num_tokens > 0,
     )
+
+
+def gaps_s(stream: Completion, since_s: float, until_s: float) -> Sequence[float]:
+    """Times between tokens of a stream that touch an interval."""
+    times_s = [*(at_s for at_s, _ in stream.counts if at_s <= until_s), until_s]
+    return [later - sooner for sooner, later in pairwise(times_s) if later > since_s]
 
 
 def prompt_of(num_tokens: int) -> str:
@@ -140,52 +125,10 @@ def prompt_of(num_tokens: int) -> str:
     return text[:end]
 
 
-async def answer(stub: gateway_pb2_grpc.GatewayAsyncStub, prompt: str, max_tokens: int, times: Times) -> None:
-    """Notes when the tokens of an answer come."""
-    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
-    request = gateway_pb2.GatewayGenerateRequest(prompt=prompt, sampling=sampling)
-    try:
-        async for response in stub.Generate(request):
-            times.at_s += [time.perf_counter()] * len(response.token_ids)
-            if len(times.at_s) >= LEAD_TOKENS:
-                times.begun.set()
-    except grpc.aio.AioRpcError as error:
-        times.error = f"{error.code().name}: {error.details()}"
-        times.begun.set()
-
-
-def resident_mib(pid: int) -> int:
-    """Resident memory of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 // MIB for line in lines if line.startswith("VmRSS:"))
-
-
 def save_random(folder: Path) -> None:
     """Writes the checkpoint, 2.5 GB, with the demo target's tokenizer."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(7)
-    hidden, inner, kv = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_key_value_heads"] * 64
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, WEIGHT_STD, generator=generator)
-
-    norm = torch.ones(hidden, dtype=torch.bfloat16)
-    tensors = {"model.embed_tokens.weight": weight(SHAPE["vocab_size"], hidden), "model.norm.weight": norm}
-    linears = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for layer in range(SHAPE["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        tensors |= {f"{prefix}.{name}.weight": weight(*shape) for name, shape in linears.items()}
-        tensors |= {f"{prefix}.{name}.weight": norm.clone() for name in ("input_layernorm", "post_attention_layernorm")}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    torch.manual_seed(7)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copyfile(DEMO_TARGET / name, folder / name)
 

@@ -33,6 +33,7 @@ from tqdm import tqdm
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.client import Completions, completed, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
+from loadtest.literature import expected
 from loadtest.prompts import prose_prompts, table_prompts
 from loadtest.streams import Ask, Completion
 from paceline.checkpoints.corpus import unseen_prompts
@@ -183,19 +184,11 @@ def checked_positions(completions: Sequence[Completion]) -> tuple[int, int]:
     return accepted, checked
 
 
-def expected_tokens(rate: float, gamma: int) -> float:
-    """Tokens that a step with a chain of `gamma` draft tokens commits, the one after them included.
-
-    (Leviathan et al. 2211.17192, equation 1.)
-    """
-    return gamma + 1.0 if rate == 1.0 else (1.0 - rate ** (gamma + 1)) / (1.0 - rate)
-
-
 def between(rate: float, gamma: float) -> float:
     """The closed form at a gamma between two whole numbers."""
     low = int(gamma)
     share = gamma - low
-    return (1 - share) * expected_tokens(rate, low) + share * expected_tokens(rate, low + 1)
+    return (1 - share) * expected(rate, low) + share * expected(rate, low + 1)
 
 
 def speed(completions: Sequence[Completion]) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from loadtest.streams import Ask, Completion, Door
+from loadtest.streams import COUNTED, Ask, Completion, Door
 from paceline.planning.report import tokens_of
 
 OFF: Mapping[str, Any] = {"enabled": False}
@@ -22,7 +22,7 @@ def ask_of(number: int, mean_tokens: int, speculation: Mapping[str, Any] | None 
         max_tokens=tokens_of(number, mean_tokens),
         seed=number,
         speculation=speculation,
-        more={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        more=COUNTED,
     )
 
 

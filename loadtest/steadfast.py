@@ -9,6 +9,7 @@ from contextlib import aclosing
 from functools import partial
 
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from loadtest.histories import GRPC, HTTP, History, Kind
 from loadtest.resuming_http import ResumingHttpClient
@@ -96,15 +97,23 @@ async def run_one(
     return history
 
 
-async def run_each(answer: Answer, requests: Sequence[Request], on_end: Callable[[], None]) -> list[History]:
-    """Runs all requests at once, each to its end."""
+async def run_each(answer: Answer, requests: Sequence[Request]) -> list[History]:
+    """Runs all requests at once, each to its end.
 
-    async def one(index: int) -> History:
-        history = await run_one(answer, requests[index], index)
-        on_end()
-        return history
+    Raises:
+        RuntimeError: A request failed.
+    """
+    with tqdm(total=len(requests), desc="undisturbed", unit="stream") as bar:
 
-    return await asyncio.gather(*(one(index) for index in range(len(requests))))
+        async def one(index: int) -> History:
+            history = await run_one(answer, requests[index], index)
+            bar.update()
+            return history
+
+        histories = await asyncio.gather(*(one(index) for index in range(len(requests))))
+    if failed := [history.error for history in histories if not history.whole]:
+        raise RuntimeError(f"{len(failed)} undisturbed streams failed, first: {failed[0]}")
+    return histories
 
 
 async def keep_running(

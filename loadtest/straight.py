@@ -15,8 +15,8 @@ SILENCE_S = 600.0
 VOCAB_SIZE = 2**31
 
 
-class StraightCalls:
-    """Sessions on one verifier, over one stream as a gateway has it.
+class StraightDoor(Door):
+    """`Verifier.Verify`, one stream for all sessions as a gateway has it: prompts are token ids, a piece is a token.
 
     Args:
         address: The verifier's address.
@@ -27,42 +27,21 @@ class StraightCalls:
         self._client = VerifierClient(SILENCE_S)
         self._numbers = itertools.count()
 
-    async def arrived(self, ask: Ask, speculation: SpeculationParams) -> list[tuple[float, tuple[int, ...]]]:
-        """Runs a session; when which tokens came."""
+    async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
         request = GenerateRequest(
             session_id=f"bench-{next(self._numbers)}",
             epoch=1,
             prompt_token_ids=tuple(map(int, ask.prompt)),
             sampling=SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True),
-            speculation=speculation,
+            speculation=SpeculationParams(**(ask.speculation or {})),
         )
-        arrived: list[tuple[float, tuple[int, ...]]] = []
+        tokens: list[tuple[float, tuple[int, ...]]] = []
 
         def take(token_ids: tuple[int, ...], _: bytes, __: SessionEvent) -> bool:
-            arrived.append((time.perf_counter(), token_ids))
+            tokens.append((time.perf_counter() - origin_s, token_ids))
             return False
 
         await self._client.run(self._client.running(self._address, request, VOCAB_SIZE, take))
-        return arrived
-
-    async def close(self) -> None:
-        """Ends the stream."""
-        await self._client.close()
-
-
-class StraightDoor(Door):
-    """`Verifier.Verify`, one stream for all sessions; prompts are token ids, and a piece is a token.
-
-    Args:
-        address: The verifier's address.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._calls = StraightCalls(address)
-
-    async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
-        arrived = await self._calls.arrived(ask, SpeculationParams(**(ask.speculation or {})))
-        tokens = [(at_s - origin_s, token_ids) for at_s, token_ids in arrived]
         done.counts = [(at_s, len(token_ids)) for at_s, token_ids in tokens if token_ids]
         done.pieces = [(at_s, 1) for at_s, token_ids in tokens for _ in token_ids]
         done.text = " ".join(str(token_id) for _, token_ids in tokens for token_id in token_ids)
@@ -70,4 +49,4 @@ class StraightDoor(Door):
 
     async def close(self) -> None:
         """Ends the stream."""
-        await self._calls.close()
+        await self._client.close()

@@ -23,6 +23,8 @@ from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
 
 TIMEOUT_S = 600.0
+# Usage in every event says how many tokens each brings.
+COUNTED: Mapping[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 RECORDED = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_batch_size")
 _DONE = b"data: [DONE]"
 
@@ -157,21 +159,25 @@ class StreamError(Exception):
 class Door(ABC):
     """A door of a gateway."""
 
-    async def ask(self, ask: Ask, origin_s: float = 0.0) -> Completion:
+    async def ask(
+        self, ask: Ask, origin_s: float = 0.0, *, into: Completion | None = None, timeout_s: float = TIMEOUT_S
+    ) -> Completion:
         """Streams one completion to its end; an error is part of what it returns.
 
         Args:
             ask: The request to send.
             origin_s: The moment from which times count, by `time.perf_counter`.
+            into: Gets what came; over gRPC also of a call that is cancelled.
         """
-        done = Completion(index=ask.index, due_s=ask.due_s, started_s=time.perf_counter() - origin_s)
+        done = into or Completion()
+        done.index, done.due_s, done.started_s = ask.index, ask.due_s, time.perf_counter() - origin_s
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._stream(ask, done, origin_s)
         except StreamError as error:
             done.error, done.message = error.kind, str(error)
         except TimeoutError:
-            done.error, done.message = "timed out", f"no end within {TIMEOUT_S:g} s"
+            done.error, done.message = "timed out", f"no end within {timeout_s:g} s"
         except OSError as error:
             done.error, done.message = "no connection", str(error)
         if done.error:

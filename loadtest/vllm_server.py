@@ -15,7 +15,7 @@ from loadtest.client import run_batch
 from loadtest.fleet import say
 from loadtest.peers.inside.protocol import WARM_UP_TOKENS, Job
 from loadtest.peers.run import VLLM, PeerFigure
-from loadtest.streams import Ask, Completion
+from loadtest.streams import COUNTED, Ask, Completion
 from paceline.cluster.spec import http_health
 from paceline.cluster.supervisor import ChildSpec, ProcessSupervisor
 from paceline.core.errors import UnavailableError
@@ -142,14 +142,13 @@ async def _decode_tokens_per_s(url: str, job: Job, streams: int, num_prompts: in
 
 
 def _asks(prompts: Sequence[Sequence[int]], job: Job, temperature: float, max_tokens: int | None = None) -> list[Ask]:
-    # Counts of tokens come with every piece; and no seed, since rows that have one are slow on a CPU.
-    usage = {"include_usage": True, "continuous_usage_stats": True}
+    # No seed, since rows that have one are slow on a CPU.
     return [
         Ask(
             prompt=list(prompt),
             max_tokens=max_tokens or job.max_new_tokens,
             temperature=temperature,
-            more={"model": MODEL, "seed": None, "stream_options": usage},
+            more={"model": MODEL, "seed": None, **COUNTED},
         )
         for prompt in prompts
     ]

@@ -244,7 +244,7 @@ def undisturbed(fleet: RayFleetOnTest) -> list[History]:
 
     async def story() -> list[History]:
         async with ResumingClient([fleet.gateway]) as client:
-            return await run_each(over(client), requests(), lambda: None)
+            return await run_each(over(client), requests())
 
     streams = asyncio.run(story())
     assert [stream.error for stream in streams] == [""] * NUM_STREAMS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm  # type: ignore[import-not-found]
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
 else:
     import protocol
 
-SOURCES = str(Path(__file__).parents[3] / "services")
 CONTEXT_STEP = 512
 """A context in such steps leaves room to draft past the end, and lets jobs share compiled code."""
 
@@ -62,23 +59,8 @@ def _speculation(job: protocol.Job) -> dict[str, Any]:
     """Settings with which an engine speculates as the job wants it."""
     if job.draft_length is None:
         return {}
-    if not job.drafters:
-        draft = {"method": "draft_model", "model": job.draft, "num_speculative_tokens": job.draft_length}
-        return {"speculative_config": draft}
-    # For the proposer here, and for the process that it starts.
-    sys.path.insert(0, SOURCES)
-    os.environ["PYTHONPATH"] = SOURCES
-    tier = {
-        "drafters": list(job.drafters),
-        "cpus": ",".join(map(str, job.drafter_cores)),
-        "learned_dir": job.learned_dir,
-    }
-    proposer = {
-        "method": "custom_class",
-        "model": "paceline.vllm.Proposer",
-        "num_speculative_tokens": job.draft_length,
-    }
-    return {"speculative_config": proposer, "additional_config": {"paceline": tier}}
+    draft = {"method": "draft_model", "model": job.draft, "num_speculative_tokens": job.draft_length}
+    return {"speculative_config": draft}
 
 
 if __name__ == "__main__":
