@@ -12,8 +12,6 @@ With --vocab 151936 both models have as many ids as Qwen's, with --top-p and --t
 choosing costs shows there and not with the 4,096 ids of the demo pair.
 
 With --small the target is the demo pair's as shipped, whose steps take 3 ms: there everything around the step counts.
-
---plot PATH draws speed-up and gamma against the number of streams, as SVG.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -104,7 +101,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="mean tokens of a request (default 64)")
     parser.add_argument("--small", action="store_true", help="the demo target as shipped, not widened to 98 M")
     add_choice_flags(parser)
-    parser.add_argument("--plot", type=Path, default=None, help="SVG file to draw")
     run(parser, measure)
 
 
@@ -129,8 +125,6 @@ async def measure(arguments: argparse.Namespace) -> bool:
         for streams in tqdm(arguments.streams, desc="loads", unit="load", leave=False):
             rows.append((await _row(ways, streams, arguments)).figures())
             table.add(rows[-1])
-    if arguments.plot is not None:
-        draw(rows, arguments.plot)
     print(
         f"tokens/s, {arguments.max_tokens} tokens a request on average, temperature {arguments.temperature:g}, "
         f"top-p {arguments.top_p:g}, top-k {arguments.top_k}; "
@@ -167,26 +161,3 @@ async def _row(ways: Ways, streams: int, arguments: argparse.Namespace) -> Row:
         title=f"{streams} streams",
     )
     return Row(streams, results)
-
-
-def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws speed-up and gamma against the number of streams."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    streams = [row["streams"] for row in figures]
-    figure, left = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-    left.axhline(1.0, color="0.7", linewidth=1)
-    left.plot(streams, [row["ratio"] for row in figures], "o-", color="tab:blue")
-    left.set_xscale("log", base=2)
-    left.set_xticks(streams, [str(count) for count in streams])
-    left.set_xlabel("streams")
-    left.set_ylabel("tokens/s over plain decoding", color="tab:blue")
-    left.set_ylim(bottom=0)
-    right = left.twinx()
-    right.plot(streams, [row["gamma"] for row in figures], "s--", color="tab:orange")
-    right.set_ylabel("draft tokens per session and step", color="tab:orange")
-    right.set_ylim(bottom=0)
-    figure.savefig(path)

@@ -128,7 +128,7 @@ def prompt_of(num_tokens: int) -> str:
 def save_random(folder: Path) -> None:
     """Writes the checkpoint, 2.5 GB, with the demo target's tokenizer."""
     torch.manual_seed(7)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).bfloat16().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copyfile(DEMO_TARGET / name, folder / name)
 
