@@ -86,6 +86,14 @@ class BatchResult(Completions):
         return sum(each.tokens_until(until_s) for each in self.completions) / until_s
 
 
+def decoded_together(completions: Sequence[Completion]) -> tuple[int, float]:
+    """Tokens and seconds from the moment when all streams had their first token until one had its last."""
+    first_s = max(each.counts[0][0] for each in completions)
+    last_s = min(each.counts[-1][0] for each in completions)
+    tokens = sum(count for each in completions for at_s, count in each.counts if first_s < at_s <= last_s)
+    return tokens, max(0.0, last_s - first_s)
+
+
 def joined(results: Iterable[Completions]) -> Completions:
     """All completions of several."""
     return Completions([each for result in results for each in result.completions])

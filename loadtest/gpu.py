@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def contact(out: Path, parts: Sequence[str]) -> bool:
-    """Runs parts while there is time, and says what may be said; true when all of them ended well."""
+    """Runs parts while there is time; true when all of them ended well."""
     out.mkdir(parents=True, exist_ok=True)
     lines, began_s, well = out / "gpu.jsonl", time.monotonic(), True
     lines.unlink(missing_ok=True)
@@ -90,7 +90,6 @@ def contact(out: Path, parts: Sequence[str]) -> bool:
         well = well and ended == "ok"
         if part == "steps" and (profile := measured(_figures(lines))) is not None:
             write_profile(profile, out / "profile.json")
-    print("\n".join(sentences(list(_figures(lines)))))
     return well
 
 
@@ -163,23 +162,6 @@ def _device(table: dict[tuple[int, int, int], float]) -> dict[str, Any]:
 def _longest(table: dict[tuple[int, int, int], float], sessions: int) -> bool:
     """Whether steps of so many sessions were timed over more than one context."""
     return len({context for count, rows, context in table if (count, rows) == (sessions, 1)}) > 1
-
-
-def sentences(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """Sentences for the README about these figures."""
-    said = []
-    for each in figures:
-        if each["part"] == "rounds" and "ratio" in each:
-            said.append(
-                f"{each['sessions']} sessions: {each['plain_tokens_per_s']:,} tokens/s plain, {each['ratio']} times "
-                f"that with the drafter inside (acceptance imposed at {each['imposed_acceptance']})"
-            )
-        if each["part"] == "fleet" and "ratio" in each:
-            said.append(
-                f"{each['streams']} streams: {each['plain_tokens_per_s']:,} tokens/s plain, {each['ratio']} times "
-                "that with the tier (drafter simulated at the pace of a 1B on a card of its own, acceptance imposed)"
-            )
-    return said
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 def planned(load: Load, arguments: argparse.Namespace) -> list[Outcome]:
     """The planner's prediction of each verifier."""
-    until_s = arguments.stretch * max(LEAST_S, SECONDS / load.streams)
+    until_s = arguments.stretch * max(LEAST_S, SECONDS / (load.verifiers * load.streams))
     return run_closed(
         load.profiles(arguments),
         PLANNED[load.way],

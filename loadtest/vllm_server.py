@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from loadtest.client import run_batch
+from loadtest.client import decoded_together, run_batch
 from loadtest.fleet import say
 from loadtest.peers.inside.protocol import WARM_UP_TOKENS, Job
 from loadtest.peers.run import VLLM, PeerFigure
-from loadtest.streams import COUNTED, Ask, Completion
+from loadtest.streams import COUNTED, Ask
 from paceline.cluster.spec import http_health
 from paceline.cluster.supervisor import ChildSpec, ProcessSupervisor
 from paceline.core.errors import UnavailableError
@@ -152,11 +152,3 @@ def _asks(prompts: Sequence[Sequence[int]], job: Job, temperature: float, max_to
         )
         for prompt in prompts
     ]
-
-
-def decoded_together(completions: Sequence[Completion]) -> tuple[int, float]:
-    """Tokens and seconds from the moment when all streams had their first token until one had its last."""
-    first_s = max(each.counts[0][0] for each in completions)
-    last_s = min(each.counts[-1][0] for each in completions)
-    tokens = sum(count for each in completions for at_s, count in each.counts if first_s < at_s <= last_s)
-    return tokens, max(0.0, last_s - first_s)

@@ -35,11 +35,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from loadtest.bench import add_choice_flags, bench_parser, report, run, sampling_of, show
-from loadtest.client import BatchResult, asks_of, run_batch
+from loadtest.client import BatchResult, asks_of, decoded_together, run_batch
 from loadtest.fleet import DEMO, PAIRS, bench_fleet, named_pair, say
 from loadtest.peers.inside.protocol import Job
 from loadtest.peers.run import PEERS, PeerFigure, case_of, encoded_prompts, measure_peer
-from loadtest.streams import Ask
+from loadtest.streams import COUNTED, Ask
 from loadtest.trial import Trial
 from loadtest.vocabulary import with_vocabulary
 from paceline.checkpoints.families import is_eagle3
@@ -163,7 +163,7 @@ async def _figures(name: str, url: str, modes: Sequence[str], arguments: argpars
     figures: list[PeerFigure] = []
     for streams, mode in itertools.product(arguments.streams, modes):
         asks = [
-            replace(each, speculation={"enabled": mode == "draft"}, more=sampling_of(arguments))
+            replace(each, speculation={"enabled": mode == "draft"}, more={**sampling_of(arguments), **COUNTED})
             for each in asks_of(case_of(streams).num_prompts, arguments.max_tokens)
         ]
         title = f"{name}, {mode}, {streams} streams"
@@ -192,12 +192,7 @@ async def _waves(url: str, asks: Sequence[Ask], streams: int, title: str) -> lis
 
 def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
     """Tokens/s while all streams decoded, and over all: as the peers' are counted."""
-    tokens = seconds = 0.0
-    for wave in waves:
-        first_s = max(each.pieces[0][0] for each in wave.completions)
-        last_s = min(each.pieces[-1][0] for each in wave.completions)
-        tokens += sum(each.tokens_until(last_s) - each.tokens_until(first_s) for each in wave.completions)
-        seconds += last_s - first_s
+    tokens, seconds = map(sum, zip(*(decoded_together(wave.completions) for wave in waves), strict=True))
     return tokens / seconds, sum(wave.num_tokens for wave in waves) / sum(wave.seconds for wave in waves)
 
 

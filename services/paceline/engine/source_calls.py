@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from paceline.core.acceptance import rule_of
 from paceline.core.draft_policy import Goodput
@@ -81,9 +80,7 @@ class SourceCalls:
         for source in self._sources:
             name = source.name
             asked = [
-                (session, cap)
-                for session, cap in zip(sessions, caps, strict=True)
-                if cap and name in session.followers
+                (session, cap) for session, cap in zip(sessions, caps, strict=True) if cap and name in session.followers
             ]
             if asked:
                 self._ask(source, asked, report)
