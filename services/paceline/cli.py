@@ -34,7 +34,7 @@ COMMANDS = {
     "demo": "stream completions with and without speculation, and compare them",
     "rehearse": "show the drafter tier under vLLM what drafting is worth, before users ask",
     "plan": "say what models promise on their GPUs, or how many of these a load needs",
-    "models": "models check NAME shows which engine serves a checkpoint, models fetch NAME fetches it",
+    "models": "models fetch NAME fetches a checkpoint",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
     "completion": "print completions of this command for a shell",

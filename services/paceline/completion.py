@@ -42,7 +42,6 @@ FLAGS = {
     ("demo",): ("paceline.cluster.demo", "DemoConfig"),
     ("rehearse",): ("paceline.client.rehearse", "RehearseConfig"),
     ("plan",): ("paceline.planning.__main__", "PlanConfig"),
-    ("models", "check"): ("paceline.cluster.models", "CheckConfig"),
     ("models", "fetch"): ("paceline.cluster.models", "FetchConfig"),
     ("dev-ca",): ("paceline.service.dev_ca", "DevCaConfig"),
     ("key",): ("paceline.gateway.access.keys", "KeyConfig"),

@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from paceline.checkpoints.source import CONFIG_FILES, MODEL_FILES, TEXT_FILES
+from paceline.checkpoints.source import MODEL_FILES, TEXT_FILES
 from paceline.core.errors import ConfigError
 from tests.integration.test_checkpoint_source import environment, fetch, point_to
 from tests.support.hub import Hub, Repo, serving
@@ -132,7 +132,7 @@ def test_a_part_that_another_program_has_fetched_is_not_taken_for_the_whole(hub:
 
 
 def test_what_one_service_needs_is_not_taken_for_what_another_needs(hub: Hub) -> None:
-    for files in (CONFIG_FILES, TEXT_FILES, MODEL_FILES):
+    for files in (TEXT_FILES, MODEL_FILES):
         folder = fetch(pinned(hub), files=files)
     assert is_whole(folder)
 

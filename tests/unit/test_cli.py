@@ -109,7 +109,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
 
 def test_models_names_its_actions(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (["models"], ["models", "/nope"]):
-        assert "models: error: needs one of check, fetch" in refusal(line, capsys)
+        assert "models: error: needs the action fetch, such as: paceline models fetch ORG/NAME" in refusal(line, capsys)
 
 
 TRIED = """source {script}

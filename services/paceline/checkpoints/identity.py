@@ -23,7 +23,6 @@ from paceline.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-IGNORED = "eos_token_id: {} are ignored, since the vocabulary has {} ids ({})"
 # Pieces of each weight file that are hashed, and their size; other weights of the same shape differ everywhere.
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
@@ -82,14 +81,14 @@ def _tokens(path: Path) -> dict[int, str]:
     return tokens
 
 
-def end_tokens(folder: Path, found: object, vocab_size: int) -> tuple[tuple[int, ...], list[int]]:
+def eos_token_ids(folder: Path, found: object, vocab_size: int) -> tuple[int, ...]:
     """Reads the tokens that end a text, as vLLM does.
 
     They are those of generation_config.json, or otherwise `found` from config.json, and the tokenizer's own end token:
     files of chat models may name the base model's only.
 
     Returns:
-        Ids within the vocabulary, in order, and the other ids that the files name.
+        Ids within the vocabulary, in order; a warning names the others, which are ignored.
 
     Raises:
         ConfigError: A value has another type; names file, field and value.
@@ -102,20 +101,9 @@ def end_tokens(folder: Path, found: object, vocab_size: int) -> tuple[tuple[int,
     given = found if isinstance(found, list | tuple) else [] if found is None else [found]
     named = [whole(each, f"{source}: each of eos_token_id", 0, MOST_LENGTH) for each in given]
     unique = dict.fromkeys((*named, *_tokenizers_own(folder)))
-    ids = tuple(token_id for token_id in unique if token_id < vocab_size)
-    return ids, [token_id for token_id in unique if token_id >= vocab_size]
-
-
-def eos_token_ids(folder: Path, found: object, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids within the vocabulary, see `end_tokens`; logs the others, which are ignored.
-
-    Raises:
-        ConfigError: As `end_tokens`.
-    """
-    ids, ignored = end_tokens(folder, found, vocab_size)
-    if ignored:
-        _warn(IGNORED.format(ignored, vocab_size, folder))
-    return ids
+    if ignored := [token_id for token_id in unique if token_id >= vocab_size]:
+        _warn(f"eos_token_id: {ignored} are ignored, since the vocabulary has {vocab_size} ids ({folder})")
+    return tuple(token_id for token_id in unique if token_id < vocab_size)
 
 
 @functools.cache
@@ -132,13 +120,7 @@ def _tokenizers_own(folder: Path) -> tuple[int, ...]:
         raise ConfigError(f"{folder / TOKENIZER}: eos_token must be text or an object with content, got {shown(given)}")
     if spelled is None or not tokenizer.is_file():
         return ()
-    found = tuple(token_id for token_id, token in _tokens(tokenizer).items() if token == spelled)
-    return found or _added_beside(folder, spelled)
-
-
-def _added_beside(folder: Path, spelled: str) -> tuple[int, ...]:
-    """Returns the id of a token that only other files than tokenizer.json name."""
-    # A service beside another engine needs no tokenizer of its own.
+    # A base install needs no tokenizers.
     from paceline.checkpoints.tokenizer import read_tokenizer
 
     token_id = read_tokenizer(folder).token_to_id(spelled)

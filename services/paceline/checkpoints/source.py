@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 
 INDEX: Final = "model.safetensors.index.json"
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-# Files by which a checkpoint is judged, that a gateway reads, and that an engine reads; vLLM needs more JSON than ours.
-CONFIG_FILES: Final = ("config.json", "generation_config.json", "tokenizer_config.json")
+# Files that a gateway reads, and that an engine reads; vLLM needs more JSON than ours.
 TEXT_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*.jinja",
@@ -125,7 +124,7 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
         given: The name of a packaged model, a GGUF file or a folder with one, or as `parse` takes it; of a folder with
             a checkpoint it is checked only that what is in it can be read.
         flag: The setting that named it, for messages.
-        files: Patterns of the files needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
+        files: Patterns of the files needed: `MODEL_FILES` or `TEXT_FILES`.
         say: Gets a line before something is fetched or converted.
 
     Raises:
@@ -140,7 +139,7 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
             _check_readable(source, files)
             gguf = _gguf_of(source)
     if isinstance(source, Path):
-        return source if gguf is None else gguf_checkpoint(gguf, flag, say, weights=files != CONFIG_FILES)
+        return source if gguf is None else gguf_checkpoint(gguf, flag, say)
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # that of its HTTP client
 

@@ -32,7 +32,6 @@ from paceline.checkpoints.safetensor_files import (
     CELLS,
     WEIGHTS_FILE,
     TensorShape,
-    read_header,
     write_tensors,
 )
 from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
@@ -116,15 +115,12 @@ def widen(source: Path, out: Path, intermediate_size: int) -> None:
 
 
 def _widen_weights(source: Path, out: Path, intermediate_size: int) -> None:
-    generator = np.random.default_rng(0)
-    with source.open("rb") as stream:
-        entries, first = read_header(stream), stream.tell()
-        tensors = {}
-        for name, entry in sorted(entries.items()):
-            begin, end = entry["data_offsets"]
-            stream.seek(first + begin)
-            cells = np.frombuffer(stream.read(end - begin), CELLS[entry["dtype"]]).reshape(entry["shape"])
-            tensors[name] = _widened(name, cells, intermediate_size, generator)
+    from safetensors import deserialize
+
+    generator, entries, tensors = np.random.default_rng(0), dict(deserialize(source.read_bytes())), {}
+    for name, entry in sorted(entries.items()):
+        cells = np.frombuffer(entry["data"], CELLS[entry["dtype"]]).reshape(entry["shape"])
+        tensors[name] = _widened(name, cells, intermediate_size, generator)
     shapes = {name: TensorShape(dtype=entries[name]["dtype"], shape=cells.shape) for name, cells in tensors.items()}
     write_tensors(out, shapes, tensors.values())
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from paceline.checkpoints.families import NORM_EPS, context_lens, refusal, text_config
+from paceline.checkpoints.families import NORM_EPS, architectures, context_lens, refusal, text_config
 from paceline.checkpoints.identity import eos_token_ids
 from paceline.checkpoints.json_files import CONFIG, MOST_LENGTH, MOST_SIZE, number, read_object, whole
 from paceline.core.errors import ConfigError
@@ -147,6 +148,12 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
     given = read_object(folder / "config.json")
     if refused := refusal(given):
         raise ConfigError(f"{refused} ({folder})")
+    (architecture,) = architectures(given)
+    if given.get("auto_map") and architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ConfigError(
+            f"auto_map: the model brings Python code of its own ({architecture}), which is never run here: name one "
+            f"that transformers knows, or serve it with --engine vllm --vllm-arg=--trust-remote-code ({folder})"
+        )
     # Some families list their layers as they are read: 2**40 took all memory.
     if isinstance(layers := text_config(given).get("num_hidden_layers"), int):
         whole(layers, f"{CONFIG}: num_hidden_layers", 1, MOST_LAYERS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.support.references import configuration, grpc_api, http_api, metrics, models
+from tests.support.references import configuration, grpc_api, http_api, metrics
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -16,5 +16,4 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "grpc-api.md": grpc_api.page,
     "http-api.md": http_api.page,
     "metrics.md": metrics.page,
-    "models.md": models.page,
 }

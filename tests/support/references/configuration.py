@@ -24,7 +24,7 @@ Every flag of every command, its environment variable and its default. {WRITTEN_
 * Files and the chart's `settings` use the same names without the dashes.
 """
 # Commands whose flags depend on another argument.
-FURTHER = ("models check", "models fetch")
+FURTHER = ("models fetch",)
 WITHOUT_FLAGS = frozenset({"models"})
 SECTIONS = {
     "The keys of `--speculative-config`": (

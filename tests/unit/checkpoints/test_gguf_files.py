@@ -18,9 +18,9 @@ from safetensors import safe_open
 from paceline.checkpoints import cached, gguf_files
 from paceline.checkpoints.cached import PACKAGED, made_once
 from paceline.checkpoints.gguf_files import convert
-from paceline.checkpoints.identity import end_tokens, vocab_hash
+from paceline.checkpoints.identity import eos_token_ids, vocab_hash
 from paceline.checkpoints.json_files import has_chat_template
-from paceline.checkpoints.source import CONFIG_FILES, MODEL_FILES, folder_of
+from paceline.checkpoints.source import folder_of
 from paceline.checkpoints.tokenizer import read_tokenizer
 from paceline.core.errors import ConfigError
 
@@ -129,7 +129,7 @@ def test_a_llama_comes_back_with_its_rotary_rows_in_order_in_bfloat16(tmp_path: 
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["rms_norm_eps"], config["rope_theta"], config["head_dim"]) == (1e-5, 500_000.0, HEAD)
     assert config["tie_word_embeddings"] is True
-    assert end_tokens(out, config["eos_token_id"], len(TOKENS)) == ((2, 3), [])
+    assert eos_token_ids(out, config["eos_token_id"], len(TOKENS)) == (2, 3)
     assert has_chat_template(out)
 
 
@@ -290,11 +290,8 @@ def test_a_file_or_a_folder_with_one_file_is_converted_once(tmp_path: Path, monk
     assert (folder.name, len(said)) == ("tiny", 1)
     assert folder_of(path.parent, "--model", say=said.append) == folder
     assert len(said) == 1
-    settings = folder_of(path, "NAME", files=CONFIG_FILES)
-    assert settings.name == "tiny"
-    assert not (settings / "model.safetensors").exists()
     write(tmp_path / "models" / "other.gguf", "llama", tensors())
-    assert folder_of(path.parent, "--model", files=MODEL_FILES) == path.parent, "two files: neither is meant"
+    assert folder_of(path.parent, "--model") == path.parent, "two files: neither is meant"
 
 
 def test_a_folder_of_the_cache_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -326,9 +323,9 @@ def test_a_partial_folder_is_its_makers_own_and_goes_after_a_day(tmp_path: Path)
 def test_a_file_changed_in_place_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write(tmp_path / "tiny.gguf", "llama", tensors())
-    folder = folder_of(path, "--model", files=CONFIG_FILES)
+    folder = folder_of(path, "--model")
     os.utime(path, ns=(1, 1))
-    assert folder_of(path, "--model", files=CONFIG_FILES) != folder
+    assert folder_of(path, "--model") != folder
 
 
 def test_a_name_that_is_too_long_for_a_file_is_refused_by_its_flag() -> None:

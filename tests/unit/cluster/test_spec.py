@@ -101,13 +101,6 @@ def all_ports(endpoints: Iterable[ServicePort]) -> list[int]:
     return [port for endpoint in endpoints for port in (endpoint.port, endpoint.second_port)]
 
 
-def test_default_ports_are_those_of_the_services() -> None:
-    spec = FleetSpec()
-    assert (spec.gateway_port, spec.gateway_grpc_port, spec.redis_port) == (8000, 8001, 6379)
-    assert (spec.verifier_port, spec.verifier_metrics_port) == (8101, 8102)
-    assert (spec.drafter_port, spec.drafter_metrics_port) == (8201, 8202)
-
-
 def test_free_ports_are_all_different() -> None:
     spec = load_free("--num-verifiers", "3", "--num-drafters", "2", "--num-gateways", "2")
     endpoints = planned(spec)
@@ -354,7 +347,7 @@ def test_parameters_are_counted_without_loading_them(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(whole)
     assert num_parameters(checkpoint) == 17
     (checkpoint / "model.safetensors").write_bytes(whole[:-20])
-    with pytest.raises(ConfigError, match=rf"model\.safetensors .*has {len(whole) - 20} of its {len(whole)} bytes"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors .* not fully covered; fetch or copy it again"):
         num_parameters(checkpoint)
 
 

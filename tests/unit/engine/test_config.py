@@ -124,9 +124,19 @@ def test_a_position_has_the_same_rotation_however_the_table_grew(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_another_activation_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="hidden_act: only silu is served for llama, got 'gelu'"):
-        shape_of(write(tmp_path, hidden_act="gelu"))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 128}},
+            "rope_scaling: 'dynamic' is not served by our engine",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act: only silu is served for llama, got 'gelu'"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        shape_of(write(tmp_path, **changes))
 
 
 def test_a_sliding_window_shortens_the_context_to_where_it_changes_nothing(tmp_path):

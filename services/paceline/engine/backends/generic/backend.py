@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
-from paceline.checkpoints.families import LENGTH_DEPENDENT
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
 from paceline.engine.backends.interface import Attention, Backend, Layers, Platform
@@ -109,23 +108,23 @@ class GenericBackend(Backend):
         kind = torch.float32 if platform.packs else dtype
         model = _load_model(folder, kind)
         model.to(platform.device)  # type: ignore[arg-type]
-        _refuse_by_config(model.config, config)
         token_ids = np.random.default_rng(0).integers(0, config.vocab_size, 3 * BLOCK_SIZE // 2)
         try:
+            _refuse_by_config(model.config, config)
             with torch.inference_mode():
                 expected = (
                     model(torch.from_numpy(token_ids)[None].to(platform.device), use_cache=False).logits[0].float()
                 )
                 backend = cls(model, config, platform)
                 found = backend._try_out(token_ids)
-        except ConfigError:
-            raise
+            distance = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+            if not distance < _TOLERANCE[kind]:
+                raise _refusal(config, f"its logits with paged attention differ from transformers' by {distance:.1e}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}: use --engine vllm") from error
         except Exception as error:
             # Any error that a foreign model raises here means that it cannot be served.
-            raise _refusal(config, f"it fails with paged attention: {error!r}") from error
-        distance = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-        if not distance < _TOLERANCE[kind]:
-            raise _refusal(config, f"its logits with paged attention differ from transformers' by {distance:.1e}")
+            raise _refusal(config, f"it fails with paged attention ({error!r}): use --engine vllm") from error
         if platform.packs:
             backend.dtype = dtype
             packed = _pack(model, dtype, platform)
@@ -261,11 +260,6 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _refuse_by_config(described: PretrainedConfig, config: DecoderConfig) -> None:
     """Refuses what a short text cannot show to be wrong."""
-    rope: dict[str, Any] = getattr(described, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    unsteady = {str(part.get("rope_type")) for part in parts} & LENGTH_DEPENDENT
-    if unsteady:
-        raise _refusal(config, f"rope_type {sorted(unsteady)} depends on the longest sequence of the batch")
     known = {"full_attention", "sliding_attention"}
     other = {str(kind) for kind in getattr(described, "layer_types", None) or []} - known
     if other:
