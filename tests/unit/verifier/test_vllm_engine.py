@@ -53,7 +53,7 @@ def script() -> Script:
 
 @pytest.fixture
 def stats() -> LastStats:
-    return LastStats()
+    return LastStats(maxlen=1)
 
 
 @pytest.fixture
@@ -262,17 +262,15 @@ def test_a_report_tells_what_the_scheduler_did(engine: VllmEngine, script: Scrip
     script.answers.append([answer(1, 5)])
     drafted = SimpleNamespace(num_drafts=2, num_draft_tokens_per_pos=[2, 2, 1], num_accepted_tokens_per_pos=[1, 0, 0])
     cache = SimpleNamespace(queries=8, hits=3)
-    stats.record(
-        SimpleNamespace(
-            num_running_reqs=1,
-            num_waiting_reqs=0,
-            num_skipped_waiting_reqs=0,
-            kv_cache_usage=0.25,
-            prefix_cache_stats=cache,
-            spec_decoding_stats=drafted,
-        ),
-        SimpleNamespace(num_preempted_reqs=1, num_prompt_tokens=4),
+    scheduler = SimpleNamespace(
+        num_running_reqs=1,
+        num_waiting_reqs=0,
+        num_skipped_waiting_reqs=0,
+        kv_cache_usage=0.25,
+        prefix_cache_stats=cache,
+        spec_decoding_stats=drafted,
     )
+    stats.append((scheduler, SimpleNamespace(num_preempted_reqs=1, num_prompt_tokens=4)))
     report = run_sync(engine.step()).report
     assert (report.gammas, report.accepted) == ([3, 2], [1, 0])
     assert report.levels == {"vllm:kv_cache_usage_perc": 0.25}

@@ -6,6 +6,7 @@ would, since it waits for the next step. If vLLM's engine dies, that call raises
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,22 +37,8 @@ from paceline.verifier.vllm.results import (
 )
 from paceline.verifier.vllm.sampling import check_under_vllm, counted_anew, vllm_sampling
 
-
-class LastStats:
-    """The latest statistics of vLLM's scheduler."""
-
-    def __init__(self) -> None:
-        self._latest: tuple[Any, Any] | None = None
-
-    def record(self, scheduler: Any, iteration: Any) -> None:
-        """Adds the statistics of a step."""
-        if scheduler is not None:
-            self._latest = scheduler, iteration
-
-    def take(self) -> tuple[Any, Any] | None:
-        """Returns those that came since the last call."""
-        latest, self._latest = self._latest, None
-        return latest
+# The latest statistics of vLLM's scheduler and of its iteration, until they are reported: at most one pair.
+LastStats = deque[tuple[Any, Any]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,9 +227,8 @@ class VllmEngine:
             self._commit.add_event(number, event)
 
     def _add_stats(self, report: StepReport) -> None:
-        stats = self._stats.take()
-        if stats is not None:
-            add_scheduler(report, *stats)
+        if self._stats:
+            add_scheduler(report, *self._stats.pop())
             self._kv_usage = report.levels[KV_USAGE]
 
     def _output(self, report: StepReport) -> TargetOutput:

@@ -167,7 +167,7 @@ def _make_engine(
         helper: Helper of vLLM's worker; None: vLLM does not speculate.
         processes: Ends vLLM's when it is closed.
     """
-    stats = LastStats()
+    stats = LastStats(maxlen=1)
     before = {child.pid for child in multiprocessing.active_children()}
     core = LLMEngine.from_vllm_config(settings, stat_loggers=[_logger_into(stats)])
     processes.callback(core.engine_core.shutdown)
@@ -197,7 +197,8 @@ def _logger_into(stats: LastStats) -> Any:
             del vllm_config, engine_index
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            stats.record(scheduler_stats, iteration_stats)
+            if scheduler_stats is not None:
+                stats.append((scheduler_stats, iteration_stats))
 
         def log_engine_initialized(self) -> None:
             """Does nothing: we log that ourselves."""
