@@ -26,7 +26,6 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.processors import Truncation
 from paceline.core.target_events import Submit, TargetLimits
-from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.backends.cpu.step_kernels import choice_of
 from paceline.engine.backends.cuda.attention import attend
 from paceline.engine.backends.cuda.choose import CHOICE_WORDS, Questions, choose, rank
@@ -38,7 +37,7 @@ from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.loop import run_sync
 from paceline.engine.pending import VerifyRequest
-from paceline.engine.target import TargetEngine
+from paceline.engine.target import LOCAL, TargetEngine
 
 CONTEXT = 600
 # Layers that attention is timed over: their KV flushes the chip's cache between two uses of one.
@@ -311,9 +310,7 @@ def rounds(contact: Contact) -> None:
         )
 
 
-def engine_of(
-    contact: Contact, target: Decoder, drafter: Decoder | None, sessions: int
-) -> TargetEngine | ColocatedEngine:
+def engine_of(contact: Contact, target: Decoder, drafter: Decoder | None, sessions: int) -> TargetEngine:
     """An engine for a number of sessions that decodes plainly, or has the drafter inside."""
     gamma = 0 if drafter is None else contact.gamma
     blocks = sessions * (-(-(CONTEXT + contact.tokens) // BLOCK_SIZE) + 2)
@@ -343,7 +340,8 @@ def engine_of(
         clock=time.perf_counter,
     )
     drafter.prepare(contact.most_rows, draft.cache, drafts=True)
-    return ColocatedEngine(engine, draft, wants_states=False, clock=time.perf_counter)
+    engine.draft_inside(draft)
+    return engine
 
 
 def _identity(decoder: Decoder, name: str) -> ModelIdentity:
@@ -351,7 +349,7 @@ def _identity(decoder: Decoder, name: str) -> ModelIdentity:
     return ModelIdentity(name=name, vocab_hash="", vocab_size=config.vocab_size, context_len=config.context_len)
 
 
-def _run_sessions(contact: Contact, engine: TargetEngine | ColocatedEngine, sessions: int) -> Run:
+def _run_sessions(contact: Contact, engine: TargetEngine, sessions: int) -> Run:
     """Runs all sessions to their ends; timed from when all of them were decoding."""
     run = Run(texts=[[] for _ in range(sessions)])
     for number in range(sessions):

@@ -26,7 +26,7 @@ from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import DRAFT_MODEL, METHODS, REJECTION, SamplingParams, SpeculationParams
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
-from paceline.engine.drafted_trees import DraftedTrees, FreshTokens
+from paceline.engine.drafted_trees import DraftedTrees
 from paceline.engine.target_session import TargetSession
 from paceline.forest import ROOT, Forest, rows_of
 from tests.support.guesses import to_commits
@@ -152,7 +152,8 @@ class Play:
         for slot in range(ROOT, depth - 1):
             if self.trees.wants_guesses(self.drafted, slot):
                 row = self.draft.logits[*committed, *path]
-                self.trees.grow([self.drafted.draw(slot, path, row, self.trees.node_id(self.drafted, slot))])
+                token_id = self.drafted.draw(path, row, self.trees.node_id(self.drafted, slot))
+                self.trees.grow_chains([(self.drafted, slot, token_id)])
             path.append(int(self.trees.forest.arrays.nodes["token"][self.drafted.row, slot + 1]))
         self.under_way += [message for _, message in self.trees.push(at_once=True)]
 
@@ -186,7 +187,7 @@ class Play:
         fresh = self.drafted.receive(next(iter(received)))
         assert isinstance(fresh, list)
         base_len = len(self.drafted.tokens) - len(fresh)
-        _, nodes = self.trees.commit(FreshTokens([self.drafted], [base_len], [len(fresh)], fresh))
+        _, nodes = self.trees.commit([(self.drafted, base_len, fresh)])
         self.under_way += [message for _, message in nodes]
 
     # Random numbers

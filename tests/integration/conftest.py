@@ -23,7 +23,7 @@ from paceline.drafting.model_free import NgramSource
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import DraftCheckpoint, load_fusion, states_hash
+from paceline.engine.eagle3 import draft_identity, load_draft, load_fusion, states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.target import TargetEngine
@@ -189,13 +189,12 @@ async def running_drafter(
     folder: Path, port: int = 0, tls_dir: Path | None = None, target: Path | None = None, tracer: Tracer = OFF
 ) -> AsyncIterator[tuple[str, DraftHost]]:
     """A drafter service, of a head for the target if one is given; yields its address."""
-    checkpoint = DraftCheckpoint(folder=folder, target=target, name="tiny-drafter", dtype="float32", device="cpu")
-    identity = checkpoint.identity()
+    identity = draft_identity(folder, target, "tiny-drafter", "float32", "cpu")
     host = DraftHost(
         identity=identity,
         max_sessions=8,
         make_engine=lambda: DraftEngine(
-            decoder=checkpoint.load(1),
+            decoder=load_draft(folder, target, "float32", "cpu", 1),
             identity=identity,
             num_blocks=128,
             limits=DraftLimits(width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=8),

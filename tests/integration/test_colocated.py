@@ -10,13 +10,12 @@ from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
-from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import DraftCheckpoint, load_fusion
+from paceline.engine.eagle3 import draft_identity, load_draft, load_fusion
 from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.loop import run_sync
-from paceline.engine.target import TargetEngine
+from paceline.engine.target import LOCAL, TargetEngine
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3
 from tests.support.engines import Clock
@@ -56,8 +55,7 @@ class Colocated:
 
     def __init__(self, target, draft, policy):
         clock = Clock()
-        checkpoint = DraftCheckpoint(folder=draft, target=target, dtype="float32", device="cpu")
-        decoder, head = load_decoder(target, "float32", "cpu", 1), checkpoint.load(1)
+        decoder, head = (load_decoder(target, "float32", "cpu", 1), load_draft(draft, target, "float32", "cpu", 1))
         if head.feature_width:
             decoder.keep_states(load_fusion(draft, decoder))
         identity = model_identity(target)
@@ -70,10 +68,15 @@ class Colocated:
             clock=clock,
         )
         self.draft = DraftEngine(
-            decoder=head, identity=checkpoint.identity(), num_blocks=256, limits=DraftLimits(), clock=clock
+            decoder=head,
+            identity=draft_identity(draft, target, dtype="float32", device="cpu"),
+            num_blocks=256,
+            limits=DraftLimits(),
+            clock=clock,
         )
         self.draft.warm_up()
-        self.engine = ColocatedEngine(self.target, self.draft, wants_states=bool(head.feature_width), clock=clock)
+        self.engine = self.target
+        self.engine.draft_inside(self.draft, wants_states=bool(head.feature_width))
         self.token_ids: dict[int, list[int]] = {}
         self.results = {}
 

@@ -11,7 +11,7 @@ from paceline.core.messages import Commit, Commits, CommittedStates, OpenSession
 from paceline.core.params import SamplingParams
 from paceline.engine.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import DraftCheckpoint
+from paceline.engine.eagle3 import draft_identity, load_draft
 from paceline.engine.loop import run_sync
 from tests.support.clock import Clock
 from tests.support.eagle import save_eagle3
@@ -54,12 +54,12 @@ def test_levels_in_one_call_are_what_a_step_for_each_gives(tiny_pair, tmp_path, 
     """Two sessions, a short and a long one, a commit that misses, and levels that end at different depths."""
     head = method == "eagle3"
     folder = save_eagle3(tmp_path / "head", tiny_pair[0], layer_ids=(0, 0, 0)) if head else tiny_pair[1]
-    checkpoint = DraftCheckpoint(folder=folder, target=tiny_pair[0], dtype="float32", device="cpu")
+    checkpoint = {"folder": folder, "target": tiny_pair[0], "dtype": "float32", "device": "cpu"}
     drafted = []
     for max_levels in (1, 16):
         engine = DraftEngine(
-            decoder=checkpoint.load(1),
-            identity=checkpoint.identity(),
+            decoder=load_draft(**checkpoint, num_threads=1),
+            identity=draft_identity(**checkpoint),
             num_blocks=64,
             limits=DraftLimits(width=1, max_levels=max_levels),
             clock=clock,

@@ -25,7 +25,7 @@ from paceline.core.target_events import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import head_identity, load_eagle3
+from paceline.engine.eagle3 import draft_identity, load_eagle3
 from paceline.engine.grammar import Grammars
 from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.loop import run_sync
@@ -107,7 +107,7 @@ class EnginePair:
             identity = model_identity(self.drafter_folder, "drafter")
         else:
             decoder = load_eagle3(self.head, self.target_folder, self.dtype, "cpu", 1)
-            identity = head_identity(self.head, self.target_folder)
+            identity = draft_identity(self.head, self.target_folder)
         self.draft = DraftEngine(
             decoder=decoder,
             identity=identity,

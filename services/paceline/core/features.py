@@ -6,9 +6,6 @@ feature of position i, so its pages hold one row less than there are tokens, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
-
 import numpy as np
 import numpy.typing as npt
 
@@ -16,28 +13,6 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import CommittedStates
 
 Features = npt.NDArray[np.float32]
-
-
-class TokensAfterFirst(Sequence[int]):
-    """A view of all tokens but the first; it grows with them."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return max(0, len(self._tokens) - 1)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        if isinstance(index, int):
-            return self._tokens[index + 1 if index >= 0 else index]
-        start, stop, _ = index.indices(len(self))
-        return self._tokens[start + 1 : stop + 1]
 
 
 class FeatureBuffer:

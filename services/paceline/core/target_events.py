@@ -335,6 +335,10 @@ class DrafterNews:
     to_drafters: dict[str, list[ToDrafter]]
     broken_links: dict[str, RemoteProtocolError]
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.to_drafters or self.broken_links)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput(DrafterNews):
@@ -342,3 +346,7 @@ class TargetOutput(DrafterNews):
 
     commit: StepCommit
     report: StepReport
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.to_drafters or self.broken_links) and self.commit.is_empty

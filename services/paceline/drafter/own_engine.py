@@ -16,7 +16,7 @@ from paceline.drafter.config import DrafterConfig
 from paceline.engine import pending
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import DraftCheckpoint
+from paceline.engine.eagle3 import draft_identity, load_draft
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, pages_of_service
 from paceline.engine.process import prepare_process, then_yields_cpus
 from paceline.forest import Forest, warm_up
@@ -34,7 +34,7 @@ def own_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], Draft
     """
     prepare_process(config.cpus)
     with named("--model", config.model):
-        identity = checkpoint_of(config).identity()
+        identity = draft_identity(config.model, config.target_model, config.model_name, config.dtype, config.device)
     config = with_memory(config, identity)
 
     def make() -> DraftEngine:
@@ -42,16 +42,6 @@ def own_engine(config: DrafterConfig) -> tuple[ModelIdentity, Callable[[], Draft
             return make_engine(config, identity)
 
     return identity, make
-
-
-def checkpoint_of(config: DrafterConfig) -> DraftCheckpoint:
-    return DraftCheckpoint(
-        folder=config.model,
-        target=config.target_model,
-        name=config.model_name,
-        dtype=config.dtype,
-        device=config.device,
-    )
 
 
 def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig:
@@ -81,7 +71,7 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     # First what a verifier beside it needs last: where neither finds anything compiled, each compiles half of it.
     warm_up(Forest((DRAFT_MODEL,)))
     pending.warm_up()
-    decoder = checkpoint_of(config).load(config.threads)
+    decoder = load_draft(config.model, config.target_model, config.dtype, config.device, config.threads)
     engine = DraftEngine(
         decoder=decoder,
         identity=identity,

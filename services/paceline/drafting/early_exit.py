@@ -110,12 +110,13 @@ class EarlyExitSource(LocalSource[ExitFollower]):
         return ExitFollower(session=session)
 
     @override
-    def grow(self, turns: Sequence[Turn[ExitFollower]]) -> list[list[float]]:
+    def grow(self, turns: Sequence[Turn[ExitFollower]]) -> None:
         assert self._place is not None, "the engine attaches a source before it asks"
         self._judge(turns)
         cache, scratch = self._place
-        growths = [Growth[_Slots](turn.tree, LAYER_SKIP, limit=turn.limit, least=turn.least) for turn in turns]
-        ready = [both for both in zip(turns, growths, strict=True) if _has_place_for_root(both[0].follower.session)]
+        ready = [
+            (turn, Growth[_Slots](turn, LAYER_SKIP)) for turn in turns if _has_place_for_root(turn.follower.session)
+        ]
         leaves = [(turn, growth, Guess(turn.tree.root, 1.0, _Slots())) for turn, growth in ready]
         slots: list[int] = []
         try:
@@ -128,10 +129,9 @@ class EarlyExitSource(LocalSource[ExitFollower]):
                 leaves = [(turn, growth, best) for turn, growth in ready if (best := growth.take()) is not None]
         finally:
             scratch.give_back(*slots)
-        for growth in growths:
+        for _, growth in ready:
             while growth.take() is not None:
                 pass
-        return [growth.survivals for growth in growths]
 
     def _expand(self, leaves: Sequence[_Leaf], cache: KVCache, scratch: SlotPool, slots: list[int]) -> None:
         """Runs a pass: computes roots or leaves, and offers guesses below them; notes the slots it takes."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from paceline.core.calibration import NUM_RANKED, confidences
 from paceline.core.processors import UnusableLogitsError
-from paceline.core.tree import DraftTree
 from paceline.engine.source_interface import Followed, Turn
 
 # State of a node from which a source guesses its children.
@@ -43,13 +42,7 @@ def best_guesses(
 
 
 class Guess(NamedTuple, Generic[State]):
-    """A guess that is a node of the tree, or its root.
-
-    Attributes:
-        node: Node of the tree.
-        survival: By this source alone.
-        state: To guess its children from.
-    """
+    """A node of the tree, or its root; the survival by this source alone; and the state to guess its children from."""
 
     node: int
     survival: float
@@ -60,17 +53,16 @@ class Growth(Generic[State]):
     """A tree that one source grows: of all guesses that could come next, the likeliest is added first.
 
     Args:
+        turn: Whose tree it is, and how much it may grow.
         source: Name of the source.
-        limit: Most guesses; what it cuts off is worth least.
-        least: Survival below which no guess is worth a place.
 
     Attributes:
         survivals: Survivals of the guesses added so far, best first.
     """
 
-    def __init__(self, tree: DraftTree, source: str, *, limit: int, least: float) -> None:
+    def __init__(self, turn: Turn[Any], source: str) -> None:
         self.survivals: list[float] = []
-        self._tree, self._source, self._limit, self._least = tree, source, limit, least
+        self._tree, self._source, self._limit, self._least = turn.tree, source, turn.limit, turn.least
         # Negated survivals, as the least comes first; of equals the one that came first.
         self._heap: list[tuple[float, int, int, int, float, State]] = []
         self._arrivals = count()
@@ -106,17 +98,16 @@ class Growth(Generic[State]):
 
 def grow_best_first(
     turn: Turn[Any], source: str, state: State, guesses: Callable[[State], Iterable[tuple[int, float, State]]]
-) -> list[float]:
-    """Grows a session's tree from its root by one source; returns the survivals of its guesses.
+) -> None:
+    """Grows a session's tree from its root by one source.
 
     Args:
         source: Name of the source.
         state: The root's state.
         guesses: From a node's state to its children.
     """
-    growth = Growth[State](turn.tree, source, limit=turn.limit, least=turn.least)
+    growth = Growth[State](turn, source)
     best: Guess[State] | None = Guess(turn.tree.root, 1.0, state)
     while best is not None:
         growth.nominate(best, guesses(best.state))
         best = growth.take()
-    return growth.survivals

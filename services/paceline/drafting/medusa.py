@@ -59,15 +59,15 @@ class MedusaSource(LocalSource[Followed]):
         return session
 
     @override
-    def grow(self, turns: Sequence[Turn[Followed]]) -> list[list[float]]:
+    def grow(self, turns: Sequence[Turn[Followed]]) -> None:
         ready = [turn for turn in turns if root_is_next(turn.follower)]
         if not ready:
-            return [[] for _ in turns]
+            return
         # A guess at depth d takes d places in the tree.
         count = min(len(self._heads), max(turn.limit for turn in ready))
         logits = self._heads(self._states(ready), count).cpu().numpy()
-        grown = {id(turn): self._grow_one(turn, logits[:, row]) for row, turn in enumerate(ready)}
-        return [grown.get(id(turn), []) for turn in turns]
+        for row, turn in enumerate(ready):
+            self._grow_one(turn, logits[:, row])
 
     def _states(self, turns: Sequence[Turn[Followed]]) -> torch.Tensor:
         """The states that chose the sessions' last tokens, float32 [turns, hidden]."""
@@ -76,7 +76,7 @@ class MedusaSource(LocalSource[Followed]):
         slots = [session.pages.slot(len(session.tokens) - 2) for session in sessions]
         return self._cache.states_at(slots)[:, -self._heads.hidden_size :].to(torch.float32)
 
-    def _grow_one(self, turn: Turn[Followed], logits: np.ndarray) -> list[float]:
+    def _grow_one(self, turn: Turn[Followed], logits: np.ndarray) -> None:
         """Grows one tree from logits [heads, vocab]."""
         session = turn.follower
         by_depth: list[list[tuple[int, float]]] = []
@@ -91,4 +91,4 @@ class MedusaSource(LocalSource[Followed]):
             guesses = by_depth[depth] if depth < len(by_depth) else []
             return [(token_id, confidence, depth + 1) for token_id, confidence in guesses]
 
-        return grow_best_first(turn, self.name, 0, below)
+        grow_best_first(turn, self.name, 0, below)

@@ -10,7 +10,6 @@ from typing_extensions import override
 from paceline.core.grammar import OutputGrammar
 from paceline.core.params import GRAMMAR, NGRAM
 from paceline.core.prediction import PredictedText
-from paceline.core.tree import DraftTree
 from paceline.drafting.growing import grow_best_first
 from paceline.engine.source_interface import Followed, LocalSource, Turn
 
@@ -58,8 +57,9 @@ class NgramSource(LocalSource["NgramFollower"]):
         return bool(follower.voters)
 
     @override
-    def grow(self, turns: Sequence[Turn[NgramFollower]]) -> list[list[float]]:
-        return [grow_best_first(turn, NGRAM, turn.follower.voters, turn.follower.ballot) for turn in turns]
+    def grow(self, turns: Sequence[Turn[NgramFollower]]) -> None:
+        for turn in turns:
+            grow_best_first(turn, NGRAM, turn.follower.voters, turn.follower.ballot)
 
 
 class NgramFollower:
@@ -154,27 +154,20 @@ class GrammarSource(LocalSource[OutputGrammar]):
         return session.grammar
 
     @override
-    def grow(self, turns: Sequence[Turn[OutputGrammar]]) -> list[list[float]]:
-        return [_grow(turn) for turn in turns]
+    def grow(self, turns: Sequence[Turn[OutputGrammar]]) -> None:
+        """Adds what is forced below the roots and below the best leaves."""
+        for turn in turns:
+            tree, grammar = turn.tree, turn.follower
+            _add_chain(tree.root, grammar.forced(), turn)
+            for leaf in tree.leaves(turn.limit)[:MOST_LEAVES]:
+                _add_chain(leaf, grammar.forced(tree.path(leaf)), turn)
 
 
-def _grow(turn: Turn[OutputGrammar]) -> list[float]:
-    """Adds what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
-    tree, grammar = turn.tree, turn.follower
-    survivals = _add_chain(tree, tree.root, grammar.forced(), turn)
-    for leaf in tree.leaves(turn.limit)[:MOST_LEAVES]:
-        _add_chain(tree, leaf, grammar.forced(tree.path(leaf)), turn)
-    return survivals
-
-
-def _add_chain(tree: DraftTree, node: int, token_ids: Sequence[int], turn: Turn[OutputGrammar]) -> list[float]:
-    """Adds a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
-    survivals: list[float] = []
-    survival = 1.0
+def _add_chain(node: int, token_ids: Sequence[int], turn: Turn[OutputGrammar]) -> None:
+    """Adds a chain below a node, as far as it is worth it."""
+    tree, survival = turn.tree, 1.0
     for token_id in token_ids[: turn.limit - len(tree.path(node))]:
         survival *= tree.probability(GRAMMAR, 1.0)
         if survival < turn.least:
             break
         node = tree.suggest(node, token_id, 1.0, GRAMMAR)
-        survivals.append(survival)
-    return survivals

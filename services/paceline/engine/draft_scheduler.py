@@ -194,7 +194,7 @@ class DraftScheduler:
         self._refused: dict[Key, None] = {}
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
-        self._fresh = FreshTokens.none()
+        self._fresh: list[FreshTokens] = []
         # Sessions that catch up in the step under way.
         self._computing: list[DraftSession] = []
         self._pace = DraftPace()
@@ -328,7 +328,7 @@ class DraftScheduler:
             if known and session is not None and session.goes_on(base_len, len(token_ids)):
                 session.touched_s, session.price, session.room = now_s, price, room
                 session.tokens += token_ids
-                fresh.add(session, base_len, token_ids)
+                fresh.append((session, base_len, token_ids))
             else:
                 self._commit((link, number), Commit(number, base_len, token_ids, price, room), now_s)
                 fresh = self._fresh
@@ -353,14 +353,14 @@ class DraftScheduler:
         if isinstance(outcome, LaggingSession):
             self._queue(key[0], outcome)
         elif outcome:
-            self._fresh.add(session, base_len, outcome)
+            self._fresh.append((session, base_len, outcome))
             return
         self.trees.place(session)
 
     def _follow(self) -> None:
         """Follows the commits that came, all at once."""
-        fresh, self._fresh = self._fresh, FreshTokens.none()
-        if fresh.sessions:
+        fresh, self._fresh = self._fresh, []
+        if fresh:
             moves, nodes = self.trees.commit(fresh)
             self.moves += moves
             self._send(nodes)

@@ -7,33 +7,15 @@ that is never used again, and say how many committed tokens their sender knew; n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from paceline.core.acceptance import SparseDraft, sparse_draft
-from paceline.core.calibration import CHAIN_CONFIDENCE
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
+from paceline.core.features import FeatureBuffer, Features
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, ModelIdentity, OpenSession
 from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, block_hash, salted_root
 from paceline.core.params import REJECTION
 from paceline.engine.sampler import Logits, RowSampler
-
-
-class Offer(NamedTuple):
-    """Candidates that may follow a node, or the root.
-
-    Attributes:
-        slot: The node's slot, or ROOT.
-        token_ids: The guesses, best first.
-        draft: The distribution that the one guess of a chain was sampled from, and its position.
-    """
-
-    session: DraftSession
-    slot: int
-    token_ids: Sequence[int] = ()
-    confidences: Sequence[float] = ()
-    draft: tuple[int, SparseDraft] | None = None
 
 
 class DraftSession:
@@ -72,6 +54,8 @@ class DraftSession:
         self.link, self.row = 0, -1
         self._context_len = identity.context_len
         self.features = FeatureBuffer(feature_width, identity.context_len) if feature_width else None
+        # Tokens of its pages where the draft model takes features, whose rows begin with the second token.
+        self._after_first = [] if self.features is None else self.tokens[1:]
         self.pages = self._make_pages(pool, salted_root(opened.cache_salt))
         self._sampler = RowSampler(
             opened.sampling,
@@ -93,7 +77,7 @@ class DraftSession:
     def _make_pages(self, pool: BlockPool, root: bytes | None) -> SessionPages:
         if self.features is None:
             return SessionPages(self.tokens, pool, before=root)
-        return SessionPages(TokensAfterFirst(self.tokens), pool, before=block_hash(root, self.tokens[:1]))
+        return SessionPages(self._after_first, pool, before=block_hash(root, self.tokens[:1]))
 
     # Messages
 
@@ -123,7 +107,9 @@ class DraftSession:
         fresh = commit.token_ids[len(known) :]
         if fresh:
             self.price, self.room = commit.price, commit.room
-            self.tokens.extend(fresh)
+            self.tokens += fresh
+            if self.features is not None:
+                self._after_first += fresh
             self.drafts = {position: draft for position, draft in self.drafts.items() if position >= len(self.tokens)}
             for token_id in fresh:
                 self._sampler.push(token_id)
@@ -216,21 +202,20 @@ class DraftSession:
         if self._sampler.changes_rows:
             self._sampler.change(row, path)
 
-    def draw(self, slot: int, path: Sequence[int], row: Logits, parent_id: int) -> Offer:
+    def draw(self, path: Sequence[int], row: Logits, parent_id: int) -> int:
         """The one guess of a chain below a node, drawn once: another try would be another chance.
 
-        It comes with the distribution that it was sampled from.
+        The distribution that it was sampled from is kept in `drafts`.
 
         Args:
-            slot: The node's slot, or ROOT.
-            path: Tokens from below the root down to it.
+            path: Tokens from below the root down to the node.
             row: The logits `[vocab]` after it, changed already.
             parent_id: The node's id on the wire.
 
         Raises:
             UnusableLogitsError: The model's logits leave no token to choose.
         """
-        draft = sparse_draft(self._sampler.probabilities(row))
         position, base_len = len(self.tokens) + len(path), len(self.tokens)
+        draft = self.drafts[position] = sparse_draft(self._sampler.probabilities(row))
         uniform, _ = uniforms(self.sampling.seed, DRAFT_STREAM, position, base_len, parent_id)
-        return Offer(self, slot, [draft.sample(uniform)], [CHAIN_CONFIDENCE], (position, draft))
+        return draft.sample(uniform)

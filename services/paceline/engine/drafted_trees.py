@@ -4,44 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import chain
 
 import numpy as np
 
+from paceline.core.calibration import CHAIN_CONFIDENCE
 from paceline.core.messages import Drafts, sizes_of
 from paceline.core.pages import SlotPool
 from paceline.core.params import DRAFT_MODEL
 from paceline.engine.draft_plan import Starts
-from paceline.engine.draft_session import DraftSession, Offer
+from paceline.engine.draft_session import DraftSession
 from paceline.forest import NONE, ROOT, Calls, Floats, Forest, Ints, rows_of
 
 # Messages to verifiers, by their streams.
 Messages = list[tuple[int, Drafts]]
-
-
-class FreshTokens(NamedTuple):
-    """Committed tokens that trees do not know yet, in columns, session by session.
-
-    Attributes:
-        base_lens: Tokens of each before these.
-        ends: Where those of each end.
-    """
-
-    sessions: list[DraftSession]
-    base_lens: list[int]
-    ends: list[int]
-    tokens: list[int]
-
-    @classmethod
-    def none(cls) -> FreshTokens:
-        return cls([], [], [], [])
-
-    def add(self, session: DraftSession, base_len: int, token_ids: Sequence[int]) -> None:
-        """Adds a session's tokens."""
-        self.sessions.append(session)
-        self.base_lens.append(base_len)
-        self.tokens.extend(token_ids)
-        self.ends.append(len(self.tokens))
+# Tokens of a session that its tree does not know yet, and the number of those before.
+FreshTokens = tuple[DraftSession, int, Sequence[int]]
 
 
 class DraftedTrees:
@@ -132,18 +110,19 @@ class DraftedTrees:
         """Name of a node on the wire; 0: the root."""
         return 0 if slot == ROOT else int(self.forest.arrays.nodes["id"][session.row, slot])
 
-    def commit(self, fresh: FreshTokens) -> tuple[list[tuple[int, int]], Messages]:
+    def commit(self, fresh: Sequence[FreshTokens]) -> tuple[list[tuple[int, int]], Messages]:
         """Follows committed tokens.
 
         Returns:
             KV of nodes on their paths, from slot to slot of the sessions' pages; and nodes to send at once, where all
             tokens were guessed: a verifier may be waiting for what is at hand.
         """
-        sessions = fresh.sessions
+        sessions, base_lens, token_ids = zip(*fresh, strict=True)
         rows = rows_of([session.row for session in sessions])
-        done = self.forest.commit(rows, rows_of(fresh.ends), rows_of(fresh.tokens))
+        ends = np.cumsum([len(each) for each in token_ids], dtype=np.int32)
+        done = self.forest.commit(rows, ends, rows_of(chain.from_iterable(token_ids)))
         kept, start, moves = done.moves.tolist(), 0, list[tuple[int, int]]()
-        for session, base_len, count in zip(sessions, fresh.base_lens, done.accepted.tolist(), strict=True):
+        for session, base_len, count in zip(sessions, base_lens, done.accepted.tolist(), strict=True):
             if count:
                 moves += session.keep(base_len, kept[start : start + count])
                 start += count
@@ -201,22 +180,13 @@ class DraftedTrees:
         """Gives back slots of levels that no node has taken."""
         self._scratch.give_back(*kv[kv != NONE].tolist())
 
-    def grow(self, offers: Sequence[Offer]) -> None:
-        """Hangs guesses that are worth it below what a step has computed, and keeps the others back."""
-        if not offers:
-            return
-        # Nodes of chains that have their guess already may be all there is.
-        width = max(1, *(len(offer.token_ids) for offer in offers))
-        for offer in offers:
-            if offer.draft is not None:
-                position, draft = offer.draft
-                offer.session.drafts[position] = draft
-        self.forest.grow(
-            rows_of(offer.session.row for offer in offers),
-            rows_of(offer.slot for offer in offers),
-            np.array([_padded(offer.token_ids, width, NONE) for offer in offers], np.int32).reshape(1, -1, width),
-            np.array([_padded(offer.confidences, width, 0.0) for offer in offers]).reshape(1, -1, width),
-        )
+    def grow_chains(self, drawn: Sequence[tuple[DraftSession, int, int]]) -> None:
+        """Hangs guesses of chains that are worth it below slots, and keeps the others back; NONE: there is none."""
+        if drawn:
+            sessions, slots, token_ids = zip(*drawn, strict=True)
+            tokens = rows_of(token_ids).reshape(1, -1, 1)
+            rows = rows_of(session.row for session in sessions)
+            self.forest.grow(rows, rows_of(slots), tokens, np.where(tokens == NONE, 0.0, CHAIN_CONFIDENCE))
 
     def push(self, rows: Ints | None = None, *, at_once: bool = False) -> Messages:
         """Nodes that are due after a draft step, of sessions in some rows or of all."""
@@ -255,7 +225,3 @@ def _by_stream(sessions: Sequence[DraftSession], drafts: Drafts, positions: Ints
             message = replace(message, distributions=[session.drafts[place] for place in places])
         messages.append((link, message))
     return messages
-
-
-def _padded(values: Sequence[Any], width: int, filler: float) -> Sequence[Any]:
-    return values if len(values) == width else [*values, *[filler] * (width - len(values))]

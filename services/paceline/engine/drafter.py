@@ -23,7 +23,7 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.core.target_events import StepReport
 from paceline.engine.draft_plan import DraftPlan, Starts
 from paceline.engine.draft_scheduler import DraftEvent, DraftLimits, DraftScheduler, VerifierLeft, VerifierMessages
-from paceline.engine.draft_session import DraftSession, Offer
+from paceline.engine.draft_session import DraftSession
 from paceline.engine.loop import Compute, inline, run_sync
 from paceline.engine.model import Burst, DraftModel
 from paceline.engine.packing import BatchBuilder, Nodes, PrefixRows
@@ -212,16 +212,16 @@ class DraftEngine:
 
     def _grow_drawn(self, starts: Starts, rows: Logits) -> set[DraftSession]:
         """Hangs the one guess of a chain below each node; returns sessions whose logits are unusable."""
-        trees, offers, lost = self.scheduler.trees, list[Offer](), set[DraftSession]()
+        trees, drawn, lost = self.scheduler.trees, list[tuple[DraftSession, int, int]](), set[DraftSession]()
         for (session, slot, path), row in zip(starts, rows, strict=True):
-            if not trees.wants_guesses(session, slot):
-                offers.append(Offer(session, slot))
-                continue
-            try:
-                offers.append(session.draw(slot, path, row, trees.node_id(session, slot)))
-            except UnusableLogitsError:
-                lost.add(session)
-        trees.grow([offer for offer in offers if offer.session not in lost])
+            token_id = NONE
+            if trees.wants_guesses(session, slot):
+                try:
+                    token_id = session.draw(path, row, trees.node_id(session, slot))
+                except UnusableLogitsError:
+                    lost.add(session)
+            drawn.append((session, slot, token_id))
+        trees.grow_chains([each for each in drawn if each[0] not in lost])
         return lost
 
     def _grow_ranked(self, starts: Starts, token_ids: Ints, confidences: Floats, kv: Ints) -> set[DraftSession]:

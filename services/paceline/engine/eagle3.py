@@ -122,16 +122,6 @@ def states_hash(folder: Path) -> str:
     return digest.hexdigest()[:HASH_CHARS]
 
 
-def head_identity(folder: Path, target: Path, name: str = "", dtype: str = "auto") -> ModelIdentity:
-    """Identity that a drafter of this head announces: its target's vocabulary, and the states that it drafts from.
-
-    Raises:
-        ConfigError: A folder is no such checkpoint.
-    """
-    of_target = model_identity(target, dtype=dtype)
-    return replace(of_target, name=name or served_name(folder), weights_hash="", states_hash=states_hash(folder))
-
-
 def load_fusion(folder: Path, target: Decoder) -> StateLayout:
     """The verifier's part of a head: which hidden states the target keeps, and how they are fused.
 
@@ -251,9 +241,12 @@ class DraftHead(Head):
         return logits.index_copy_(1, self._draft_ids, known)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCheckpoint:
-    """A folder to draft from.
+def draft_identity(
+    folder: Path, target: Path | None, name: str = "", dtype: str = "auto", device: str = "auto"
+) -> ModelIdentity:
+    """Identity that a drafter of a draft model or head announces.
+
+    A head has its target's vocabulary, and names the states that it drafts from.
 
     Args:
         folder: Folder of the draft model or the head.
@@ -261,35 +254,30 @@ class DraftCheckpoint:
         name: Shown in the registry; empty: the folder's.
         dtype: As in `load_decoder`.
         device: As in `load_decoder`.
+
+    Raises:
+        ConfigError: A folder is missing, or is no checkpoint that can be served.
     """
+    if not is_eagle3(folder):
+        return model_identity(folder, name, dtype, device=device)
+    of_target = model_identity(_target_of(folder, target), dtype=dtype)
+    return replace(of_target, name=name or served_name(folder), weights_hash="", states_hash=states_hash(folder))
 
-    folder: Path
-    target: Path | None = None
-    name: str = ""
-    dtype: str = "auto"
-    device: str = "auto"
 
-    def identity(self) -> ModelIdentity:
-        """Identity that a drafter of this head announces.
+def load_draft(
+    folder: Path, target: Path | None, dtype: str = "auto", device: str = "auto", num_threads: int | None = None
+) -> Decoder:
+    """Loads a draft model or head; see `draft_identity` and `load_decoder`.
 
-        Raises:
-            ConfigError: A folder is missing, or is no checkpoint that can be served.
-        """
-        if not is_eagle3(self.folder):
-            return model_identity(self.folder, self.name, self.dtype, device=self.device)
-        return head_identity(self.folder, self._target(), self.name, self.dtype)
+    Raises:
+        ConfigError: As both.
+    """
+    if not is_eagle3(folder):
+        return load_decoder(folder, dtype, device, num_threads)
+    return load_eagle3(folder, _target_of(folder, target), dtype, device, num_threads)
 
-    def load(self, num_threads: int) -> Decoder:
-        """Loads it.
 
-        Raises:
-            ConfigError: As `identity`, or a setting that does not fit the machine.
-        """
-        if not is_eagle3(self.folder):
-            return load_decoder(self.folder, self.dtype, self.device, num_threads)
-        return load_eagle3(self.folder, self._target(), self.dtype, self.device, num_threads)
-
-    def _target(self) -> Path:
-        if self.target is None:
-            raise ConfigError(f"--target-model: the EAGLE-3 head {self.folder} needs the folder of its target")
-        return self.target
+def _target_of(folder: Path, target: Path | None) -> Path:
+    if target is None:
+        raise ConfigError(f"--target-model: the EAGLE-3 head {folder} needs the folder of its target")
+    return target

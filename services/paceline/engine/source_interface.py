@@ -102,12 +102,8 @@ class LocalSource(Protocol[FollowerT]):
         del follower
         return True
 
-    def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:
-        """Adds guesses to the trees of all sessions of a step at once.
-
-        Returns:
-            For each turn the survivals of its guesses by this source alone, best first.
-        """
+    def grow(self, turns: Sequence[Turn[FollowerT]]) -> None:
+        """Adds guesses to the trees of all sessions of a step at once."""
         ...
 
 

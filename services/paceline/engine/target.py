@@ -20,6 +20,7 @@ from paceline.core.calibration import CalibrationStore
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, MovedError, OverloadedError, PacelineError
+from paceline.core.goodput import MovingAverage
 from paceline.core.messages import (
     CommittedStates,
     GenerateRequest,
@@ -45,6 +46,8 @@ from paceline.core.target_events import (
     TuningLoaded,
 )
 from paceline.engine.batch import Batch
+from paceline.engine.draft_scheduler import VerifierMessages
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.judging import READ_ROWS, Verification
 from paceline.engine.loop import Compute, inline
 from paceline.engine.model import Model, Pending
@@ -66,6 +69,11 @@ STATE_WIRE_BYTES = 2
 STATE_BYTES = 4 * 1024 * 1024
 # Key under which drafter calibrations are kept, whatever their addresses were.
 TIER = "tier"
+# Stands for the address of a drafter inside the engine; no drafter of the tier can have it.
+LOCAL = "in this verifier"
+_LINK = 0
+# Assumed time of a level of its guesses before the first is measured.
+FIRST_DRAFT_S = 1e-4
 
 
 class TargetEngine:
@@ -127,6 +135,22 @@ class TargetEngine:
         self._in_step: StepPlan | None = None
         # Messages of drafters since the last step, or the last look at whether to wait.
         self._arrived: list[DraftsArrived] = []
+        # A drafter inside, its model, seconds of a level of its guesses, and its time since the last report.
+        self._inside: DraftEngine | None = None
+        self._inside_model, self._draft_level, self._drafted_s = "", MovingAverage(FIRST_DRAFT_S), 0.0
+
+    def draft_inside(self, draft: DraftEngine, *, wants_states: bool = False, draft_model: str = "") -> None:
+        """Has a draft engine take turns with this one on the same device, instead of drafters of the tier.
+
+        It is there for comparison, and for machines that have no second place for a drafter. Drafting delays verifying
+        here, so it goes on only while waiting for drafts pays: a draft step is a wait that works.
+
+        Args:
+            wants_states: Whether it drafts from hidden states.
+            draft_model: Name of its model, for metrics.
+        """
+        self._inside, self._inside_model = draft, draft_model
+        self.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states, draft_model=draft_model))
 
     @property
     def cache(self) -> Any:
@@ -271,17 +295,31 @@ class TargetEngine:
         return self.scheduler.has_work or self._num_reported > 0
 
     def patience_s(self) -> float:
-        """Seconds for which the next drafts are worth waiting for; 0: step now."""
+        """Seconds for which the next drafts are worth waiting for; 0: step now, as where a drafter is inside."""
         self._receive()
-        return 0.0 if self._ahead is not None else self.scheduler.patience_s(self._clock())
+        waits = self._ahead is None and self._inside is None
+        return self.scheduler.patience_s(self._clock()) if waits else 0.0
 
-    def drafts_pay(self, draft_s: float) -> bool:
-        """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
+    async def _draft_inside(self, draft: DraftEngine, compute: Compute) -> None:
+        """Drafts as long as that pays."""
         self._receive()
-        return self._ahead is None and self.scheduler.drafts_pay(draft_s, self._clock())
+        while draft.has_work() and self._ahead is None:
+            if not self.scheduler.drafts_pay(self._draft_level.value, self._clock()):
+                break
+            started_s, output = self._clock(), await draft.step(compute)
+            now_s = self._clock()
+            self._arrived += [
+                DraftsArrived(address=LOCAL, messages=each, arrived_s=now_s) for each in output.to_verifiers.values()
+            ]
+            self._receive()
+            self._drafted_s += sum(output.device_s.values())
+            self._draft_level.add((now_s - started_s) / output.report.num_levels)
 
     async def step(self, compute: Compute = inline, tell: Callable[[DrafterNews], None] | None = None) -> TargetOutput:
         """Runs a step over all sessions that have something to compute: receive, plan, launch, judge, commit, tell."""
+        # Draft: where a drafter is inside.
+        if self._inside is not None:
+            await self._draft_inside(self._inside, compute)
         scheduler, tier, now_s = self.scheduler, self.scheduler.tier, self._clock()
         # Receive: drafters' messages that have arrived go into the trees, in one call.
         self._receive()
@@ -292,16 +330,17 @@ class TargetEngine:
         # session (`Goodput.allocate`).
         plan = self._in_step = scheduler.plan(now_s) if self._ahead is None else self._ahead.plan
         # Tell: drafters read new prompts while the device does, and clients learn that these are computed.
-        if tell is not None and (tier.has_work or not scheduler.committed.is_empty):
-            tell(await self._output(StepReport(), compute))
+        has_news = tier.has_work or not scheduler.committed.is_empty
+        if tell is not None and has_news and not (begun := await self._output(StepReport(), compute)).is_empty:
+            tell(begun)
         if plan.num_rows:
             # Pack here: beside the device, the thread that packs would take turns with this one.
             packed = None if self._ahead is not None else _pack(plan)
             # Launch, judge and commit where the device is.
             await compute(self._run, plan, packed)
             # Tell: drafters have nothing to do until they know what was committed.
-            if tell is not None and tier.has_work:
-                tell(await self._news(compute))
+            if tell is not None and tier.has_work and not (news := await self._news(compute)).is_empty:
+                tell(news)
         # Streams to drafters write now.
         await asyncio.sleep(0)
         # Guess: sources inside the verifier, once drafters know the tokens.
@@ -310,6 +349,9 @@ class TargetEngine:
         # Learn: the policy sees tokens and seconds (`Goodput.observe`).
         scheduler.end_step(plan, self._clock())
         self._in_step = None
+        if self._inside is not None:
+            scheduler.report.count("paceline:draft_seconds", self._inside_model, LOCAL, by=self._drafted_s)
+            self._drafted_s = 0.0
         # Tell: clients and metrics get the rest, once the device computes the next step.
         return await self._output(scheduler.take_report(plan), compute)
 
@@ -408,6 +450,8 @@ class TargetEngine:
         if any(each is not None and each.wants_states for each in drafters):
             await compute(self._send_states)
         to_drafters, broken = self.scheduler.tier.take()
+        if self._inside is not None and (messages := to_drafters.pop(LOCAL, None)):
+            self._inside.handle(VerifierMessages(link=_LINK, messages=messages))
         return DrafterNews(to_drafters=to_drafters, broken_links=broken)
 
     async def _output(self, report: StepReport, compute: Compute) -> TargetOutput:

@@ -33,12 +33,11 @@ from paceline.core.target_events import (
     TargetEvent,
     TargetOutput,
 )
-from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.draft_scheduler import DraftEvent, VerifierMessages
 from paceline.engine.drafter import DraftEngine, DraftOutput
-from paceline.engine.loop import Device, EngineLoop, Stepper
+from paceline.engine.loop import Device, EngineLoop
 from paceline.engine.rehearsing import RehearsalClient
-from paceline.engine.target import TargetEngine
+from paceline.engine.target import LOCAL, TargetEngine
 from paceline.simulated.device import Pace, SimulatedDraft, SimulatedTarget
 from paceline.simulated.model import draft_engine
 from paceline.simulated.profile import DeviceFacts, DrafterFacts, Profile
@@ -225,11 +224,9 @@ class VerifierAtWork:
         self.engine = _target(device, profile, self.policy, seed, colocated=colocated)
         if drafter is not None:
             self.engine.handle(LinkChanged(address=DRAFTER, up=True))
-        stepper: Stepper[TargetEvent, DrafterNews] = self.engine
         if colocated:
-            draft = _drafter(device, profile, profile.colocated, seed)
-            stepper = ColocatedEngine(self.engine, draft, wants_states=False, clock=device.now_s)
-        self._engine = EngineLoop(lambda: stepper, self._deliver, device)
+            self.engine.draft_inside(_drafter(device, profile, profile.colocated, seed))
+        self._engine: EngineLoop[TargetEvent, DrafterNews] = EngineLoop(lambda: self.engine, self._deliver, device)
         self._rehearsal = RehearsalClient(
             IDENTITY,
             max_sessions=profile.target.max_sessions,

@@ -17,18 +17,17 @@ from paceline.core.messages import VERIFIER, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES, target_scratch_blocks
 from paceline.core.params import EAGLE3, MEDUSA, SOURCES, SpeculationParams
 from paceline.core.target_events import TargetLimits
-from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_scheduler import DraftLimits
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.eagle3 import DraftCheckpoint, load_fusion, states_hash
+from paceline.engine.eagle3 import draft_identity, load_draft, load_fusion, states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.judging import READ_ROWS
 from paceline.engine.loading import load_decoder, model_identity
 from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, pages_of_service
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.source_interface import AnySource, source_class
-from paceline.engine.target import TargetEngine
+from paceline.engine.target import LOCAL, TargetEngine
 from paceline.model_service import HOST_PAGES
 from paceline.service.config import named
 from paceline.service.learned import TunedState, kept_in
@@ -137,32 +136,26 @@ def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | Non
         return None
 
 
-def make_engine(
-    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation
-) -> TargetEngine | ColocatedEngine:
+def make_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
     """Loads the model, and the draft model if it runs here."""
     target = make_target_engine(config, identity, speculation)
     if speculation.own_draft is None:
         return target
-    checkpoint = DraftCheckpoint(
-        folder=speculation.own_draft, target=config.model, dtype=config.dtype, device=config.device
-    )
-    decoder, draft_identity = checkpoint.load(config.threads), checkpoint.identity()
-    if not draft_identity.drafts_for(identity):
-        raise ConfigError(f"--speculative-config: {draft_identity.name!r} cannot draft for {identity.name!r}")
+    decoder = load_draft(speculation.own_draft, config.model, config.dtype, config.device, config.threads)
+    of_draft = draft_identity(speculation.own_draft, config.model, dtype=config.dtype, device=config.device)
+    if not of_draft.drafts_for(identity):
+        raise ConfigError(f"--speculative-config: {of_draft.name!r} cannot draft for {identity.name!r}")
     draft = DraftEngine(
         decoder=decoder,
-        identity=draft_identity,
+        identity=of_draft,
         num_blocks=config.num_pages,
         limits=DraftLimits(max_num_seqs=config.max_num_seqs),
         clock=time.monotonic,
     )
     decoder.prepare(config.max_num_batched_tokens, draft.cache, drafts=True)
     draft.warm_up()
-    wants_states = draft_identity.draft_method == EAGLE3
-    return ColocatedEngine(
-        target, draft, wants_states=wants_states, clock=time.monotonic, draft_model=draft_identity.name
-    )
+    target.draft_inside(draft, wants_states=of_draft.draft_method == EAGLE3, draft_model=of_draft.name)
+    return target
 
 
 def limits_of(config: VerifierConfig) -> TargetLimits:

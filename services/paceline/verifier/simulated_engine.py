@@ -12,10 +12,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import GRAMMAR, NGRAM, TIER_METHODS, SpeculationParams
 from paceline.core.target_events import Submit, TargetEvent
-from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.grammar import Grammars
 from paceline.engine.source_interface import source_class
-from paceline.engine.target import TargetEngine
+from paceline.engine.target import LOCAL, TargetEngine
 from paceline.model_service import refuse_settings
 from paceline.service.learned import TunedState
 from paceline.simulated.model import Simulation, num_pages
@@ -78,7 +77,7 @@ def simulated_engine(config: VerifierConfig) -> ServedEngine:
 
 def _make(
     num_blocks: int, simulation: Simulation, identity: ModelIdentity, speculation: Speculation
-) -> SimulatedEngine | ColocatedEngine:
+) -> SimulatedEngine:
     facts, policy = simulation.profile.target, speculation.draft_policy(shares_cores=False)
     engine = SimulatedEngine(
         decoder=simulation.target(),
@@ -92,7 +91,7 @@ def _make(
     )
     warm_up(engine, (GREEDY, SAMPLED, *ALONE), SpeculationParams(enabled=False))
     policy.start_from(facts.starting_cost())
-    if speculation.own_draft is None:
-        return engine
-    draft = simulation.draft_engine(simulation.profile.colocated, identity, num_blocks=num_blocks)
-    return ColocatedEngine(engine, draft, wants_states=False, clock=time.monotonic, draft_model=identity.name)
+    if speculation.own_draft is not None:
+        draft = simulation.draft_engine(simulation.profile.colocated, identity, num_blocks=num_blocks)
+        engine.draft_inside(draft, draft_model=identity.name)
+    return engine

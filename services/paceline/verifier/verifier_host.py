@@ -142,6 +142,8 @@ class TargetHost:
         self._stepper: TargetStepper | None = None
         # By number: an id may come back while outputs of its cancelled namesake are under way.
         self._sessions: dict[int, _ActiveSession] = {}
+        # Of those the one of each id: a session is fenced off before another of its id is added.
+        self._by_id: dict[str, _ActiveSession] = {}
         self._gateways: set[GatewayLog] = set()
         self._gathering = Gathering(stream_interval_s, lambda: [each.log for each in self._sessions.values()])
         self._numbers = itertools.count(1)
@@ -382,7 +384,7 @@ class TargetHost:
                 closing=closing.pop_all(),
             )
         self._rehearsal.interrupt()
-        self._sessions[mine.number] = mine
+        self._sessions[mine.number] = self._by_id[request.session_id] = mine
         gateway.sessions[number] = mine.number
         self.drafters.count(mine.drafter_address, +1)
         trace.paired(mine.drafter_address, self.drafters.model_of(mine.drafter_address))
@@ -417,7 +419,7 @@ class TargetHost:
         if session.compiling is not None and session.compiling is not asyncio.current_task():
             session.compiling.cancel()
         self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
-        del self._sessions[session.number], log.gateway.sessions[log.number]
+        del self._sessions[session.number], self._by_id[session.request.session_id], log.gateway.sessions[log.number]
         self.drafters.count(session.drafter_address, -1)
         self._metrics.under_way.set(self.num_sessions)
         if not self.num_sessions:
@@ -468,7 +470,7 @@ class TargetHost:
             raise UnavailableError("this verifier shuts down")
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
-        known = self._named(request.session_id)
+        known = self._by_id.get(request.session_id)
         if known is not None and known.request.epoch >= request.epoch:
             raise StaleEpochError(
                 f"epoch: session {request.session_id!r} is under way here under epoch {known.request.epoch}, "
@@ -482,13 +484,9 @@ class TargetHost:
 
     def _fence(self, request: GenerateRequest) -> None:
         """Ends a session of an owner that has lost it; what was committed of it goes out before the error."""
-        known = self._named(request.session_id)
+        known = self._by_id.get(request.session_id)
         if known is not None:
             self._end(known, StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}"))
-
-    def _named(self, session_id: str) -> _ActiveSession | None:
-        """The session under way of that name: there is one at most."""
-        return next((each for each in self._sessions.values() if each.request.session_id == session_id), None)
 
     async def _show_life(self) -> None:
         """Sends signs of life to silent gateways; never returns.

@@ -67,7 +67,8 @@ class Bench:
             Turn(follower=source.follow(session), tree=tree, limit=limit, least=least)
             for session, tree in zip(sessions, trees, strict=True)
         ]
-        return trees, source.grow(turns)
+        source.grow(turns)
+        return trees, [[node.survival for node in nodes_of(tree)] for tree in trees]
 
 
 def likeliest_path(tree) -> list[int]:
