@@ -13,7 +13,8 @@ each has as many streams as the others, and no gateway is measured. In the table
 pace:
 
 * ideal: what `paceline plan`'s simulation gives for the same profiles and load, where code costs nothing: the same
-  engines on a clock that jumps; share: of it
+  engines on a clock that jumps; share: of it; own_cores: the share that verifier and drafter would reach with a core
+  each, where the CPU time of their engines' code goes into the simulation
 * verifier, least: tokens/s of a verifier, the mean of all and the least
 * kept: of what a verifier has with a drafter of its own, which is the row of one verifier
 * gpu: tokens per GPU-second of the whole fleet, the drafter's GPU counted; ideal_gpu: the planner's
@@ -59,11 +60,13 @@ from tqdm import tqdm
 from loadtest.alternating import environ_of
 from loadtest.bench import Table, bench_parser, report, run
 from loadtest.fleet import bench_fleet
+from loadtest.host_time import ChargedDevice
 from loadtest.paced import OFF, ask_of, keep_busy, within
 from loadtest.straight import StraightDoor
 from loadtest.streams import Ask, Completion, Door, HttpDoor
 from loadtest.trial import take_turns
 from paceline.cluster.local import LocalFleet
+from paceline.planning.engines import DeviceAtWork
 from paceline.planning.report import LEAST_S, LOADS, PROMPT_TOKENS, SECONDS, SETTLING, lengths
 from paceline.planning.simulation import Outcome, Way, run_closed
 from paceline.simulated.guesses import GuessLaw
@@ -85,6 +88,7 @@ STEPS, SESSIONS, NODES = "paceline:step_seconds", "paceline:gamma", "paceline:dr
 FATES, DRAFTED = ("accepted", "rejected", "unverified", "late"), "paceline:draft_seconds_total"
 SERVICES = ("verifier", "drafter", "gateway")
 TIERS = (*SERVICES, "valkey", "client")
+DEVICES = (DeviceAtWork, ChargedDevice)
 # Seconds at the devices' own pace in which verifiers learn; in 31 steps of a load none drafted.
 LEARNING_S = 2.5
 
@@ -148,9 +152,9 @@ async def measure(arguments: argparse.Namespace) -> bool:
     ]
     # Before anything is measured, since it takes all cores; in other processes, since it has an event loop.
     with ProcessPoolExecutor() as pool:
-        futures = [pool.submit(planned, load, arguments) for load in loads]
-        bars = tqdm(zip(loads, futures, strict=True), "planning", len(loads), unit="load")
-        ideals = {load: future.result() for load, future in bars}
+        futures = [pool.submit(planned, load, arguments, device) for device in DEVICES for load in loads]
+        outcomes = iter([future.result() for future in tqdm(futures, "planning", unit="load")])
+    ideals, hosted = ({load: next(outcomes) for load in loads} for _ in DEVICES)
     bench, rounds = Bench(arguments), dict[Load, list[dict[str, Any]]]()
     for name in arguments.profiles:
         for count in arguments.verifiers:
@@ -159,15 +163,15 @@ async def measure(arguments: argparse.Namespace) -> bool:
     for load in loads:
         own = rounds.get(replace(load, verifiers=1, busy=0))
         gpus = load.num_gpus(load.profiles(arguments))
-        rows.append(row_of(load, gpus, rounds[load], own, ideals[load]))
+        rows.append(row_of(load, gpus, rounds[load], own, ideals[load], hosted[load]))
         if arguments.second_profile:
             rows[-1] |= {"kept": None, "each": [round(each, 1) for each in _mean(rounds[load])["each"]]}
         table.add(rows[-1])
     return report("scale", simulated=True, rows=rows, ok=bench.same_texts)
 
 
-def planned(load: Load, arguments: argparse.Namespace) -> list[Outcome]:
-    """The planner's prediction of each verifier."""
+def planned(load: Load, arguments: argparse.Namespace, device: type[DeviceAtWork] = DeviceAtWork) -> list[Outcome]:
+    """The planner's prediction of each verifier, on such devices."""
     until_s = arguments.stretch * max(LEAST_S, SECONDS / (load.verifiers * load.streams))
     return run_closed(
         load.profiles(arguments),
@@ -176,6 +180,7 @@ def planned(load: Load, arguments: argparse.Namespace) -> list[Outcome]:
         streams=load.each,
         until_s=until_s,
         warm_up_s=SETTLING * until_s,
+        device=device,
     )
 
 
@@ -353,10 +358,12 @@ def row_of(
     rounds: Sequence[Mapping[str, Any]],
     own: Sequence[Mapping[str, Any]] | None,
     ideals: Sequence[Outcome],
+    hosted: Sequence[Outcome],
 ) -> dict[str, Any]:
     """A row of the table: means over rounds, beside what the planner says.
 
     Args:
+        hosted: The planner's outcomes where code takes its time.
         own: Rounds of one verifier of the same way and load; None: they were not measured.
     """
     mean, rates = _mean(rounds), [sum(each["each"]) for each in rounds]
@@ -370,6 +377,7 @@ def row_of(
         "spread": (max(rates) - min(rates)) / rate,
         "ideal": ideal,
         "share": rate / ideal,
+        "own_cores": sum(each.tokens_per_s for each in hosted) / ideal,
         "verifier": statistics.fmean(compared),
         "least": min(compared),
         "gpu": rate / num_gpus,

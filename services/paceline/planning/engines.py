@@ -161,17 +161,17 @@ class Link(Generic[_Messages]):
 
 
 class DrafterAtWork:
-    """A drafter of the tier; `seed` is of the luck with step times.
+    """A drafter of the tier; `seed` is of the luck with step times, and None a device whose code costs nothing.
 
     Attributes:
         device_s: Time of its device by verifier, in the order of `connect`.
     """
 
-    def __init__(self, profile: Profile, loop: JumpingLoop, seed: int) -> None:
+    def __init__(self, profile: Profile, loop: JumpingLoop, seed: int, device: DeviceAtWork | None = None) -> None:
         self._loop, self._link_s = loop, profile.link_s
         self._verifiers: list[Link[Sequence[ToVerifier]]] = []
         self.device_s = Counter[int]()
-        device = DeviceAtWork(loop)
+        device = device or DeviceAtWork(loop)
         engine = _drafter(device, profile, profile.drafter, seed)
         self._engine: EngineLoop[DraftEvent, DraftOutput] = EngineLoop(lambda: engine, self._deliver, device)
         self.run = partial(_run, self._engine)
@@ -197,6 +197,7 @@ class VerifierAtWork:
 
     Args:
         colocated: Whether it drafts itself.
+        device: Where its engine computes; None: on one whose code costs nothing.
         drafter: The one of the tier.
         policy: Picks what steps verify; None: as verifiers do, from a profile at start-up.
         seed: Seed of random step times.
@@ -208,6 +209,7 @@ class VerifierAtWork:
         loop: JumpingLoop,
         *,
         colocated: bool,
+        device: DeviceAtWork | None = None,
         drafter: DrafterAtWork | None = None,
         policy: Goodput | None = None,
         seed: int = 0,
@@ -220,7 +222,7 @@ class VerifierAtWork:
         self.policy = policy or Goodput(
             profile.target.starting_cost(), max_nodes=profile.most_nodes, max_eager_batch=math.inf
         )
-        device = DeviceAtWork(loop)
+        device = device or DeviceAtWork(loop)
         self.engine = _target(device, profile, self.policy, seed, colocated=colocated)
         if drafter is not None:
             self.engine.handle(LinkChanged(address=DRAFTER, up=True))

@@ -6,14 +6,14 @@ import asyncio
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import DrafterAtWork, JumpingLoop, Request, VerifierAtWork, simulate
+from paceline.planning.engines import DeviceAtWork, DrafterAtWork, JumpingLoop, Request, VerifierAtWork, simulate
 from paceline.simulated.profile import Profile
 
 PERCENTILES = (50, 95, 99)
@@ -141,18 +141,28 @@ class _CellAtWork:
         profiles: Facts of each verifier.
         cell: How many drafters there are, and how drafts are made.
         seed: Seed of random step times.
+        device: Makes the device of each.
 
     Attributes:
         drafters: Of the tier.
     """
 
-    def __init__(self, profiles: Sequence[Profile], cell: PlannedFleet, loop: JumpingLoop, seed: int) -> None:
+    def __init__(
+        self,
+        profiles: Sequence[Profile],
+        cell: PlannedFleet,
+        loop: JumpingLoop,
+        seed: int,
+        device: Callable[[JumpingLoop], DeviceAtWork] = DeviceAtWork,
+    ) -> None:
         inside = cell.way is Way.COLOCATED
         self._profiles = [each.sharing() if inside else each for each in profiles]
-        self.drafters = [DrafterAtWork(profiles[0], loop, seed + number) for number in range(cell.num_drafters)]
+        self.drafters = [
+            DrafterAtWork(profiles[0], loop, seed + number, device(loop)) for number in range(cell.num_drafters)
+        ]
         drafters = itertools.cycle(self.drafters or [None])
         self._verifiers = [
-            VerifierAtWork(each, loop, colocated=inside, drafter=drafter, seed=seed + number)
+            VerifierAtWork(each, loop, colocated=inside, device=device(loop), drafter=drafter, seed=seed + number)
             for number, (each, drafter) in enumerate(zip(self._profiles, drafters, strict=False))
         ]
         at_work = [each.run() for each in self.drafters] + [each.run() for each in self._verifiers]
@@ -238,6 +248,7 @@ def run_closed(
     warm_up_s: float = 0.0,
     until_s: float | None = None,
     seed: int = 0,
+    device: Callable[[JumpingLoop], DeviceAtWork] = DeviceAtWork,
 ) -> list[Outcome]:
     """Runs verifiers with a closed load each: streams that send one request after the other.
 
@@ -248,6 +259,7 @@ def run_closed(
         warm_up_s: Time at the beginning that is not counted.
         until_s: When all of it ends; None: with the last request, and once a stream has none left nothing counts.
         seed: Seed of all random choices.
+        device: Makes the device of each verifier and drafter.
 
     Returns:
         The outcome of each verifier.
@@ -258,7 +270,7 @@ def run_closed(
     loads, numbered, dry = [list[Request]() for _ in profiles], enumerate(lengths), list[float]()
 
     async def main(loop: JumpingLoop) -> tuple[float, Counter[int]]:
-        at_work = _CellAtWork(profiles, PlannedFleet.around(way, len(profiles)), loop, seed)
+        at_work = _CellAtWork(profiles, PlannedFleet.around(way, len(profiles)), loop, seed, device)
 
         async def stream(verifier: int) -> None:
             for number, (num_prompt_tokens, num_output_tokens) in numbered:

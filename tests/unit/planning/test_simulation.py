@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from loadtest.host_time import ChargedDevice
 
 from paceline.core import draft_policy
 from paceline.core.draft_policy import Goodput
@@ -17,7 +20,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost
 from paceline.engine.target import TargetEngine
 from paceline.planning.arrivals import Arrival
-from paceline.planning.engines import DrafterAtWork, JumpingLoop, Link, VerifierAtWork, simulate
+from paceline.planning.engines import DeviceAtWork, DrafterAtWork, JumpingLoop, Link, VerifierAtWork, simulate
 from paceline.planning.simulation import Outcome, PlannedFleet, Way, run_closed, run_open
 from paceline.simulated.profile import Profile
 from tests.unit.planning.facts import ROW_S, STEP_S, equal, profile, sure_guesses
@@ -50,6 +53,21 @@ def test_the_seed_decides_everything(cell: PlannedFleet) -> None:
     first, again, other = (run_open(profile(noise=0.1), cell, MIXED, seed=seed) for seed in (1, 1, 2))
     assert first.requests == again.requests
     assert first.requests != other.requests
+
+
+def test_on_a_device_with_a_core_of_its_own_code_takes_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time goes on by a millisecond whenever somebody looks at it."""
+    looks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: 1e-3 * next(looks))
+    free, charged = (
+        run_closed([profile()], Way.TIER, equal(2), streams=[2], device=device)[0]
+        for device in (DeviceAtWork, ChargedDevice)
+    )
+    assert received(charged) == received(free)
+    plain = run_closed([profile()], Way.PLAIN, equal(1, num_prompt_tokens=1), streams=[1], device=ChargedDevice)[0]
+    looks_a_step = (plain.itl_s()[0] - STEP_S) / 1e-3
+    assert looks_a_step >= 1
+    assert looks_a_step == pytest.approx(round(looks_a_step))
 
 
 @pytest.mark.parametrize("streams", [1, 4, 16])
