@@ -77,6 +77,6 @@ async def first_drafter_of(calls, host, method: str) -> str:
         while True:
             request = replace(ask(method, max_tokens=200), speculation=SpeculationParams(method=method))
             async for _ in calls.generate(request):
-                known = host._named(method)
+                known = host._by_id.get(method)
                 if known is not None and known.drafter_address:
                     return known.drafter_address
