@@ -88,13 +88,13 @@ class Resumption:
         return self._request(logged, offset, digest)
 
     async def runs(self, session_id: str, api_key: str) -> bool:
-        """Whether a gateway runs a session, by its record.
+        """Whether a gateway runs a session, or has just ended it, by its record.
 
         Raises:
             UnavailableError: The store does not answer.
         """
         logged = await self._logged(session_id, api_key)
-        return logged is not None and logged.record.state is SessionState.RUNNING and logged.age_s < RUNNING_S
+        return logged is not None and logged.age_s < RUNNING_S
 
     async def _logged(self, session_id: str, api_key: str) -> LoggedSession | None:
         """A session's record; None under another key, as a caller does not learn that it exists there."""
