@@ -58,7 +58,12 @@ def profile_steps(
         one, few, one_far, few_far = (
             min(step_s(count, pages) for _ in range(SAMPLES)) for pages in (nowhere, far) for count in (1, FEW_ROWS)
         )
-        context = _context(far.num_computed, (few - one) / (FEW_ROWS - 1), (few_far - one_far) / (FEW_ROWS - 1), one)
+        near_s, far_s = ((more - less) / (FEW_ROWS - 1) for more, less in ((few, one), (few_far, one_far)))
+        attention_s = far_s - max(0.0, near_s)
+        if attention_s > NODE_SHARE * one:
+            # Few rows may take no more than one: then a row takes what it does among many.
+            row_s = max(near_s, (seconds[-1] - seconds[0]) / (KNOTS[-1] - KNOTS[0]))
+            context = far.num_computed * (row_s + NODE_SHARE * one) / attention_s
     return StepCost(rows=KNOTS, seconds=tuple(seconds), context=context)
 
 
@@ -67,18 +72,3 @@ def _pages(num_blocks: int) -> SessionPages:
     pages = SessionPages([], BlockPool(0))
     pages.blocks, pages.num_computed = [*range(num_blocks)], num_blocks * BLOCK_SIZE
     return pages
-
-
-def _context(tokens: int, near_s: float, far_s: float, step_s: float) -> float:
-    """Tokens whose attention takes as long as the rest of a guess; infinite where it takes nearly nothing of a step.
-
-    Args:
-        tokens: Those that the far ones attended.
-        near_s: Seconds of a guess that attends nothing.
-        far_s: Seconds of a guess that attends these tokens.
-        step_s: Seconds of a step of one row.
-    """
-    attention_s = far_s - max(0.0, near_s)
-    if attention_s <= NODE_SHARE * step_s:
-        return math.inf
-    return tokens * (max(0.0, near_s) + NODE_SHARE * step_s) / attention_s

@@ -18,6 +18,7 @@ from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.sessions.recorded import RecordedSession
 from paceline.gateway.sessions.records import RENEWAL_S, RecordWriter, session_record
 from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.sessions.take_over import RUNNING_S, Resumption
 from paceline.store.base import LoggedSession, PutSession, Replica, SessionState, SessionWrite, Written
 from tests.support.memory_store import MemoryStore
 
@@ -256,3 +257,19 @@ def test_a_text_that_vllm_or_a_gpu_had_a_part_in_is_promised_in_distribution_onl
     recorded.extend((4,))
     recorded.placed(2, verifier("v", arithmetic="cpu x86_64, torch 2", weights_hash="w"))
     assert recorded.distribution_only is distribution_only
+
+
+@pytest.mark.parametrize("state", [SessionState.RUNNING, SessionState.STOP])
+async def test_a_session_counts_as_run_until_its_record_is_old_whatever_its_state(state: SessionState) -> None:
+    """A response whose session has ended is not interrupted: its end is about to be written."""
+    store = CountingStore()
+    record = replace(session_record(request(), "g0"), api_key="mine", state=state)
+    await store.write_sessions([PutSession(record=record, token_ids=PROMPT, ttl_s=3600)])
+    fleet: Any = None
+    resumption = Resumption(store, fleet, "g1")
+    store.now_s = RUNNING_S - 1
+    assert await resumption.runs("s", "mine")
+    assert not await resumption.runs("s", "another key")
+    assert not await resumption.runs("unknown", "mine")
+    store.now_s = RUNNING_S + 1
+    assert not await resumption.runs("s", "mine")

@@ -43,8 +43,7 @@ Json = dict[str, Any]
 MAX_DIGITS = 12
 
 
-# What the answer needs of a request: its body, the conversation without instructions, and the parts of the request that
-# are kept (None: the response is not).
+# A request's body, its conversation without instructions, and the parts of it that are kept; None: the response is not.
 _Context = tuple[ResponsesBody, list[Json], bytes | None]
 # The conversation that a request continues, without instructions, and the items of kept responses that it refers to, by
 # their ids.
